@@ -1,7 +1,7 @@
-"""Owns the background tasks of a process and reports when one ends.
+"""Own the background tasks of a process and report when one ends.
 
-A task that serves one model or one pair handles its own failures. A task started here serves the whole process: when it
-ends, `/ready` gives the reason and the process exits.
+A task that serves one model or one pair of workers handles its own failures. A task started here serves the whole
+process: when it ends, `/ready` gives the reason and the process exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Owns tasks of one event loop. `on_failure` is called once, with the reason, when the first task ends."""
+    """Tasks of one event loop. `on_failure` is called once, with the reason, when the first task ends."""
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
         self.failure: DynamoError | None = None
@@ -27,7 +27,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work`, which must not end before `cancel` is awaited. Return its task."""
+        """Run `work` in a task and return the task. It counts as failed if it ends before `cancel` or `release`."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -38,7 +38,7 @@ class BackgroundTasks:
         self._tasks.discard(task)
 
     async def cancel(self, task: asyncio.Task[None] | None) -> None:
-        """Cancel a task and wait for it; this is no failure. Do nothing for None or an ended task."""
+        """Cancel a task and wait until it has ended. Do nothing for None or an ended task."""
         if task is None:
             return
         self.release(task)
@@ -46,12 +46,12 @@ class BackgroundTasks:
         await asyncio.gather(task, return_exceptions=True)
 
     def check(self) -> None:
-        """Raise what the first failed task raised, as InternalError when it is not a DynamoError."""
+        """Raise the exception of the first failed task. One that is not a DynamoError becomes InternalError."""
         if self.failure is not None:
             raise self.failure
 
     async def until_failed(self) -> None:
-        """Wait until a task fails, and raise as `check`."""
+        """Wait until a task fails, then raise like `check`."""
         await self._failed.wait()
         self.check()
 
@@ -61,7 +61,7 @@ class BackgroundTasks:
         self._tasks.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         name = task.get_name()
-        if isinstance(error, DynamoError):  # its process logs it
+        if isinstance(error, DynamoError):  # the process logs it when it exits
             failure, reason = error, f"background task {name} failed: {error.message}"
         else:
             reason = f"background task {name} " + ("ended" if error is None else f"failed: {error!r}")

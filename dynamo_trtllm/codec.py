@@ -1,7 +1,4 @@
-"""Values to bytes and back: MessagePack through msgspec, token ids packed as 32-bit little-endian.
-
-The only place that knows the encoding. Raises `BadFrame` for bytes that are not the value asked for.
-"""
+"""Encode and decode messages: MessagePack through msgspec, token ids packed as 32-bit little-endian integers."""
 
 from __future__ import annotations
 
@@ -41,12 +38,16 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode(value: Any) -> bytes:
-    """The wire form of one of `messages`' values."""
+    """Encode a message, such as a struct of `messages`."""
     return _encoder.encode(value)
 
 
 def decode(data: bytes | memoryview, wanted: type[T]) -> T:
-    """The value of type `wanted` in `data`. Raises BadFrame when it is not there."""
+    """Decode `data` as a value of type `wanted`.
+
+    Raises:
+        BadFrame: `data` is not such a value.
+    """
     decoder = _decoders.get(wanted)
     if decoder is None:
         decoder = _decoders[wanted] = msgspec.msgpack.Decoder(wanted, dec_hook=_unpack)

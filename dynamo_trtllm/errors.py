@@ -1,7 +1,8 @@
-"""Every error that crosses a package boundary, as one tree with stable codes.
+"""Define every error that crosses a package boundary, as one class tree with stable codes.
 
-The code is wire format and metric label: it is never renamed. `retryable` says whether the same request may
-succeed on another worker before a token was sent. HTTP statuses are not here: they are in `http_server/errors.py`.
+A code is part of the wire format and a metric label, so it never changes. An error is `retryable` if another worker may
+succeed with the same request; a retry is possible until the first token is sent. `http_server/errors.py` maps codes to
+HTTP statuses.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ FIELD_CHARS: Final = 200
 
 
 class DynamoError(Exception):
-    """Root of the tree. The message says what to change; the cause is kept with `raise … from`.
+    """Base of all errors. The message says what is wrong and what to do.
 
-    Message and field may quote what a client sent. Their middle is cut out beyond MESSAGE_CHARS and FIELD_CHARS
+    Message and field may quote client input. Each is shortened in its middle, to MESSAGE_CHARS and FIELD_CHARS
     characters. Passwords in addresses are masked.
     """
 
@@ -32,13 +33,13 @@ class DynamoError(Exception):
 
 
 class ConfigError(DynamoError):
-    """The configuration can't work. Printed in one line; the process exits with 2."""
+    """The configuration is invalid. The process prints the error in one line and exits with status 2."""
 
     code = "config"
 
 
 class InternalError(DynamoError):
-    """What an unexpected exception becomes at a catch-all: worker service, ASGI handler, canaries, model renderers."""
+    """An unexpected exception, converted by a catch-all: worker service, ASGI handler, pair probes, renderers."""
 
     code = "internal"
 
@@ -53,25 +54,31 @@ class RequestError(DynamoError):
 
 
 class InvalidRequest(RequestError):
+    """The request is malformed, or a field has an invalid value."""
+
     code = "invalid_request"
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A field we do not honor is refused by its name, never ignored."""
+    """The request has a field that is not supported. The error names the field."""
 
     code = "unsupported_parameter"
 
 
 class ContextTooLong(RequestError):
+    """Prompt plus output would exceed the model's context length."""
+
     code = "context_length_exceeded"
 
 
 class PayloadTooLarge(RequestError):
+    """A message, HTTP body or stored value is larger than its limit."""
+
     code = "payload_too_large"
 
 
 class HeadTooLarge(RequestError):
-    """Of the request line and headers."""
+    """The HTTP request line and headers are too large."""
 
     code = "head_too_large"
 
@@ -91,13 +98,13 @@ class ModelNotFound(RequestError):
 
 
 class ResponseNotFound(RequestError):
-    """No stored response has this id, or no longer."""
+    """The response store has no response with this id, or the response has expired."""
 
     code = "response_not_found"
 
 
 class Cancelled(RequestError):
-    """Somebody asked for the end of this answer by its id."""
+    """A client cancelled this response by its id."""
 
     code = "cancelled"
 
@@ -106,22 +113,28 @@ class Cancelled(RequestError):
 
 
 class CapacityError(DynamoError):
-    """The request is valid, but there is no capacity for it now."""
+    """The request is valid, but no capacity is free. The caller may try again later."""
 
     code = "capacity"
 
 
 class Overloaded(CapacityError):
+    """A limit of a frontend or worker is reached."""
+
     code = "overloaded"
     retryable = True
 
 
 class Draining(CapacityError):
+    """The worker is shutting down and accepts no new requests."""
+
     code = "draining"
     retryable = True
 
 
 class NoInstances(CapacityError):
+    """The model has no usable worker for a phase of the request."""
+
     code = "no_instances"
 
 
@@ -133,31 +146,35 @@ class PlaneError(DynamoError):
 
 
 class Unreachable(PlaneError):
-    """No process answers at the subject."""
+    """No process replies at the subject."""
 
     code = "unreachable"
     retryable = True
 
 
 class Disconnected(PlaneError):
-    """The connection to the request plane was lost while a stream ran."""
+    """The connection to the request plane is lost."""
 
     code = "disconnected"
     retryable = True
 
 
 class DeadlineExceeded(PlaneError):
+    """The request's deadline passed."""
+
     code = "deadline"
 
 
 class StreamIncomplete(PlaneError):
-    """Frames are missing, or a stream ended with no terminal chunk."""
+    """Frames are missing, or a stream ended without a terminal chunk."""
 
     code = "incomplete"
     retryable = True
 
 
 class BadFrame(PlaneError):
+    """A message can't be decoded."""
+
     code = "bad_frame"
 
 
@@ -168,7 +185,7 @@ class VersionMismatch(PlaneError):
     retryable = True
 
 
-# --- KV transfer: repeat the prefill call, once --------------------------------------------------------
+# --- KV transfer: the frontend repeats the prefill call once -------------------------------------------
 
 
 class KvTransferError(DynamoError):
@@ -177,14 +194,20 @@ class KvTransferError(DynamoError):
 
 
 class TransferExpired(KvTransferError):
+    """The KV expired before it was fetched."""
+
     code = "ticket_expired"
 
 
 class TransferMismatch(KvTransferError):
+    """The KV transfer parameters do not fit the decode worker or the request."""
+
     code = "ticket_mismatch"
 
 
 class TransferTimeout(KvTransferError):
+    """The KV transfer did not finish in time."""
+
     code = "handoff_timeout"
 
 
@@ -193,7 +216,7 @@ class TransferFailed(KvTransferError):
 
 
 class NonFiniteKv(TransferFailed):
-    """The KV that arrived has NaN or infinity."""
+    """The received KV contains NaN or infinity."""
 
     code = "non_finite_kv"
 
@@ -206,12 +229,14 @@ class EngineError(DynamoError):
 
 
 class EngineNotReady(EngineError):
+    """The engine is not started yet, or the frontend is still loading the model's files."""
+
     code = "not_ready"
     retryable = True
 
 
 class RequestRejected(EngineError):
-    """The engine rejected this request; the engine itself is fine."""
+    """The engine rejected this request. It continues to run other requests."""
 
     code = "engine_refused"
 
@@ -223,35 +248,35 @@ class MigrationFailed(EngineError):
 
 
 class NonFinite(EngineError):
-    """The model's output for this request is NaN or infinite; the other requests of the engine go on."""
+    """The model's output for this request is NaN or infinite. Other requests of the engine continue."""
 
     code = "non_finite"
     retryable = True
 
 
 class EngineFailed(EngineError):
-    """The engine is not fit to serve: the worker drains and its lease goes."""
+    """The engine can't serve requests any more. The worker drains, deregisters and exits."""
 
     code = "engine_failed"
     retryable = True
 
 
 def error_classes() -> dict[str, type[DynamoError]]:
-    """All classes of the tree by code."""
-    found: dict[str, type[DynamoError]] = {}
+    """Return all classes of the tree by code."""
+    classes: dict[str, type[DynamoError]] = {}
     stack: list[type[DynamoError]] = [DynamoError]
     while stack:
         cls = stack.pop()
-        found[cls.code] = cls
+        classes[cls.code] = cls
         stack.extend(cls.__subclasses__())
-    return found
+    return classes
 
 
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
-    """The error that was sent over the wire as (code, message); an unknown code becomes `InternalError`."""
+    """Return the error for a code and message from the wire. An unknown code becomes `InternalError`."""
     return error_classes().get(code, InternalError)(message, field=field)
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an optional part of this package, for an error. The package is on no package index."""
+    """Return, for an error text, how to install an optional dependency. The package is not on a package index."""
     return f"run pip install -e '.[{extra}]' in a checkout of dynamo_trtllm"

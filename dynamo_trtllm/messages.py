@@ -1,8 +1,7 @@
-"""Values that cross a process: requests, chunks, tickets, instances. No behavior beyond simple properties.
+"""Define the values that processes exchange: requests, chunks, KV transfer parameters, instances, control verbs.
 
-They are msgspec structs, frozen and keyword-only, because they are encoded on the hot path (`codec`); unknown
-fields are skipped when decoding, so that an older process reads what a newer one wrote. Nothing here imports
-anything of this project.
+They are msgspec structs because `codec` encodes them on the hot path. Decoding skips unknown fields, so an older
+process can read what a newer one sends. This module imports nothing else of the project.
 """
 
 from __future__ import annotations
@@ -21,29 +20,34 @@ else:
 
 
 def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """Packed unsigned 32-bit token ids. Raises OverflowError or TypeError for what is not one."""
+    """Pack token ids into an array of unsigned 32-bit integers.
+
+    Raises:
+        OverflowError: an id is negative or does not fit into 32 bits.
+        TypeError: an id is not an integer.
+    """
     return array("I", ids)
 
 
 WIRE_VERSION = 2
-"""Version of what frontends and workers send each other. Neighboring versions work together.
+"""Version of the messages between frontends and workers. Neighboring versions work together.
 
-1: streams, cancels, control verbs, empty pings. 2: a ping is answered with a report of the streams both sides share.
+1: streams, cancels, control verbs, empty pings. 2: the worker replies to a ping with a report of the shared streams.
 """
 
 
 def wire_mismatch(theirs: int) -> str:
-    """Return why a peer of wire version `theirs` and this process can't work together; "" when they can."""
+    """Return the reason why a peer of wire version `theirs` can't work with this process; "" when it can."""
     if abs(theirs - WIRE_VERSION) <= 1:
         return ""
     return (
-        f"wire version {theirs} is too far from {WIRE_VERSION}, which this process speaks: only neighboring versions "
-        "work together; upgrade the side with the lower wire version until the two differ by at most 1"
+        f"wire versions {theirs} (peer) and {WIRE_VERSION} (this process) differ by more than 1; upgrade the side with "
+        "the lower one"
     )
 
 
 class Role(StrEnum):
-    """What a worker does. The values are those of `--disaggregation-mode`."""
+    """The role of a worker. The values are those of `--disaggregation-mode`."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -51,28 +55,30 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which phase of a request a call runs."""
+    """The phase of a request that a call runs."""
 
-    PREFILL = "prefill"  # process the prompt, keep its KV, answer with a ticket
-    DECODE = "decode"  # fetch the ticket's KV, replay its first token, go on
+    PREFILL = "prefill"  # process the prompt, hold its KV, return KV transfer parameters
+    DECODE = "decode"  # fetch the KV, replay the first token, generate the others
     AGGREGATED = "whole"  # both, in one worker
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # a stop token (which is the last of the chunk's ids)
+    """The reason why a call ended without an error."""
+
+    STOP = "stop"  # a stop token, which is the last of the chunk's ids
     LENGTH = "length"  # max_tokens or the context length is reached
-    KV_TRANSFER = "handoff"  # the prefill phase ended with a ticket
+    KV_TRANSFER = "handoff"  # the prefill phase ended; its chunk has KV transfer parameters
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One form that guided output may take: `prefix`, then JSON of the schema, then nothing more."""
+    """One allowed form of structured output: `prefix`, then JSON of the schema, then the end."""
 
     json_schema: str  # JSON Schema as JSON text; "{}": any JSON object
     prefix: str = msgspec.field(default="", name="literal")  # text before the JSON, control tokens as text
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Guided decoding. The output is free until `trigger` was written, then it takes one of the forms and ends."""
+    """Structured output. Text is free up to `trigger`; after it, the output takes one of the forms and ends."""
 
     alternatives: tuple[OutputFormat, ...]  # at least one
     trigger: str = msgspec.field(default="", name="after")  # control tokens as text; "": from the first token on
@@ -80,27 +86,27 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when to stop. Validated at the edge: temperature 0 means greedy."""
+    """Sampling parameters and stop conditions of a request. The frontend has validated them. Temperature 0: greedy."""
 
     max_tokens: int
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
-    min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out
-    frequency_penalty: float = 0.0  # taken off a logit per occurrence in the answer
-    presence_penalty: float = 0.0  # taken off once when the token is in the answer
-    repetition_penalty: float = 1.0  # logits of tokens in prompt or answer: divided when positive, else multiplied
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id -> added to its logit
+    min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
+    frequency_penalty: float = 0.0  # subtracted from a logit for each occurrence in the output
+    presence_penalty: float = 0.0  # subtracted once if the token is in the output
+    repetition_penalty: float = 1.0  # logits of tokens in prompt or output: divided if positive, else multiplied
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     guided: StructuredOutput | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # go on past the model's own stop tokens
-    logprobs: int | None = None  # number of alternatives per token; None: none at all
+    ignore_eos: bool = False  # continue after the model's own stop tokens
+    logprobs: int | None = None  # number of alternatives per token; None: no log-probabilities
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log) of one emitted token and of the most likely alternatives."""
+    """Log-probability (natural log) of one output token and of the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -108,20 +114,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What prefill and decode must agree on before KV can move."""
+    """Layout of the KV cache. KV can move only between workers whose layouts match."""
 
     dtype: str
     block_tokens: int  # tokens in one KV block
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    tensor_parallel_size: int = 1  # may differ: an engine that needs it equal says so in its `kv_compat`
+    tensor_parallel_size: int = 1  # may differ; an engine that needs it equal also puts it into `kv_compat`
 
 
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Lets a decode engine fetch one request's KV from the prefill engine that holds it.
+    """Parameters with which a decode engine fetches one request's KV from the prefill engine that holds it.
 
-    `engine_state` belongs to the engine kind named in `engine`; nothing between the two engines reads it.
+    `engine_state` is in the format of the engine kind `engine`. Only the two engines read it.
     """
 
     version: int
@@ -129,20 +135,20 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str
     layout: KvLayout
-    # what else must be equal at both ends, in the engine's own words
+    # engine-specific names and values that must be equal on both workers
     kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
-    prefill_instance_id: int = msgspec.field(name="holder")  # instance id of the prefill worker
-    expires_at: float  # seconds since the epoch; the holder may free the blocks after it
+    prefill_instance_id: int = msgspec.field(name="holder")
+    expires_at: float  # seconds since the epoch; afterwards the prefill worker may free the blocks
     prompt_tokens: int
     first_token_ids: TokenIds
     first_logprobs: tuple[TokenLogprob, ...] = ()
-    transport: str  # name of the KV transfer backend, for people
+    transport: str  # name of the KV transfer backend, for logs and metrics
     kv_bytes: int
     engine_state: bytes = msgspec.field(name="opaque")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One phase of one request, already rendered and checked. It can't be invalid for the model's card."""
+    """One call: one phase of a request whose prompt is tokenized and whose fields are valid for the model's card."""
 
     request_id: str
     model: str
@@ -151,19 +157,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline: float  # seconds since the epoch
     phase: Phase = Phase.AGGREGATED
     ticket: KvTransferParams | None = None  # set exactly when phase is DECODE
-    # so many of the last `token_ids` are the answer's: another worker made them and left
+    # number of the last `token_ids` that are output tokens of another worker, which failed after it sent them
     num_resumed_output_tokens: int = msgspec.field(default=0, name="resumed_tokens")
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
-    cache_salt: str | None = None  # KV is reused only among requests with the same salt
+    cache_salt: str | None = None  # the prefix cache is shared only among requests with the same salt
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the time of one call went, in seconds; sent with its terminal chunk."""
+    """Time per phase of one call, in seconds. The terminal chunk has it."""
 
     queue_s: float = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: float = 0.0
-    kv_transfer_s: float = msgspec.field(default=0.0, name="handoff_s")  # decode call: from ticket to KV in place
-    # decode call: from KV in place to first own step
+    kv_transfer_s: float = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
+    # decode call: from the end of the KV transfer to the request's first step
     decode_queue_s: float = msgspec.field(default=0.0, name="decode_wait_s")
     cached_tokens: int = 0
     kv_bytes: int = 0
@@ -171,21 +177,21 @@ class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Tokens of one request: of one engine step as sent, possibly of several as received. A stream ends with exactly
-    one chunk that has `finish_reason`.
+    """Output tokens of one call. Exactly one chunk, the last one of a stream, has `finish_reason`.
 
-    `gc=False`: chunks form no cycles, and a busy frontend holds many.
+    An engine sends one chunk per step; a receiver may merge several. `gc=False`: chunks form no cycles, and a busy
+    frontend holds many.
     """
 
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
     finish_reason: FinishReason | None = None
     ticket: KvTransferParams | None = None  # set exactly when finish_reason is KV_TRANSFER
     stats: PhaseTimings | None = None  # set on the terminal chunk
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one instance can hold; 0: it does not say."""
+    """Capacity of one instance. 0: not reported."""
 
     max_batch_size: int = 0  # requests in one step
     max_num_tokens: int = 0  # tokens in one step
@@ -193,9 +199,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model wants to be sampled: used for fields that a request leaves out. None: the API's own default.
+    """Sampling values of a model for fields that a request leaves out. None: the API's default.
 
-    Names and meaning are those of generation_config.json; the bounds are those of a request.
+    Names and meanings are those of generation_config.json (Hugging Face). The bounds are those of a request.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -210,35 +216,35 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All a frontend must know to render for and parse from a model; equal on every worker of a model."""
+    """Description of a model with which a frontend renders prompts and parses outputs. Equal on all its workers."""
 
     name: str  # the served name, which clients send as `model`
-    context_length: int  # prompt and output tokens together
+    context_length: int  # tokens, prompt plus output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     renderer: str  # "harmony" or "chat_template"
     reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
-    # what the engine can't honor, see EngineInfo
+    # names of request features that the engine does not support, see EngineInfo
     unsupported_features: tuple[str, ...] = msgspec.field(default=(), name="refuses")
-    files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
+    files: Mapping[str, str] = {}  # file name -> sha256; frontends fetch the content with the control verb `file`
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One live worker as discovery knows it."""
+    """One registered worker."""
 
-    id: int  # up to 63 bits, unique in the cluster; hexadecimal wherever it is shown
+    id: int  # up to 63 bits, unique in the cluster; shown in hexadecimal
     namespace: str
     component: str
     endpoint: str
-    subject: str  # request-plane address of `generate`; the plane derives that of `control`
+    subject: str  # request-plane address of `generate`; that of `control` is derived from it
     role: Role
     engine: str
     card: ModelDeploymentCard
     layout: KvLayout
     limits: Limits = Limits()
-    # what else prefill and decode must share, in the engine's own words
+    # engine-specific names and values that must be equal on a prefill and a decode worker
     kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
     can_aggregate: bool = msgspec.field(default=False, name="serves_whole")  # a decode worker that can also prefill
     strategy: str = "prefill_first"
@@ -246,81 +252,93 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
 
 
-# --- control verbs (design: every instance has `generate` and `control`) -------------------------------
+# --- control verbs -------------------------------------------------------------------------------------
 
 
 class ReleaseOutcome(StrEnum):
+    """The reason why a prefill worker may free the KV of a transfer."""
+
     FETCHED = "redeemed"
     ABORTED = "refused"
 
 
 class ReleaseKv(msgspec.Struct, frozen=True, tag="release"):
-    """The pipeline tells a prefill worker that a ticket is done with."""
+    """Let a prefill worker free the KV of one transfer."""
 
     ticket_id: str
     outcome: ReleaseOutcome
 
 
 class GetFile(msgspec.Struct, frozen=True, tag="file"):
-    """Asks for a piece of one of the card's files, named by content."""
+    """Request a chunk of one of the card's files by content hash and offset in bytes."""
 
     sha256: str
     offset: int = 0
 
 
 class FileChunk(msgspec.Struct, frozen=True):
+    """Reply to `GetFile`."""
+
     data: bytes
     total_bytes: int
 
 
 class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
-    """Keeps a decode slot for a request whose prefill has not run yet. Answered with nothing, or Overloaded."""
+    """Reserve a decode slot for a request before its prefill call. The reply is empty, or the error Overloaded."""
 
     reservation_id: str
-    expires_at: float  # seconds since the epoch; forgotten then
+    expires_at: float  # seconds since the epoch
 
 
 class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):
-    """The slot is not needed after all. Unknown reservations are no error."""
+    """Release a reserved slot. An unknown reservation is not an error."""
 
     reservation_id: str
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """Asks a worker whose transfers keep failing to drain and to exit with a status that has it started again."""
+    """Ask a worker whose KV transfers keep failing to drain and exit. Its supervisor then restarts it."""
 
     reason: str
 
 
 Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart
 
-# --- conversation: what the renderer takes -------------------------------------------------------------
+# --- conversation: the input of prompt rendering -------------------------------------------------------
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call of an assistant message."""
+
     id: str
     name: str
     arguments: str  # JSON text, as the model wrote it
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
     role: str  # system, developer, user, assistant, tool
     content: str = ""
     name: str | None = None
-    reasoning: str | None = None  # assistant: what it thought before a tool call
+    reasoning: str | None = None  # assistant: its reasoning before a tool call
     tool_calls: tuple[ToolCall, ...] = ()  # assistant
     tool_call_id: str | None = None  # tool
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = {}  # JSON Schema
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Messages and settings from which a prompt is rendered."""
+
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     reasoning_effort: str = "medium"  # low, medium, high
     template_args: Mapping[str, Any] = {}  # extra variables of a chat template
-    answer_schema: str = ""  # JSON Schema that the answer is held to; formats with a place for it tell the model
+    answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it

@@ -1,4 +1,4 @@
-"""Makes text that others wrote safe to show in logs, errors and tables: escapes, shortens, masks. Pure."""
+"""Make untrusted text safe to show in logs, errors and tables: escape, shorten and mask it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _PORT = re.compile(r"(\d{1,5}/?)?")
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with every character that could forge a line or reorder it escaped, as in `\\n` and `\\u2028`."""
+    """Return `text` with each character that could break or reorder a line escaped, for example as `\\u2028`."""
     return _UNSAFE.sub(_escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found.group().encode("unicode_escape").decode("ascii")
+def _escaped(match: re.Match[str]) -> str:
+    return match.group().encode("unicode_escape").decode("ascii")
 
 
-def shorten(text: str, longest: int) -> str:
-    """Return `text`, or its beginning and its end when it has more than `longest` characters."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]} … {text[-half:]}"
+def shorten(text: str, max_chars: int) -> str:
+    """Return `text`, or its beginning and its end if it has more than `max_chars` characters."""
+    half = max_chars // 2
+    return text if len(text) <= max_chars else f"{text[:half]} … {text[-half:]}"
 
 
 def mask_credentials(text: str) -> str:
-    """Return `text` with the user and password of each address in it masked, and PEM blocks emptied."""
+    """Return `text` with user and password of each address masked and the content of PEM blocks removed."""
     if "@" in text:
         text = _WORD.sub(_without_credentials, text)
     return _PEM.sub(rf"\1 {MASK} ", text) if "-----BEGIN " in text else text
 
 
-def _without_credentials(found: re.Match[str]) -> str:
-    word = found.group()
+def _without_credentials(match: re.Match[str]) -> str:
+    word = match.group()
     before, at, after = word.rpartition("@")
     if ":" not in before:  # not an address with a user: an email address or a decorator
         return word
@@ -49,7 +49,7 @@ def _without_credentials(found: re.Match[str]) -> str:
 
 
 def mask_address(value: str) -> str:
-    """Return the value of an address setting with user and password masked, also when it is not a valid address."""
+    """Return an address setting with user and password masked, even if it is not a valid address."""
     scheme, separator, rest = value.rpartition("://")
     if "@" in value:
         scheme, separator, _ = value.partition("://") if separator else ("", "", "")

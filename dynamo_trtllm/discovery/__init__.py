@@ -1,1 +1,1 @@
-"""Who is there: instances registered under a lease, watched by frontends. Knows keys and records, no routing."""
+"""Discovery: workers register their instances under a lease, and frontends watch them."""

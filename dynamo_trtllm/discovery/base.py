@@ -1,4 +1,4 @@
-"""The discovery interface. Implementations: `memory` (in-process) and `etcd`; both pass the same contract tests."""
+"""Define the discovery interface. `memory` (in-process) and `etcd` implement it; both pass the same contract tests."""
 
 from __future__ import annotations
 
@@ -11,53 +11,62 @@ from dynamo_trtllm.messages import Instance
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An instance is there, or its record changed."""
+    """An instance registered, or its record changed."""
 
     instance: Instance
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """An instance left or its lease ran out."""
+    """An instance deregistered, or its lease expired."""
 
     instance_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """All records that existed when the watch began were reported. Comes once, however often the watch re-lists."""
+    """All records that existed at the start of the watch were reported. A watch yields it once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A record was rejected. The event comes again when the reason changes, and with reason None when the record is
-    gone or valid."""
+    """A record was rejected, or the reason changed, or the rejected record is gone or valid (reason None)."""
 
-    key: str  # as `keys.shown_key` gives it: escaped and bounded
-    reason: str | None  # None: the record is gone or valid
+    key: str  # escaped and shortened by `keys.shown_key`
+    reason: str | None
 
 
 Event = Added | Removed | Rejected | Synced
 
 
 class Registration(Protocol):
-    """One instance's record on its lease. Kept alive in the background, under the same key whatever happens to etcd."""
+    """The registration of one instance. A background task renews its lease and restores its record after data loss."""
 
     async def aclose(self) -> None:
-        """Deregister. Idempotent; does not fail when the store is away (the lease then runs out)."""
+        """Deregister. If the store is unavailable, the lease expires instead. Idempotent."""
         ...
 
 
 class Discovery(Protocol):
+    """A connection to the store of registered instances."""
+
     async def register(self, instance: Instance) -> Registration:
-        """Returns once the record is visible. Raises ConfigError for a record that every watcher would reject, and
-        Unreachable if the store can't be reached at all at the start."""
+        """Register an instance. Return once the record is visible to watchers.
+
+        Raises:
+            ConfigError: watchers would reject the record.
+            Unreachable: the store does not answer.
+        """
         ...
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Yield Added or Rejected for each record that is there, then Synced, then every change; never end. While the
-        store is unreachable, yield nothing. Afterwards yield the differences; a missing instance has some time to
-        register again. Consume with `aclosing`."""
+        """Yield Added or Rejected for each existing record, then Synced, then all changes without end.
+
+        While the store is unreachable, the generator yields nothing. Afterwards it yields the differences, and missing
+        instances get some time to register again. Consume with `aclosing`.
+        """
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Deregister all instances, end the watches and close the connection."""
+        ...

@@ -1,10 +1,9 @@
-"""Discovery on etcd: keys on leases, and a watch that lists again whenever its stream broke.
+"""Implement discovery on etcd: instance records on leases, and a watch that lists all records after each interruption.
 
-Listing again, instead of resuming at a revision, is right in every case (compaction, data lost, another member) and
-costs one range read per watcher and reconnect. New instances of a list are reported at once. An instance that the list
-lacks left while the watch was cut, or etcd lost its data. Nothing in etcd distinguishes these cases: after writes past
-the old revision it looks as before, its ids too. So missing instances get the time of a lease to register again before
-they are removed. One that did leave costs little meanwhile: a request to it goes to another worker at once.
+A new list, instead of a resume at a revision, is correct in every case (compaction, data loss, another etcd member). It
+takes one range read per watcher and reconnect. New instances of a list are reported at once. An instance that is
+missing in it has left, or etcd lost its data; etcd does not show which. So missing instances get the time of a lease to
+register again before they are removed. Meanwhile a request to an instance that has left is retried on another worker.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from dynamo_trtllm.messages import Instance
 
 
 class Backoff:
-    """Delays that double from `first_s` to `cap_s`, each shortened at random by up to a half, so that many do not
-    come back at the same moment."""
+    """Delays that double from `first_s` to `cap_s`, with jitter of up to half so that clients don't retry together."""
 
     def __init__(self, *, first_s: float = 0.05, cap_s: float = 1.0, rng: random.Random | None = None) -> None:
         self._first_s = first_s
@@ -38,25 +36,25 @@ class Backoff:
         self._full_s = first_s
 
     def next_s(self) -> float:
-        """The next delay in seconds."""
+        """Return the next delay in seconds."""
         delay = self._full_s * self._rng.uniform(0.5, 1.0)
         self._full_s = min(2 * self._full_s, self._cap_s)
         return delay
 
     def reset(self) -> None:
-        """After a success: start again with the first delay."""
+        """Start again with the first delay. Call it after a success."""
         self._full_s = self._first_s
 
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-# A worker with a long lease looks as often, so that it is back soon where etcd has lost its data: watchers wait 10 s.
+# Also for long leases: after etcd has lost its data, workers must register again before watchers remove them (10 s).
 LONGEST_PAUSE_S = 3.0
 
 
 class LeaseKeeper:
-    """See `base.Registration`. A lost lease is replaced and the same key put again, for ever."""
+    """A `Registration` in etcd. It replaces a lost lease and writes the same key again."""
 
     def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:
         self._store = store
@@ -68,32 +66,32 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Puts the key and starts to keep it. Raises Unreachable."""
+        """Write the record and start to renew its lease. Raise Unreachable if etcd does not answer."""
         lease = await self._acquire()
         self._task = self._tasks.start(self._keep(lease), f"lease of {self._key}")
 
     async def _acquire(self) -> Lease:
-        # An older lease, if etcd still has it, no longer holds the key after this put: the key is never there twice.
+        # This put detaches the key from an older lease that etcd may still have.
         lease = self._lease = await self._store.grant(self._ttl_s)
         await self._store.put(self._key, self._record, lease)
         return lease
 
     async def _keep(self, lease: Lease) -> None:
         while True:
-            # A third of the TTL leaves two more tries before the lease runs out.
+            # A third of the TTL leaves time for two more attempts before the lease expires.
             await asyncio.sleep(min(lease.ttl_s / 3, LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))
             try:
                 if await self._store.keep_alive(lease):
                     continue
-                reason = "etcd forgot its lease"
+                reason = "the lease has expired"
             except Unreachable as exc:
                 reason = exc.message
-            logger.warning("registration %s is not renewed, trying on: %s", self._key, reason)
+            logger.warning("lease renewal failed for %s, retrying: %s", self._key, reason)
             lease = await self._recover(lease)
             logger.info("registration %s is renewed", self._key)
 
     async def _recover(self, lease: Lease) -> Lease:
-        """The lease that holds the key, the old one or a new one; however long it takes."""
+        """Retry until the old lease is renewed or the key is written with a new lease. Return the lease."""
         backoff = Backoff()
         while True:
             try:
@@ -114,21 +112,30 @@ class LeaseKeeper:
                 await self._store.revoke(lease)
 
 
-START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do; a wrong address is reported soon
-AWAY_TIMEOUT_S = 120.0  # for one that has answered before: what was loaded in minutes is not given up for less
+START_TIMEOUT_S = 5.0  # enough for an etcd that starts at the same moment; a wrong address is reported soon
+AWAY_TIMEOUT_S = 120.0  # if etcd has answered before: a restart of this worker would reload its model for minutes
 LOG_EVERY_S = 5.0
 
 T = TypeVar("T")
 
 
 def tls_files(config: ConnectionConfig) -> TlsFiles:
+    """Return the TLS files of a configuration."""
     return TlsFiles(ca=config.etcd_ca, cert=config.etcd_cert, key=config.etcd_key)
 
 
 class EtcdDiscovery:
-    """See `base.Discovery`. `endpoints` is comma-separated, `tasks` owns what runs in the background.
+    """A `Discovery` in etcd. Create it on a running event loop.
 
-    Made on a running event loop. Raises ConfigError.
+    Args:
+        endpoints: comma-separated addresses, HOST:PORT or http(s)://HOST:PORT.
+        tls: certificate files for https:// endpoints.
+        lease_ttl_s: seconds after which an instance that does not renew its lease is removed.
+        start_timeout_s: seconds to wait for an etcd that has not answered yet.
+        tasks: owner of the background tasks.
+
+    Raises:
+        ConfigError: the endpoints or certificate files are invalid.
     """
 
     def __init__(
@@ -149,7 +156,7 @@ class EtcdDiscovery:
     async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
         registration = LeaseKeeper(self._store, key, record, ttl_s=self._lease_ttl_s, tasks=self._tasks)
-        self._registrations.append(registration)  # first: a cancel may come when the record is there already
+        self._registrations.append(registration)  # before the call, because a cancel may arrive after the record is put
         try:
             await self._retry_at_start(registration.start)
         except Unreachable:
@@ -158,7 +165,11 @@ class EtcdDiscovery:
         return registration
 
     async def _retry_at_start(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Tries for `start_timeout_s`, or longer where etcd has answered before; then raises the last Unreachable."""
+        """Retry `call` for `start_timeout_s`, or AWAY_TIMEOUT_S if etcd has answered before.
+
+        Raises:
+            Unreachable: the last error.
+        """
         backoff = Backoff()
         loop = asyncio.get_running_loop()
         limit_s = AWAY_TIMEOUT_S if self._store.answered else self._start_timeout_s
@@ -172,12 +183,15 @@ class EtcdDiscovery:
                     raise
                 if waited_s >= log_at_s:
                     log_at_s += LOG_EVERY_S
-                    logger.warning("waiting for etcd since %.0f s, up to %.0f s: %s", waited_s, limit_s, exc.message)
+                    logger.warning("waiting for etcd for %.0f s (up to %.0f s): %s", waited_s, limit_s, exc.message)
                 await asyncio.sleep(delay_s)
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """See `base.Discovery.watch`; ends when this object is closed. Raises Unreachable if etcd can't be reached
-        for its first list."""
+        """Yield events like `Discovery.watch`. End when this object is closed.
+
+        Raises:
+            Unreachable: etcd does not answer the first list.
+        """
         prefix, cache, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self._lease_ttl_s), Backoff()
         loop = asyncio.get_running_loop()
         snapshot = await self._retry_at_start(lambda: self._store.read_all(prefix))
@@ -196,12 +210,15 @@ class EtcdDiscovery:
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
             if cache.next_list_s is not None:
-                logger.warning("instances that etcd lists no more are kept for up to %g s", self._lease_ttl_s)
+                logger.warning(
+                    "etcd no longer lists some workers; keeping them for %g s in case they register again",
+                    self._lease_ttl_s,
+                )
 
     async def _changes(
         self, prefix: str, snapshot: Snapshot, cache: InstanceCache, backoff: Backoff
     ) -> AsyncGenerator[Change, None]:
-        """What follows the list, until the watch is cut or it is time to see whether the missing are there now."""
+        """Yield the changes after a list until the watch is interrupted, or until missing instances need a new list."""
         try:
             async with aclosing(self._store.changes(prefix, snapshot.revision + 1)) as batches:
                 while True:
@@ -212,25 +229,25 @@ class EtcdDiscovery:
                     backoff.reset()
                     for change in batch:
                         yield change
-            reason = "etcd ended it"
+            reason = "etcd ended the stream"
         except TimeoutError:
             return
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
-            logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
+            logger.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
     async def _list_again(self, prefix: str, cache: InstanceCache, backoff: Backoff) -> Snapshot | None:
-        """However long it takes; None when this object is closed meanwhile."""
+        """Retry until the list is read. Return None if this object is closed first."""
         while not self._store.closed:
             await asyncio.sleep(backoff.next_s())
             try:
                 snapshot = await self._store.read_all(prefix)
             except Unreachable as exc:
-                logger.debug("the watch of %s: %s", prefix, exc.message)
+                logger.debug("etcd watch of %s: %s", prefix, exc.message)
                 cache.restart_grace()
             else:
-                logger.info("the watch of %s is back", prefix)
+                logger.info("etcd watch of %s resumed", prefix)
                 return snapshot
         return None
 

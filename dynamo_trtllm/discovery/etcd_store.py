@@ -1,10 +1,10 @@
-"""The etcd calls that discovery needs, over several endpoints. Every gRPC failure is raised as `Unreachable`.
+"""Call etcd over gRPC, with failover between endpoints. Every gRPC failure is raised as `Unreachable`.
 
-Why these parts: etcd3aio 0.3.0 is a maintained gRPC client for asyncio (1741 puts/s one at a time, against 408 of the
-HTTP-based etcd3-py 0.1.6, whose asynchronous watch delivered 17 of 201 events and whose keep-alive thread dies for
-good after an outage of 4 s). Only its generated stubs are used, because its own watch resumes from the reply header's
-revision (events of a backlog are skipped on a disconnect) and hangs after a compaction, its channels take no host
-names, and a new client inherits the old channel's reconnect delay. (Measured on 2 CPU cores with etcd 3.5.1.)
+The module uses only the generated stubs of etcd3aio 0.3.0, a maintained gRPC client for asyncio. The client's own watch
+resumes from the reply header's revision, so it skips pending events after a disconnect, and it hangs after a
+compaction. Its channels accept no host names, and a new client inherits the old channel's reconnect delay. The
+HTTP-based etcd3-py 0.1.6 makes 408 puts/s instead of 1741, its asynchronous watch delivered 17 of 201 events, and its
+keep-alive thread ends after an outage of 4 s. (Measured on 2 CPU cores with etcd 3.5.1.)
 """
 
 from __future__ import annotations
@@ -39,41 +39,45 @@ from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.sanitize import mask_address
 
 CALL_TIMEOUT_S = 3.0
-Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: it was deleted
+Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 _DELETE = 1  # mvccpb.Event.EventType
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/@\[\]\s]+)(:(?P<port>\d+))?")
 _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),  # share no back-off with other channels of the process
-    ("grpc.keepalive_time_ms", 10_000),  # notices a frozen peer; etcd refuses less than 5 s
+    ("grpc.keepalive_time_ms", 10_000),  # detects a frozen peer; etcd rejects less than 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", -1),
 ]
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """`host:port` of each comma-separated endpoint; port 2379 if none is given. Raises ConfigError."""
-    found = []
+    """Return `host:port` of each comma-separated endpoint. The default port is 2379.
+
+    Raises:
+        ConfigError: an endpoint is invalid, or there is none.
+    """
+    addresses = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if "@" in part:
             raise ConfigError(
-                f"etcd endpoint {mask_address(part)!r}: user names are not supported; give https://HOST:PORT and "
-                "a client certificate with --etcd-cert and --etcd-key",
+                f"etcd endpoint {mask_address(part)!r} has a user name, which is not supported; use https://HOST:PORT "
+                "and a client certificate with --etcd-cert and --etcd-key",
                 field="etcd_endpoints",
             )
         match = _ADDRESS.fullmatch(part.removeprefix("https://").removeprefix("http://").rstrip("/"))
         if match is None:
             raise ConfigError(f"etcd endpoint {part!r} is not HOST:PORT or http(s)://HOST:PORT", field="etcd_endpoints")
-        found.append(f"{match['host']}:{match['port'] or 2379}")
-    if not found:
-        raise ConfigError("no etcd endpoint is given; set --etcd-endpoints HOST:PORT", field="etcd_endpoints")
-    return tuple(found)
+        addresses.append(f"{match['host']}:{match['port'] or 2379}")
+    if not addresses:
+        raise ConfigError("no etcd endpoint is set; pass --etcd-endpoints HOST:PORT", field="etcd_endpoints")
+    return tuple(addresses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files, read once at the start. `ca` None: the authorities that the system trusts."""
+    """PEM files for TLS, read once at the start. `ca` None: the certificate authorities of the system."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -84,23 +88,27 @@ class TlsFiles:
 
 
 def channel_credentials(endpoints: str, files: TlsFiles) -> grpc.ChannelCredentials | None:
-    """What TLS needs when the endpoints are https://, None when none is. Raises ConfigError when they do not agree."""
+    """Return TLS credentials for https:// endpoints, or None for http:// ones.
+
+    Raises:
+        ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or not needed.
+    """
     schemes = {part.strip().startswith("https://") for part in endpoints.split(",") if part.strip()}
     if len(schemes) > 1:
         raise ConfigError(
-            f"some of the etcd endpoints {endpoints} have TLS and some have not; begin all with https:// or none",
+            f"the etcd endpoints {endpoints} mix https:// and http://; use https:// for all of them or for none",
             field="etcd_endpoints",
         )
     if schemes != {True}:
         if files:
             raise ConfigError(
-                "--etcd-ca, --etcd-cert or --etcd-key is set, which http:// makes no use of; give https:// endpoints, "
+                "--etcd-ca, --etcd-cert or --etcd-key is set, but the endpoints are http://; use https:// endpoints "
                 "or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY",
                 field="etcd_endpoints",
             )
         return None
     if (files.cert is None) != (files.key is None):
-        raise ConfigError("a client certificate needs both --etcd-cert and --etcd-key", field="etcd_cert")
+        raise ConfigError("only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert")
     return grpc.ssl_channel_credentials(
         _pem(files.ca, "etcd_ca"), _pem(files.key, "etcd_key"), _pem(files.cert, "etcd_cert")
     )
@@ -115,19 +123,18 @@ def _pem(path: Path | None, field: str) -> bytes | None:
 
 
 def key_text(key: bytes) -> str:
-    """Decode a key so that `key_bytes` restores it. Never raises: etcd accepts any bytes as a key, and one that is not
-    UTF-8 must neither stop a watcher nor equal another key."""
+    """Decode a key so that `key_bytes` restores it. Never raises, because etcd accepts any bytes as a key."""
     return key.decode("utf-8", "surrogateescape")
 
 
 def key_bytes(key: str) -> bytes:
-    """Encode a key; restore the bytes of one that `key_text` decoded."""
+    """Encode a key that `key_text` decoded."""
     return key.encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All records under a prefix at one revision of the store."""
+    """All records under a prefix at one revision of etcd."""
 
     records: dict[str, bytes]
     revision: int
@@ -135,8 +142,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
+    """A lease of etcd."""
+
     id: int
-    ttl_s: int  # as granted, which may be more than was asked for; of `leases` what is left
+    ttl_s: int  # as granted, which may be more than requested; in the result of `leases`, the remaining seconds
 
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
@@ -146,13 +155,16 @@ def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.
 
 
 class EtcdStore:
-    """One logical etcd. A call that fails moves on to the next endpoint for the next call. Made on a running loop."""
+    """Client of one etcd cluster. After a failed call, the next call uses the next endpoint.
+
+    Create it on a running event loop.
+    """
 
     def __init__(self, endpoints: str, files: TlsFiles = TlsFiles()) -> None:
         self.addresses = parse_endpoints(endpoints)
         credentials = channel_credentials(endpoints, files)
         self.closed = False
-        self.answered = False  # at least once
+        self.answered = False  # True after the first successful call
         self._current = 0
         self._channels = [_channel(each, credentials) for each in self.addresses]
 
@@ -162,8 +174,11 @@ class EtcdStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Failures become Unreachable. grpc.aio (1.85) tells a write to a call that broke meanwhile as
-        InvalidStateError, and a call cut by our own close as CancelledError or UsageError."""
+        """Raise failures as Unreachable.
+
+        grpc.aio 1.85 raises InvalidStateError for a write to a broken call, and CancelledError or UsageError for a call
+        that `aclose` ended.
+        """
         used = self._current
         try:
             yield
@@ -171,26 +186,27 @@ class EtcdStore:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
             if used == self._current:
                 self._current = (used + 1) % len(self._channels)
-            said = f"{exc.code().name}: {exc.details()}" if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
-            raise self._unreachable(used, said) from exc
+            reason = f"{exc.code().name}: {exc.details()}" if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
+            raise self._unreachable(used, reason) from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if self.closed and task is not None and not task.cancelling():
                 raise self._unreachable(used, "closed") from exc
             raise
 
-    def _unreachable(self, index: int, said: str) -> Unreachable:
-        text = f"etcd at {self.addresses[index]} did not answer ({said}); check --etcd-endpoints and that etcd runs"
+    def _unreachable(self, index: int, reason: str) -> Unreachable:
+        text = f"etcd at {self.addresses[index]} did not answer ({reason}); check --etcd-endpoints and that etcd runs"
         return Unreachable(text, field="etcd_endpoints")
 
     async def read_all(self, prefix: str) -> Snapshot:
+        """Return all records under a prefix."""
         request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
         with self._translated():
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
         return Snapshot(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
-        """Every key under the prefix with what is left of its lease; None: it has none that still runs."""
+        """Return the lease of every key under a prefix, with its remaining time. None: no lease, or an expired one."""
         request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)
         with self._translated():
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
@@ -204,22 +220,25 @@ class EtcdStore:
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None  # 0: less than a second
 
     async def put(self, key: str, record: bytes, lease: Lease) -> None:
+        """Write a record that expires with the lease."""
         with self._translated():
             request = PutRequest(key=key_bytes(key), value=record, lease=lease.id)
             await KVStub(self._channel).Put(request, timeout=CALL_TIMEOUT_S)
 
     async def delete(self, key: str) -> None:
+        """Delete a key if it exists."""
         with self._translated():
             await KVStub(self._channel).DeleteRange(DeleteRangeRequest(key=key_bytes(key)), timeout=CALL_TIMEOUT_S)
 
     async def grant(self, ttl_s: float) -> Lease:
+        """Create a lease of at least `ttl_s` seconds."""
         with self._translated():
             request = LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
             reply = await LeaseStub(self._channel).LeaseGrant(request, timeout=CALL_TIMEOUT_S)
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
-        """Renews the lease; False when the store no longer knows it."""
+        """Renew a lease. Return False if it has expired."""
         with self._translated():
             call = LeaseStub(self._channel).LeaseKeepAlive(timeout=CALL_TIMEOUT_S)
             try:
@@ -228,11 +247,11 @@ class EtcdStore:
             finally:
                 call.cancel()
         if reply is grpc.aio.EOF:
-            raise self._unreachable(self._current, "it ended the keep-alive stream")
+            raise self._unreachable(self._current, "etcd ended the keep-alive stream")
         return bool(reply.TTL > 0)
 
     async def revoke(self, lease: Lease) -> None:
-        """With it go its keys. Nothing happens when it is gone."""
+        """Revoke a lease, which deletes its keys. Ignore an unknown lease."""
         with self._translated():
             try:
                 await LeaseStub(self._channel).LeaseRevoke(LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S)
@@ -241,9 +260,14 @@ class EtcdStore:
                     raise
 
     async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[Change], None]:
-        """What happens from that revision on, in batches. The first is empty: the watch is there. Ends when etcd
-        cancels it, which it does after a compaction, and when etcd has not come to the revision before, as after it
-        lost its data; raises Unreachable when the connection is lost."""
+        """Yield the changes from a revision on, in batches. The first batch is empty and shows that the watch runs.
+
+        The generator ends if etcd cancels the watch, as after a compaction, or if etcd's revision is older than
+        expected, as after data loss.
+
+        Raises:
+            Unreachable: the connection is lost.
+        """
         create = WatchCreateRequest(
             key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=from_revision
         )
@@ -259,7 +283,7 @@ class EtcdStore:
                 call.cancel()
 
     async def aclose(self) -> None:
-        """Running calls are cut. Idempotent."""
+        """Cancel running calls and close the connections. Idempotent."""
         self.closed = True
         for channel in self._channels:
             await channel.close()

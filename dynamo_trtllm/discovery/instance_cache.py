@@ -1,4 +1,4 @@
-"""What a watcher knows of the store, and what news a list or an event is to it. Pure: no store, no clock."""
+"""Cache the instance records of a watcher, and turn lists and changes into events. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,42 +14,46 @@ logger = logging.getLogger(__name__)
 
 CacheEvent = Added | Removed | Rejected
 
-MOST_REJECTED: Final = 10_000  # rejected keys that are stored; any client of etcd can write more
-MOST_WAITING_BYTES: Final = 16 << 20  # bytes of rejected records whose instance id another key has
+MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
+MOST_WAITING_BYTES: Final = 16 << 20  # stored rejected records whose instance id is registered under another key
 
 
 class InstanceCache:
-    """Valid instance records by key, and the rejected ones. An unchanged record produces no event.
+    """Cache of valid and rejected instance records by key. An unchanged record produces no event.
 
-    What a list lacks has left, or the store lost it and its owner will put it again: a list can't tell which. So it is
-    down when lists have lacked it for `grace_s`. What is reported as deleted is down at once.
+    An instance that is missing in a list has left, or the store lost its record and its worker will register again. So
+    it is removed only after lists have lacked it for `grace_s` seconds. A deleted record is removed at once.
 
-    An instance id belongs to the first key that has it. A later key with this id is rejected, and checked again when
+    An instance id belongs to the first key with it. A later key with the same id is rejected, and is checked again when
     the first one is removed.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         self._records: dict[str, bytes] = {}
-        self._owners: dict[int, str] = {}  # instance id to the key that stands for it
-        self._missing: dict[str, float] = {}  # key to the time when a list that lacks it takes it down
-        self._rejected: dict[str, str] = {}  # key, as shown, to the reason
-        self._waiting: dict[int, dict[str, bytes]] = {}  # instance id to the rejected records that have it too
+        self._owners: dict[int, str] = {}  # instance id -> key of the valid record
+        self._missing: dict[str, float] = {}  # key -> time from which a list without it removes it
+        self._rejected: dict[str, str] = {}  # shown key -> reason
+        self._waiting: dict[int, dict[str, bytes]] = {}  # instance id -> rejected records with the same id
         self._waiting_bytes = 0
         self._has_logged_full = False
 
     @property
     def next_list_s(self) -> float | None:
-        """When to list again, to see whether what was missing is there now; None when nothing is."""
+        """Return the time at which missing instances need a new list, or None if none is missing."""
         return min(self._missing.values(), default=None)
 
     def restart_grace(self) -> None:
-        """The store was away: who is missing could not come back, and has the whole grace from the next list on."""
+        """Give missing instances the whole grace time again, because they can't register while the store is down."""
         self._missing.clear()
 
     def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[CacheEvent]:
-        """News when the store holds exactly `listed` at `now_s`, of any clock that only rises: first what has been
-        missing for too long, then what is new or changed."""
+        """Return the events for a new list: first removed instances, then added and changed ones.
+
+        Args:
+            listed: all records in the store, by key.
+            now_s: time of the list, of any monotonic clock.
+        """
         events = self._forget_unlisted(listed)
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
@@ -59,7 +63,7 @@ class InstanceCache:
         return events
 
     def put(self, key: str, record: bytes) -> list[CacheEvent]:
-        """Return the events when `key` holds `record`. A rejected record is logged once per key."""
+        """Return the events for a record that was written. A rejected record is logged once per key."""
         self._missing.pop(key, None)
         if self._records.get(key) == record:
             return []
@@ -80,11 +84,11 @@ class InstanceCache:
         return [*events, Added(instance)]
 
     def delete(self, key: str) -> list[CacheEvent]:
-        """News when `key` is no more."""
+        """Return the events for a key that was deleted."""
         return [*self._forget(key), *self._on_removed(key)]
 
     def _on_removed(self, key: str) -> list[CacheEvent]:
-        """Return the events when the instance of `key` is removed; another key with its id may replace it."""
+        """Return the events for the removal of a key's instance. Another key with the same id may replace it."""
         self._missing.pop(key, None)
         events = self._remove(key)
         if events:
@@ -109,17 +113,19 @@ class InstanceCache:
             if len(self._rejected) >= MOST_REJECTED:
                 self._log_full()
                 return []
-            logger.warning("etcd record rejected: %s: %s", shown, reason)
+            logger.warning("etcd record rejected: %s (key %s)", reason, shown)
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
 
     def _log_full(self) -> None:
         if not self._has_logged_full:
             self._has_logged_full = True
-            logger.warning("%d etcd records rejected; further ones are not logged or listed", MOST_REJECTED)
+            logger.warning(
+                "%d etcd records rejected, not logging further ones; check which client writes them", MOST_REJECTED
+            )
 
     def _forget(self, key: str) -> list[CacheEvent]:
-        """News when `key` is not rejected any more."""
+        """Return the events for a key that is no longer rejected."""
         self._stop_waiting(key)
         shown = shown_key(key) if self._rejected else ""
         return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
@@ -136,7 +142,7 @@ class InstanceCache:
         return [Rejected(shown, None) for shown in unlisted]
 
     def _wait(self, instance_id: int, key: str, record: bytes) -> None:
-        """Store a rejected record until its id is free. Beyond the bound, the next listing brings it again."""
+        """Store a rejected record until its id is free. Above the size limit, wait for the next list instead."""
         self._stop_waiting(key)
         if shown_key(key) in self._rejected and self._waiting_bytes + len(record) <= MOST_WAITING_BYTES:
             self._waiting.setdefault(instance_id, {})[key] = record
@@ -148,7 +154,7 @@ class InstanceCache:
         try:
             instance_id = instance_id_of(key)
         except ValueError:
-            return  # such a key never waited
+            return  # a key without an id does not wait
         waiting = self._waiting.get(instance_id, {})
         record = waiting.pop(key, None)
         if record is not None:

@@ -1,4 +1,4 @@
-"""The grammar of etcd keys and request-plane subjects, both ways. Pure; the only place that spells them."""
+"""Format and parse etcd keys, endpoint names and request-plane subjects."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dynamo_trtllm.messages import Instance
 PREFIX = "v1/instances"
 MOST_NAME_CHARACTERS = 256
 _BREAKS_A_NAME = re.compile(r"[/.*>\s\x00-\x1f\x7f-\x9f]")
-_ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # as `instance_key` writes it, so that one id has one key
+_ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # no leading zeros, so that one id has one key
 _SHOWN_CHARACTERS = 256
 _SHOWN_HEAD = 200
 
 
 class EndpointId(NamedTuple):
-    """A callable name of a role-group in a deployment."""
+    """Name of an endpoint in a deployment, which all workers of a role share."""
 
     namespace: str
     component: str
@@ -29,7 +29,11 @@ class EndpointId(NamedTuple):
 
 
 def parse_endpoint(text: str) -> EndpointId:
-    """`dyn://namespace.component.endpoint`, as in the guides. Raises ConfigError."""
+    """Parse `dyn://namespace.component.endpoint`, the format of NVIDIA Dynamo.
+
+    Raises:
+        ConfigError: the text has another format, or a name is invalid.
+    """
     parts = text.removeprefix("dyn://").split(".")
     if not text.startswith("dyn://") or len(parts) != 3 or not all(parts):
         raise ConfigError(f"endpoint {text!r} is not of the form dyn://NAMESPACE.COMPONENT.ENDPOINT", field="endpoint")
@@ -39,7 +43,11 @@ def parse_endpoint(text: str) -> EndpointId:
 
 
 def check_name(name: str) -> None:
-    """Names become parts of keys and subjects. Raises ConfigError for one that would break them."""
+    """Check a name that becomes part of keys and subjects.
+
+    Raises:
+        ConfigError: the name is empty, too long, or has a character that keys or subjects don't allow.
+    """
     if not name or _BREAKS_A_NAME.search(name):
         raise ConfigError(
             f"name {name!r} must not be empty or contain '/', '.', '*', '>', white space or control characters"
@@ -49,20 +57,22 @@ def check_name(name: str) -> None:
 
 
 def endpoint_of(instance: Instance) -> EndpointId:
+    """Return the endpoint of an instance."""
     return EndpointId(instance.namespace, instance.component, instance.endpoint)
 
 
 def namespace_prefix(namespace: str) -> str:
-    """All instances of a namespace lie under this key prefix."""
+    """Return the key prefix of all instances of a namespace."""
     return f"{PREFIX}/{namespace}/"
 
 
 def instance_key(endpoint_id: EndpointId, instance_id: int) -> str:
+    """Return the etcd key of an instance."""
     return f"{PREFIX}/{endpoint_id.namespace}/{endpoint_id.component}/{endpoint_id.endpoint}/{instance_id:x}"
 
 
 def parse_instance_key(key: str) -> tuple[EndpointId, int]:
-    """Reads the endpoint and the instance id in a key. Raises ValueError for a key that `instance_key` never writes."""
+    """Return the endpoint and the instance id of a key. Raise ValueError if it is not a key of `instance_key`."""
     parts = key.split("/")
     if len(parts) != 6 or f"{parts[0]}/{parts[1]}" != PREFIX or not _ID.fullmatch(parts[5]):
         raise ValueError(f"{shown_key(key)} is not an instance key")
@@ -70,12 +80,12 @@ def parse_instance_key(key: str) -> tuple[EndpointId, int]:
 
 
 def instance_id_of(key: str) -> int:
-    """The instance id in a key. Raises ValueError for a key that is not an instance's."""
+    """Return the instance id of a key. Raise ValueError if it is not a key of `instance_key`."""
     return parse_instance_key(key)[1]
 
 
 def shown_key(key: str) -> str:
-    """Escape a key like `repr` and bound its length. A shortened key ends in its hash, so that similar keys differ."""
+    """Return a key escaped like `repr` and shortened. A shortened key ends with its hash to differ from others."""
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text
@@ -84,5 +94,5 @@ def shown_key(key: str) -> str:
 
 
 def subject(endpoint_id: EndpointId, instance_id: int) -> str:
-    """Return the request-plane address of one instance, e.g. `dynamo_backend.generate-694d997dbae9a315` (as Dynamo)."""
+    """Return the request-plane subject of an instance, e.g. `dynamo_backend.generate-694d997dbae9a315` (as Dynamo)."""
     return f"{endpoint_id.namespace}_{endpoint_id.component}.{endpoint_id.endpoint}-{instance_id:x}"

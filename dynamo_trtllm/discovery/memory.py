@@ -1,4 +1,4 @@
-"""In-process implementation of discovery: several `MemoryDiscovery` share one `FakeEtcd`, as processes share etcd."""
+"""Implement discovery in one process: several `MemoryDiscovery` share a `FakeEtcd`, as processes share etcd."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.messages import Instance
 
-_Change = tuple[str, bytes | None]  # key, record; None: it left
+_Change = tuple[str, bytes | None]  # key, record; None: deleted
 
 
 class FakeEtcd:
-    """The shared records. Used from one event loop."""
+    """Shared instance records of one process. Use it from one event loop."""
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
         self._watchers: list[tuple[str, asyncio.Queue[_Change | None]]] = []
 
     def put(self, key: str, record: bytes) -> None:
+        """Write a record and notify watchers."""
         self._records[key] = record
         self._notify(key, record)
 
     def delete(self, key: str) -> None:
+        """Delete a key if it exists, and notify watchers."""
         if self._records.pop(key, None) is not None:
             self._notify(key, None)
 
     def expire(self, instance_id: int) -> None:
-        """As if the lease of this instance ran out."""
+        """Delete the keys of an instance, as if its lease had expired."""
         for key in [key for key in self._records if key.endswith(f"/{instance_id:x}")]:
             self.delete(key)
 
     def listed(self, prefix: str) -> dict[str, bytes]:
+        """Return all records under a prefix."""
         return {key: record for key, record in self._records.items() if key.startswith(prefix)}
 
     def subscribe(self, prefix: str) -> asyncio.Queue[_Change | None]:
-        """Changes under the prefix from now on. Unbounded: its owner reads or unsubscribes."""
+        """Return a queue of later changes under a prefix. It is unbounded, so its owner must read it or unsubscribe."""
         queue: asyncio.Queue[_Change | None] = asyncio.Queue()
         self._watchers.append((prefix, queue))
         return queue
 
     def unsubscribe(self, queue: asyncio.Queue[_Change | None]) -> None:
+        """Stop adding changes to a queue."""
         self._watchers = [entry for entry in self._watchers if entry[1] is not queue]
 
     def _notify(self, key: str, record: bytes | None) -> None:
@@ -53,7 +57,7 @@ class FakeEtcd:
 
 
 class MemoryRegistration:
-    """See `base.Registration`."""
+    """A `Registration` in a `FakeEtcd`."""
 
     def __init__(self, store: FakeEtcd, key: str) -> None:
         self._store = store
@@ -66,7 +70,7 @@ class MemoryRegistration:
 
 
 class MemoryDiscovery:
-    """See `base.Discovery`. Without a store it is alone."""
+    """A `Discovery` in a `FakeEtcd`, which several may share. Default: a store of its own."""
 
     def __init__(self, store: FakeEtcd | None = None) -> None:
         self._store = store or FakeEtcd()
@@ -81,7 +85,7 @@ class MemoryDiscovery:
         return registration
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """See `base.Discovery.watch`; ends when this object is closed."""
+        """Yield events like `Discovery.watch`. End when this object is closed."""
         prefix, cache = namespace_prefix(namespace), InstanceCache()
         queue = self._store.subscribe(prefix)
         self._queues.append(queue)

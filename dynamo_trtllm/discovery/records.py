@@ -1,7 +1,7 @@
-"""Validates instance records, which any client of etcd can write. Pure functions.
+"""Encode instance records, and validate them, because any client of etcd can write them.
 
 A record that fails a check is rejected. Unknown fields are ignored. Unknown names of renderers and parsers are accepted
-here and checked where they are used.
+here; the frontend checks them when it uses them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelDeploymentCa
 MOST_RECORD_BYTES: Final = 256 << 10
 MOST_MODEL_NAME_CHARACTERS: Final = 256
 MOST_VOCABULARY: Final = 1 << 24
-_MOST_COUNT: Final = (1 << 31) - 1  # of tokens, blocks, layers and what else is counted
+_MOST_COUNT: Final = (1 << 31) - 1  # of tokens, blocks, layers and other counted things
 _MOST_ID: Final = (1 << 63) - 1
 _MOST_EOS_IDS: Final = 1024
 _MOST_FILES: Final = 32
 _MOST_PAIRING: Final = 64
 _MOST_REFUSES: Final = 256
-_SHORT: Final = 64  # characters of a kind, as "torch" or "bfloat16"
+_SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
 _LONG: Final = 256
-_PATH: Final = 4096  # engines put the folder of their model into `kv_compat`
+_PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
 _MOST_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
 _MOST_REASON: Final = 400
@@ -37,15 +37,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class BadRecord(Exception):
-    """A record is rejected. The message is bounded and has no control characters."""
+    """A record is invalid. The message is shortened and has no control characters."""
 
     def __init__(self, reason: str) -> None:
-        escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], reason[: _MOST_REASON + 1])
+        escaped = _CONTROL.sub(lambda match: repr(match.group())[1:-1], reason[: _MOST_REASON + 1])
         super().__init__(escaped if len(escaped) <= _MOST_REASON else f"{escaped[:_MOST_REASON]}...")
 
 
 def read_instance(key: str, record: bytes) -> Instance:
-    """Return the instance in a record. Raise BadRecord when it is not valid for this key."""
+    """Decode and validate an instance record.
+
+    Raises:
+        BadRecord: the record is invalid, or does not belong to this key.
+    """
     try:
         endpoint, instance_id = keys.parse_instance_key(key)
     except ValueError as exc:
@@ -67,41 +71,49 @@ def read_instance(key: str, record: bytes) -> Instance:
 
 
 def written(instance: Instance) -> tuple[str, bytes]:
-    """Return key and record of an instance. Raise ConfigError when readers would reject them."""
+    """Return key and encoded record of an instance.
+
+    Raises:
+        ConfigError: frontends would reject the record.
+    """
     key, record = keys.instance_key(keys.endpoint_of(instance), instance.id), codec.encode(instance)
     try:
         read_instance(key, record)
     except BadRecord as exc:
         raise ConfigError(
-            f"this worker can't register, because frontends would reject its record: {exc}; fix this value and start "
-            "the worker again"
+            f"this worker can't register because frontends would reject its record: {exc}; fix this value and restart "
+            "the worker"
         ) from exc
     return key, record
 
 
 def check_model_name(name: str) -> None:
-    """Check the served model name before loading. Raise ConfigError."""
+    """Check the served model name, before the model is loaded.
+
+    Raises:
+        ConfigError: frontends would reject the name.
+    """
     try:
         _check_model_name("the served model name", name)
     except BadRecord as exc:
-        raise ConfigError(f"{exc}; give another --served-model-name", field="served_model_name") from exc
+        raise ConfigError(f"{exc}; pass another --served-model-name", field="served_model_name") from exc
 
 
 def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int) -> None:
-    """Check that id, endpoint and subject agree with the key, on which puts, deletes and leases act."""
+    """Check that id, endpoint and subject match the key, because puts, deletes and leases act on the key."""
     _check_number("id", instance.id, 0, _MOST_ID)
     if instance.id != instance_id:
         raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
     own = keys.endpoint_of(instance)
-    for field, expected, found in zip(own._fields, endpoint, own, strict=True):
-        if found != expected:
-            raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(found)} in the record")
+    for field, expected, actual in zip(own._fields, endpoint, own, strict=True):
+        if actual != expected:
+            raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(actual)} in the record")
         try:
-            keys.check_name(found)
+            keys.check_name(actual)
         except ConfigError as exc:
             raise BadRecord(f"{field}: {exc.message}") from exc
     wanted = keys.subject(own, instance.id)
-    if instance.subject != wanted:  # requests would go to another process than the one that is named
+    if instance.subject != wanted:  # requests would go to a process other than this instance
         raise BadRecord(f"subject is {_shown(instance.subject)}; instance {instance.id:x} must have {wanted}")
 
 
@@ -152,7 +164,7 @@ def _check_model_name(field: str, name: str) -> None:
 def _check_file_name(name: str) -> None:
     _check_text("a file name", name, most=_MOST_FILE_NAME)
     if name in (".", "..") or "/" in name or "\\" in name:
-        raise BadRecord(f"file name {_shown(name)} must be a plain name and no path")
+        raise BadRecord(f"file name {_shown(name)} must be a plain name without a path")
 
 
 def _check_number(field: str, value: int, least: int, most: int) -> None:
@@ -169,7 +181,7 @@ def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:
     if not least <= len(value) <= most:
         raise BadRecord(f"{field} {_shown(value)} has {len(value)} characters; it must have {least} to {most}")
     if _CONTROL.search(value):
-        raise BadRecord(f"{field} {_shown(value)} holds control characters")
+        raise BadRecord(f"{field} {_shown(value)} has control characters")
 
 
 def _check_kind(field: str, value: str) -> None:
@@ -181,5 +193,5 @@ def _check_kind(field: str, value: str) -> None:
 
 
 def _shown(value: str) -> str:
-    """Quotes a value, cut where it is long."""
+    """Return a value quoted and shortened."""
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."

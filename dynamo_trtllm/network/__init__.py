@@ -1,1 +1,1 @@
-"""Sockets of all processes: listening, accepting connections, and the address at which other hosts reach this one."""
+"""Sockets of all processes: listening, accepting connections, and finding this host's address."""

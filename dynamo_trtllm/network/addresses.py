@@ -1,4 +1,4 @@
-"""Listening sockets: binding them, accepting connections, and raising the limit of open files for these."""
+"""Bind listening sockets, accept connections, find this host's address, and raise the limit of open files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dynamo_trtllm.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
-_ANY_PORT = 4222  # for a URL without one; nothing is sent to it
+_ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
 
 
 def address_towards(urls: Iterable[str]) -> str:
-    """Return this host's address on the way to the first of `urls` that leads to another interface than loopback.
+    """Return this host's IP address on the route to the first of `urls` that is not routed over loopback.
 
-    Return 127.0.0.1 when none does. Block while names are resolved; send nothing to the URLs.
+    Return 127.0.0.1 if there is no such URL. Nothing is sent to the URLs. The call blocks while names are resolved.
     """
     for url in urls:
         parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
@@ -34,7 +34,7 @@ def address_towards(urls: Iterable[str]) -> str:
                 probe.connect(target[4])  # chooses a route
                 address = ipaddress.ip_address(probe.getsockname()[0])
         except (OSError, ValueError) as exc:
-            _log.warning("can't find the address of this host towards %s: %s", parts.hostname, exc)
+            _log.warning("no local address on the route to %s: %s", parts.hostname, exc)
             continue
         if not address.is_loopback and not (address.version == 6 and address.is_link_local):
             return str(address)
@@ -42,15 +42,19 @@ def address_towards(urls: Iterable[str]) -> str:
 
 
 def resolve_host(host: str) -> str:
-    """Return the first IP address of an address or host name. Raise ConfigError when there is none. May block."""
+    """Return the first IP address of an address or host name. May block while the name is resolved.
+
+    Raises:
+        ConfigError: the name has no address.
+    """
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as exc:
-        raise ConfigError(f"host name {host!r} can't be resolved ({exc.strerror}); give an IP address") from exc
+        raise ConfigError(f"host name {host!r} can't be resolved ({exc.strerror}); pass an IP address") from exc
 
 
 def is_wildcard(host: str) -> bool:
-    """Return whether `host` means every interface, or several hosts: others can't connect to it."""
+    """Return whether `host` is a wildcard or multicast address, to which other hosts can't connect."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -60,8 +64,8 @@ def is_wildcard(host: str) -> bool:
 
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
-_PAUSE_S = 0.1  # after the system refused a connection
-_RELIEVED_S = 0.001  # the same, while idle connections are being closed to free resources
+_PAUSE_S = 0.1  # after a failed accept
+_RELIEVED_S = 0.001  # the same, if idle connections are being closed to free resources
 _LOG_EVERY_S = 10.0
 _UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # the listening socket itself is unusable
 
@@ -69,10 +73,16 @@ Relieve: TypeAlias = Callable[[], bool]
 
 
 def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
-    """Return a bound socket that does not listen yet, so it gets no connections.
+    """Return a bound TCP socket that does not listen yet.
 
-    `is_shared`: other processes may bind and listen too, if all of them set it. `setting`: the flags are
-    --{setting}-host and --{setting}-port. Raises ConfigError.
+    Args:
+        host: IP address or host name.
+        port: 0 takes a free one.
+        is_shared: let other processes bind the same port, if all of them set this (SO_REUSEPORT).
+        setting: prefix of the flags --{setting}-host and --{setting}-port, for the error.
+
+    Raises:
+        ConfigError: the port can't be bound.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -87,7 +97,7 @@ def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http"
 
 
 def listen(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
-    """Return a listening socket, otherwise as `bind`; clients that connect wait to be served."""
+    """Return a listening TCP socket. Arguments and errors are those of `bind`."""
     sock = bind(host, port, is_shared=is_shared, setting=setting)
     try:
         sock.listen(BACKLOG)
@@ -98,11 +108,13 @@ def listen(host: str, port: int, *, is_shared: bool = False, setting: str = "htt
 
 
 def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
-    """Log one warning when other machines can connect to a server that listens on `host`.
+    """Log one warning if other machines can connect to a server that listens on `host`.
 
     Args:
-        what: what everyone who connects can do: no server here asks for a key or password.
-        flag: the one that gave `host`.
+        host: the address that the server listens on.
+        port: the port that it listens on.
+        what: what every client can do, because the server has no authentication. It completes "every client can …".
+        flag: the flag that sets `host`.
     """
     try:
         is_local = ipaddress.ip_address(host).is_loopback
@@ -110,11 +122,9 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
         is_local = host == "localhost"
     if not is_local:
         _log.warning(
-            "port %d is open to other machines (%s %s) and no key is asked for: everyone who reaches it can %s; %s %s "
-            "admits this machine only",
+            "port %d is open to other machines without authentication: every client can %s; to restrict it to this "
+            "machine, set %s %s",
             port,
-            flag,
-            host,
             what,
             flag,
             LOOPBACK,
@@ -122,21 +132,22 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
 
 
 class Acceptor:
-    """Accepts connections at a listening socket until `close`, several per iteration of the event loop.
+    """Acceptor of connections at a listening socket, several per iteration of the event loop, until `close`.
 
-    uvloop accepts one per iteration. Under load, when iterations are long, the last of many clients that connect at the
-    same moment would wait for seconds while the first ones are served at full speed. The caller still owns the socket.
+    uvloop accepts one connection per iteration. Under load, iterations are long: the last of many clients that connect
+    at the same moment would wait for seconds. The caller still owns the socket.
     """
 
     def __init__(
         self, sock: socket.socket, serve: Callable[[socket.socket], Coroutine[Any, Any, None]], relieve: Relieve
     ) -> None:
-        """Start to accept.
+        """Start to accept connections.
 
         Args:
-            serve: run in a task of its own for each connection, which it closes in the end.
-            relieve: called when the system has no file descriptor for another connection: closes idle ones within
-                the next iterations of the loop and returns whether there were any.
+            sock: a listening socket.
+            serve: runs in its own task for each connection and closes the connection at its end.
+            relieve: is called if the system has no file descriptor for another connection. It closes idle connections
+                within the next iterations of the loop and returns whether there were any.
         """
         self._sock = sock
         self._serve = serve
@@ -146,7 +157,7 @@ class Acceptor:
         self._failures = 0  # since the last log line about them
         self._logged_at = -math.inf
         self._pause: asyncio.TimerHandle | None = None
-        self.broken: OSError | None = None  # why no connection can be accepted any more
+        self.broken: OSError | None = None  # set if the listening socket is unusable
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
 
@@ -168,16 +179,16 @@ class Acceptor:
             task.add_done_callback(self._ended)
 
     def _failed(self, exc: OSError) -> None:
-        """Pause, so that connections end meanwhile; then try again, unless the socket itself is unusable."""
+        """Pause so that connections can end, then try again, unless the socket itself is unusable."""
         self._loop.remove_reader(self._sock)
         if exc.errno in _UNUSABLE:
             self.broken = exc
-            _log.error("no connection can be accepted any more at port %s: %s", self._port(), exc)
+            _log.error("port %s accepts no more connections: %s; restart this process", self._port(), exc)
             return
         self._failures += 1
         if self._loop.time() >= self._logged_at + _LOG_EVERY_S:
             _log.warning(
-                "new connections at port %s wait until the system has resources for them: %s (failed attempts: %d)",
+                "port %s can't accept connections, retrying: %s (%d failed attempts); check the limit of open files",
                 self._port(),
                 exc,
                 self._failures,
@@ -195,15 +206,15 @@ class Acceptor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a connection could not be served", exc_info=error)
+            _log.error("connection failed", exc_info=error)
 
     @property
     def num_connections(self) -> int:
-        """Connections whose `serve` runs."""
+        """Return the number of connections whose `serve` runs."""
         return len(self._tasks)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._sock)
@@ -213,7 +224,7 @@ class Acceptor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Accept no more, and cancel the tasks of accepted connections."""
+        """Stop accepting connections and cancel the tasks of the accepted ones."""
         self.close()
         for task in self._tasks:
             task.cancel()
@@ -221,8 +232,14 @@ class Acceptor:
 
 
 def allow_files(wanted: int, hint: str) -> None:
-    """Raise this process's limit of open files to `wanted` where the system lets it; log a warning with `hint` where
-    it does not. A connection beyond the limit would wait unanswered."""
+    """Raise this process's limit of open files to `wanted`, because a connection beyond the limit is not accepted.
+
+    If the system allows fewer, log a warning.
+
+    Args:
+        wanted: number of open files.
+        hint: text at the end of the warning.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -230,9 +247,8 @@ def allow_files(wanted: int, hint: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
         _log.warning(
-            "the system lets this process have %d open files, fewer than %d: raise the limit (ulimit -n) to %d%s",
+            "open files are limited to %d; raise the limit to %d (ulimit -n)%s",
             most,
-            wanted,
             wanted,
             hint,
         )
@@ -240,7 +256,7 @@ def allow_files(wanted: int, hint: str) -> None:
 
 def _taken(host: str, port: int, setting: str, exc: OSError) -> ConfigError:
     return ConfigError(
-        f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop what uses it, or "
-        "choose another port (0 takes a free one) or address",
+        f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop the process that "
+        "uses it, or choose another port (0 = any free port) or address",
         field=f"{setting}_port",
     )

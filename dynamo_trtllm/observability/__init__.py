@@ -1,1 +1,1 @@
-"""What a process tells: log lines in one format, and one table of metric names. Configured by entry points only."""
+"""Logging and Prometheus metrics of all processes."""

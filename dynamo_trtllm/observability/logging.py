@@ -1,7 +1,7 @@
-"""Log lines of one process, as text or JSON, to stderr. Configured by entry points only, never on import.
+"""Log to stderr as text or JSON. Entry points call `setup`; an import configures nothing.
 
-A value of a record may be what a client or a peer sent. Only the formatters make it safe to show: they cut it, mask
-passwords and escape what could forge a line.
+A logged value may come from a client or a peer. The formatters make it safe to show: they shorten it, mask passwords
+and escape characters that could forge a line.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from typing import Any, Final
 
 from dynamo_trtllm.sanitize import escape_controls, mask_credentials, shorten
 
-# Set where a request enters a process; every line logged while it is served carries it.
+# Set when a request enters a process. Every line that is logged for the request has it.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
 
-VALUE_CHARS: Final = 1_000  # longest value within a message; error texts are not longer
-LINE_CHARS: Final = 4_000  # longest message, and longest line of a traceback
-_ID_CHARS: Final = 200  # peers of a worker may send longer ones
-_TRACEBACK_LINES: Final = 200  # of a longer one the first and the last half of this number are shown
+VALUE_CHARS: Final = 1_000  # maximum length of a value in a message
+LINE_CHARS: Final = 4_000  # maximum length of a message and of a line of a traceback
+_ID_CHARS: Final = 200  # maximum length of a request id, because peers of a worker may send longer ones
+_TRACEBACK_LINES: Final = 200  # of a longer traceback, the first and the last 100 lines are logged
 
 
 def setup(level: str, process_name: str, log_format: str = "text") -> None:
-    """Log to stderr from `level` (debug, info, warning, error) on. Calling it again replaces the former setting.
+    """Configure logging of this process. A second call replaces the first configuration.
 
-    `process_name` is on every line, such as "prefill-1". `log_format` is "text" or "json".
+    Args:
+        level: minimum log level: debug, info, warning or error.
+        process_name: name of the process on every line, such as "prefill-1".
+        log_format: "text" or "json".
     """
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _OwnHandler)]:
@@ -37,10 +40,10 @@ def setup(level: str, process_name: str, log_format: str = "text") -> None:
     handler = _OwnHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process_name) if log_format == "json" else TextFormatter(process_name))
     root.addHandler(handler)
-    # Other packages speak from warnings on; asked for debug, they are heard too.
+    # Other packages log warnings and errors only, except at level debug.
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     logging.getLogger("dynamo_trtllm").setLevel(level.upper())
-    logging.getLogger("uvicorn.access").disabled = True  # one line per finished request is ours
+    logging.getLogger("uvicorn.access").disabled = True  # the frontend logs each finished request itself
     logging.captureWarnings(True)
 
 
@@ -51,11 +54,11 @@ def json_line(*, time_s: float, level: str, process: str, logger: str, message: 
 
 
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in the stubs
-    """The handler of `setup`: a second `setup` replaces it and leaves other handlers unchanged."""
+    """The handler of `setup`. A second `setup` replaces it and leaves other handlers unchanged."""
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record; the lines of a traceback follow, indented, so that none looks like a record."""
+    """Formatter that writes one line per log record. A traceback follows, indented so that it looks different."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. The standard library's encoder escapes all but printable ASCII."""
+    """Formatter that writes one JSON object per line. The encoder escapes all characters but printable ASCII."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Cut:
-    """A value of a record that is shown in at most VALUE_CHARS characters, by `%s` and by `%r`."""
+    """A value of a log record, shortened to VALUE_CHARS characters in `%s` and `%r`."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -140,6 +143,6 @@ def _traceback_chunks(record: logging.LogRecord) -> Iterator[str]:
 
 
 def _lines_of(chunk: str) -> list[str]:
-    """Split only stack frames, which are code: line breaks in an exception's message may come from a client."""
+    """Split stack frames only. Line breaks in an exception's message may come from a client."""
     text = chunk.strip("\n")
     return text.split("\n") if text.lstrip(" |+-").startswith('File "') else [text]

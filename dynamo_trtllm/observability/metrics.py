@@ -1,6 +1,7 @@
-"""Prometheus metrics: one table of names, one registry per process. Observed per step or request, never per token.
+"""Define the Prometheus metrics of frontends and workers, and collect and render them.
 
-Label values come from a small closed set (served models, error codes): never put what a client sent into one.
+Metrics are observed per step or per request, not per token. Label values are from a small closed set (served models,
+error codes). Never use client input as a label value.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snaps
 
 
 class HistogramChild:
-    """What was observed with one set of labels."""
+    """The observations of a `WeightedHistogram` with one set of labels."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -39,34 +40,34 @@ class HistogramChild:
         self.sum = 0.0
 
     def observe(self, value: float, count: int) -> None:
-        """`value` was seen `count` times."""
+        """Add `count` observations of `value`."""
         self.counts[bisect.bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
 
 class WeightedHistogram(Collector):
-    """`child(labels)` is observed, not the histogram. Used from one thread."""
+    """Histogram that can add several equal observations at once. Observe `child(labels)`. Use it from one thread."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]) -> None:
         self._name = name
         self._documentation = documentation
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
-        self._cells: dict[tuple[str, ...], HistogramChild] = {}
+        self._children: dict[tuple[str, ...], HistogramChild] = {}
 
     def child(self, labels: tuple[str, ...]) -> HistogramChild:
-        """The same one whenever the labels are."""
-        found = self._cells.get(labels)
-        if found is None:
-            found = self._cells[labels] = HistogramChild(self._bounds)
-        return found
+        """Return the child of these label values. Create it at the first call."""
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = HistogramChild(self._bounds)
+        return child
 
     def describe(self) -> Iterator[Collected]:
         yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
 
     def collect(self) -> Iterator[Collected]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        for labels, child in self._cells.items():
+        for labels, child in self._children.items():
             total = 0
             buckets: list[tuple[str, float]] = []
             for bound, number in zip([*map(str, self._bounds), "+Inf"], child.counts, strict=True):
@@ -88,7 +89,7 @@ STEP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.0
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. Counters get Prometheus' `_total` from their name."""
+    """One row of the table of metrics. The exported name is PREFIX plus `name`; `help` is its help text."""
 
     process: Process
     name: str
@@ -99,39 +100,45 @@ class Metric:
 
 
 TABLE = (
-    Metric("frontend", "requests_total", "counter", "finished HTTP requests", ("model", "endpoint", "code")),
-    Metric("frontend", "inflight", "gauge", "HTTP requests being served, those that wait included"),
-    Metric("frontend", "choices", "gauge", "choices being generated, of at most --max-inflight"),
-    Metric("frontend", "queued", "gauge", "requests that wait for their turn, of at most --max-queued"),
-    Metric("frontend", "body_bytes", "gauge", "request bodies being received or parsed, of --max-total-body-bytes"),
-    Metric("frontend", "queue_seconds", "histogram", "that requests waited for their turn in the frontend"),
-    Metric("frontend", "ttft_seconds", "histogram", "from request to first token", ("model",)),
-    Metric("frontend", "itl_seconds", "weighted", "between two tokens of a request", ("model",), STEP_SECONDS),
-    Metric("frontend", "request_seconds", "histogram", "from request to last byte", ("model",)),
-    Metric("frontend", "prompt_tokens_total", "counter", "tokens of rendered prompts", ("model",)),
-    Metric("frontend", "output_tokens_total", "counter", "tokens generated", ("model",)),
-    Metric("frontend", "phase_seconds", "histogram", "queue, prefill, handoff, decode_wait", ("model", "phase")),
-    Metric("frontend", "kv_bytes_total", "counter", "KV moved from prefill to decode", ("transport",)),
-    Metric("frontend", "retries_total", "counter", "calls retried before the first token", ("model",)),
-    Metric("frontend", "migrations_total", "counter", "requests migrated after the first token", ("model",)),
-    Metric("frontend", "canaries_total", "counter", "canaries through idle pairs by outcome", ("model", "code")),
-    Metric("frontend", "responses_not_stored_total", "counter", "responses that could not be stored", ("code",)),
-    Metric("worker", "requests_total", "counter", "finished calls", ("phase", "code")),
-    Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
-    Metric("worker", "running", "gauge", "requests in the batch"),
-    Metric("worker", "waiting", "gauge", "requests that wait for KV blocks or a slot"),
-    Metric("worker", "kv_blocks_used", "gauge", "KV blocks in use, those under a ticket included"),
-    Metric("worker", "kv_blocks_total", "gauge", "KV blocks there are"),
-    Metric("worker", "tickets_held", "gauge", "hand-offs not yet released"),
-    Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks that hand-offs not yet released hold"),
-    Metric("worker", "kv_checksum_mismatches_total", "counter", "KV fetches whose checksum was wrong; none was used"),
-    Metric("worker", "legs", "gauge", "requests taken, those that wait in the engine included"),
-    Metric("worker", "reserved", "gauge", "decode slots reserved while another worker processes the prompt"),
+    Metric("frontend", "requests_total", "counter", "Finished HTTP requests", ("model", "endpoint", "code")),
+    Metric("frontend", "inflight", "gauge", "HTTP requests in progress, including queued ones"),
+    Metric("frontend", "choices", "gauge", "Choices being generated (limit: --max-inflight)"),
+    Metric("frontend", "queued", "gauge", "Queued requests (limit: --max-queued)"),
+    Metric("frontend", "body_bytes", "gauge", "Bytes of bodies received or parsed now (limit: --max-total-body-bytes)"),
+    Metric("frontend", "queue_seconds", "histogram", "Time of a request in the frontend's queue, in seconds"),
+    Metric("frontend", "ttft_seconds", "histogram", "Time to first token, in seconds", ("model",)),
+    Metric("frontend", "itl_seconds", "weighted", "Inter-token latency, in seconds", ("model",), STEP_SECONDS),
+    Metric("frontend", "request_seconds", "histogram", "Time from request to last byte, in seconds", ("model",)),
+    Metric("frontend", "prompt_tokens_total", "counter", "Prompt tokens", ("model",)),
+    Metric("frontend", "output_tokens_total", "counter", "Generated tokens", ("model",)),
+    Metric(
+        "frontend",
+        "phase_seconds",
+        "histogram",
+        "Time per phase of a call, in seconds: queue, prefill, handoff (KV transfer), decode_wait",
+        ("model", "phase"),
+    ),
+    Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
+    Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
+    Metric("frontend", "migrations_total", "counter", "Requests migrated after the first token", ("model",)),
+    Metric("frontend", "canaries_total", "counter", "Probes of idle worker pairs by outcome", ("model", "code")),
+    Metric("frontend", "responses_not_stored_total", "counter", "Responses that could not be stored", ("code",)),
+    Metric("worker", "requests_total", "counter", "Finished calls", ("phase", "code")),
+    Metric("worker", "output_tokens_total", "counter", "Generated tokens", ("phase",)),
+    Metric("worker", "running", "gauge", "Requests in the batch"),
+    Metric("worker", "waiting", "gauge", "Requests that wait for KV blocks or a batch slot"),
+    Metric("worker", "kv_blocks_used", "gauge", "KV blocks in use, including pending KV transfers"),
+    Metric("worker", "kv_blocks_total", "gauge", "All KV blocks"),
+    Metric("worker", "tickets_held", "gauge", "Pending KV transfers"),
+    Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks held by pending KV transfers"),
+    Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
+    Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
+    Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),
 )
 
 
 class EngineSnapshot(Protocol):
-    """What an engine tells of itself at a scrape."""
+    """Statistics of an engine at a scrape."""
 
     @property
     def running(self) -> int: ...
@@ -155,26 +162,26 @@ _SNAPSHOT = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets
 def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
     # Without this, each counter also exports the time at which it was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    made: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for row in TABLE:
         if row.process != process:
             continue
         name = PREFIX + row.name
         if row.kind == "counter":
-            made[row.name] = Counter(name, row.help, row.labels, registry=registry)
+            metrics[row.name] = Counter(name, row.help, row.labels, registry=registry)
         elif row.kind == "gauge":
-            made[row.name] = Gauge(name, row.help, row.labels, registry=registry)
+            metrics[row.name] = Gauge(name, row.help, row.labels, registry=registry)
         elif row.kind == "histogram":
-            made[row.name] = Histogram(name, row.help, row.labels, buckets=row.buckets, registry=registry)
+            metrics[row.name] = Histogram(name, row.help, row.labels, buckets=row.buckets, registry=registry)
         else:
-            made[row.name] = WeightedHistogram(name, row.help, row.labels, buckets=row.buckets)
-            registry.register(made[row.name])
+            metrics[row.name] = WeightedHistogram(name, row.help, row.labels, buckets=row.buckets)
+            registry.register(metrics[row.name])
     ProcessCollector(registry=registry)
-    return made
+    return metrics
 
 
-class _Taken(Collector):
-    """A snapshot, to be written as text."""
+class _SnapshotCollector(Collector):
+    """Collector of a stored snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -188,22 +195,30 @@ class _Taken(Collector):
 
 
 class FrontendMetrics:
-    """A frontend's numbers. `model` is always a served model's name, or "" when the request named none."""
+    """Metrics of a frontend process. `model` is the name of a served model, or "" if the request named none."""
 
     def __init__(self) -> None:
-        self.gather: Callable[[], Awaitable[Snapshot]] | None = None  # the numbers of all processes of this frontend
+        self.gather: Callable[[], Awaitable[Snapshot]] | None = None  # returns the metrics of all frontend processes
         self._registry = CollectorRegistry()
         self._metrics = _build("frontend", self._registry)
-        self._labelled = functools.cache(self._child)  # the values of labels are few; prometheus_client looks up slowly
+        self._labelled = functools.cache(self._child)  # prometheus_client is slow at this, and label values are few
 
     def _child(self, name: str, *labels: str) -> Any:
         return self._metrics[name].labels(*labels)
 
     def request_started(self) -> None:
+        """Count a request in progress."""
         self._metrics["inflight"].inc()
 
     def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
-        """Once for each `request_started`. `code`: "ok", "cancelled" or an error's code."""
+        """Count a finished request. Call it once for each `request_started`.
+
+        Args:
+            model: the served model.
+            endpoint: path of the API.
+            code: "ok", "cancelled" or an error's code.
+            seconds: from request to last byte.
+        """
         self._metrics["inflight"].dec()
         self._labelled("requests_total", model, endpoint, code).inc()
         self._labelled("request_seconds", model).observe(seconds)
@@ -211,44 +226,51 @@ class FrontendMetrics:
     def watch(
         self, *, choices: Callable[[], float], queued: Callable[[], float], body_bytes: Callable[[], float]
     ) -> None:
-        """All are called at each scrape."""
+        """Set the functions that return the values of gauges at each scrape."""
         self._metrics["choices"].set_function(choices)
         self._metrics["body_bytes"].set_function(body_bytes)
         self._metrics["queued"].set_function(queued)
 
     def observe_queue(self, *, seconds: float) -> None:
-        """Of one request, when its turn came or it left."""
+        """Observe the time of one request in the queue, when it leaves the queue."""
         self._metrics["queue_seconds"].observe(seconds)
 
     def observe_tokens(self, *, model: str, prompt: int, output: int) -> None:
-        """The tokens of one request, when it ends."""
+        """Count the tokens of one request, when it ends."""
         self._labelled("prompt_tokens_total", model).inc(prompt)
         self._labelled("output_tokens_total", model).inc(output)
 
     def observe_recovery(self, *, model: str, retries: int, migrations: int) -> None:
-        """What one request needed, when it ends."""
+        """Count the retries and migrations of one request, when it ends."""
         self._labelled("retries_total", model).inc(retries)
         self._labelled("migrations_total", model).inc(migrations)
 
     def probe_finished(self, *, model: str, code: str) -> None:
-        """`code`: "ok", "inconclusive" (no fault found, but the check is incomplete), "mismatch" (other tokens than a
-        worker alone gives: wrong KV), "canary" (too few tokens, too late, no KV read), "gone", or an error's code."""
+        """Count a probe of a worker pair.
+
+        Args:
+            model: the served model.
+            code: "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens differ from those of
+                a single worker, so the KV is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an
+                error's code.
+        """
         self._labelled("canaries_total", model, code).inc()
 
     def response_not_stored(self, code: str) -> None:
-        """`code`: of the error that kept a finished response out of the store."""
+        """Count a finished response that was not stored because of the error with this code."""
         self._labelled("responses_not_stored_total", code).inc()
 
     def observe_ttft(self, *, model: str, seconds: float) -> None:
+        """Observe the time to first token of one request."""
         self._labelled("ttft_seconds", model).observe(seconds)
 
     def itl(self, *, model: str) -> HistogramChild:
-        """For the seconds between two tokens of a request, with how many were that far apart."""
+        """Return the histogram child for the inter-token latency of a model, in seconds."""
         child: HistogramChild = self._metrics["itl_seconds"].child((model,))
         return child
 
     def observe_call(self, *, model: str, stats: PhaseTimings) -> None:
-        """Observe the time of one call in each phase; phases that took no time were not part of it."""
+        """Observe the time of one call per phase. Phases without time are left out."""
         phases: Sequence[tuple[str, float]] = (
             ("queue", stats.queue_s),
             ("prefill", stats.prefill_s),
@@ -262,7 +284,7 @@ class FrontendMetrics:
             self._labelled("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
 
     def snapshot(self) -> Snapshot:
-        """This process's numbers now."""
+        """Return the current metrics of this process."""
         return tuple(
             Family(
                 family.name,
@@ -274,34 +296,38 @@ class FrontendMetrics:
         )
 
     def render(self) -> bytes:
-        """This process's numbers in the Prometheus text format, of type CONTENT_TYPE."""
+        """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE)."""
         return generate_latest(self._registry)
 
     async def render_all(self) -> bytes:
-        """As `render`, of all processes of this frontend. Raises as `gather`."""
-        return self.render() if self.gather is None else generate_latest(_Taken(await self.gather()))
+        """Return the metrics of all processes of this frontend like `render`. Raises the errors of `gather`."""
+        return self.render() if self.gather is None else generate_latest(_SnapshotCollector(await self.gather()))
 
 
 class WorkerMetrics:
-    """A worker's numbers."""
+    """Metrics of a worker process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._metrics = _build("worker", self._registry)
-        self._mismatches = 0  # of the engine's, those that were counted
+        self._mismatches = 0  # the engine's count at the last scrape
 
     def call_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
-        """Count a call that ended. `code`: "ok", "cancelled" or an error's code."""
+        """Count a finished call. `code` is "ok", "cancelled" or an error's code."""
         self._metrics["requests_total"].labels(phase, code).inc()
         self._metrics["output_tokens_total"].labels(phase).inc(output_tokens)
 
     def watch(self, *, active: Callable[[], float], reserved: Callable[[], float]) -> None:
-        """Both are called at each scrape."""
+        """Set the functions that return the values of gauges at each scrape."""
         self._metrics["legs"].set_function(active)
         self._metrics["reserved"].set_function(reserved)
 
     def render(self, engine: EngineSnapshot | None = None) -> bytes:
-        """The Prometheus text format, of type CONTENT_TYPE. `engine`: taken now; None keeps the last one."""
+        """Return the metrics in the Prometheus text format (CONTENT_TYPE).
+
+        Args:
+            engine: statistics of the engine; None: leave its metrics unchanged.
+        """
         if engine is not None:
             for name in _SNAPSHOT:
                 self._metrics[name].set(getattr(engine, name))

@@ -1,8 +1,8 @@
-"""The numbers of several processes as those of one. Pure: knows no Prometheus library and moves nothing.
+"""Aggregate the metrics of several processes of one frontend.
 
-Counters and histograms are added up and never go back: what a process that has ended was seen to have counted stays.
-Gauges are added up over the processes that live. What tells of an operating system process is not added up: it gets
-the name of its process as a label.
+Counters and histograms are summed and never decrease: the last values of ended processes stay in the sum. Gauges are
+summed over running processes. Metrics of an operating system process (`process_*`) are not summed; they get the name of
+the process as a label.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _CUMULATIVE = ("counter", "histogram")
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One sample of a metric."""
+
     name: str
     labels: tuple[tuple[str, str], ...]
     value: float
@@ -35,26 +37,27 @@ Snapshot = tuple[Family, ...]
 
 
 class MetricsAggregator:
-    """The last numbers that each process reported, and the counters of processes that have ended."""
+    """Aggregator of the latest metrics of each running process and the counters of ended ones."""
 
     def __init__(self) -> None:
         self._last: dict[str, Snapshot] = {}
         self._past: Snapshot = ()
 
     def update(self, process: str, snapshot: Snapshot) -> None:
-        """The newest numbers of a process that lives."""
+        """Set the latest metrics of a running process."""
         self._last[process] = tuple(_label_process(family, process) for family in snapshot)
 
     def ended(self, process: str) -> None:
-        """Its counters stay, its gauges go. Another process may come under the same name."""
+        """Remove a process. Its counters stay in the sum. A new process may have the same name."""
         self._past = merged([self._past, [family for family in self._last.pop(process, ()) if _is_cumulative(family)]])
 
     def total(self) -> Snapshot:
+        """Return the metrics of all processes."""
         return merged([*(self._last[name] for name in sorted(self._last)), self._past])
 
 
 def merged(parts: Iterable[Iterable[Family]]) -> Snapshot:
-    """One family of each name, with the sum of the samples that have the same labels, in order of appearance."""
+    """Sum the samples with the same name and labels. Return one family per name, in order of appearance."""
     first: dict[str, Family] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for part in parts:

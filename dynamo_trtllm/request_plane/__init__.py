@@ -1,1 +1,1 @@
-"""The request plane: requests to workers, token streams back, control verbs. Carries values, decides nothing."""
+"""The request plane: requests to workers, token streams from workers, and control verbs."""

@@ -1,4 +1,4 @@
-"""The request-plane interface. Implementations: `inproc` (in-process) and `nats`; both pass the same contract tests."""
+"""Define the request-plane interface. `inproc` (in-process) and `nats` implement it; both pass the contract tests."""
 
 from __future__ import annotations
 
@@ -8,77 +8,100 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
 
 Sink: TypeAlias = Callable[[Chunk], bool]
-"""Takes a chunk within the call, or says False and has changed nothing: the stream yields that chunk then."""
+"""A callback that consumes a chunk synchronously and returns True. On False, the stream yields the chunk."""
 
 
 class Service(Protocol):
-    """What a worker offers at its subject."""
+    """The calls that a worker answers at its subject."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """As `Engine.generate`. Closed by the plane when the caller closes its stream, or is gone."""
+        """Yield the chunks of one call like `Engine.generate`.
+
+        The plane closes the generator when the caller closes its stream or is gone.
+        """
         ...
 
     async def control(self, verb: Control) -> bytes:
-        """Answers a control verb; the answer's type belongs to the verb. Raises DynamoError.
+        """Run a control verb and return the encoded reply, whose type depends on the verb.
 
-        The plane itself releases a ticket as refused when the caller it was sent to has not taken it, or is gone.
+        If a caller does not receive the KV transfer parameters of its stream, or is gone, the plane itself calls this
+        with a `ReleaseKv` of outcome ABORTED.
+
+        Raises:
+            DynamoError: the caller gets the same error.
         """
         ...
 
 
 @runtime_checkable
 class PushingService(Protocol):
-    """A service that can hand chunks over with no task waking for them."""
+    """A service that can pass chunks to a callback, without an asyncio task switch per chunk."""
 
     def generate_into(self, request: GenerateRequest, push: Callable[[Chunk], None]) -> AsyncGenerator[Chunk, None]:
-        """As `Service.generate`, less the chunks that were given to `push`, in their order with those yielded."""
+        """Pass some chunks of a call to `push` and yield the others. Both together are in order."""
         ...
 
 
 class ServerHandle(Protocol):
-    """One service at one subject."""
+    """One service that is served at one subject."""
 
     async def stop_accepting(self) -> None:
-        """Stop taking requests: new ones get `Unreachable` or `Draining`. Running streams and control verbs go on."""
+        """Reject new requests with `Unreachable` or `Draining`. Running streams and control verbs continue."""
         ...
 
     async def finished(self) -> None:
-        """Returns when no stream runs."""
+        """Wait until no stream runs."""
         ...
 
     @property
     def running(self) -> int:
-        """Streams."""
+        """Return the number of running streams."""
         ...
 
     async def aclose(self) -> None:
-        """Ends running streams too (callers see `Draining`). Idempotent."""
+        """Stop serving and end running streams; their callers get `Draining`. Idempotent."""
         ...
 
 
 class Plane(Protocol):
+    """A connection to the request plane, for workers (`serve`) and for their callers."""
+
     async def serve(self, subject: str, service: Service) -> ServerHandle:
-        """Take requests at `subject` (and control verbs at its control subject) until closed."""
+        """Serve requests at `subject`, and control verbs at its control subject, until the handle is closed."""
         ...
 
     def generate(self, subject: str, request: GenerateRequest, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one call, in order and complete, or raise the worker's error as the same class.
+        """Yield the chunks of one call, in order and without gaps.
 
-        Raises Unreachable when no worker takes the request within the acknowledge time-out, StreamIncomplete for a gap
-        or an end with no terminal chunk, Disconnected when the plane is lost, DeadlineExceeded when the request's
-        deadline passes. Consume with `aclosing`: closing it sends the cancel, without awaiting.
+        Consume with `aclosing`: closing the generator sends a cancel without awaiting.
 
-        A chunk that comes while the stream is waited for goes to `sink` first, and is yielded only if that does not
-        take it: no task wakes for it. The first chunk and the terminal one are always yielded.
+        Args:
+            subject: request-plane address of a worker's `generate`.
+            request: the call.
+            sink: receives each chunk that arrives while the generator is awaited, except the first and the terminal
+                one. The generator yields only chunks that the sink does not consume.
+
+        Raises:
+            Unreachable: no worker acknowledges the request in time.
+            StreamIncomplete: a frame is missing, or the stream ends without a terminal chunk.
+            Disconnected: the request plane is lost.
+            DeadlineExceeded: the request's deadline passes.
+            DynamoError: the worker's error, as the same class.
         """
         ...
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
-        """Send one control verb to the instance with this generate subject. Raises as `generate`, KvTransferError."""
+        """Send one control verb to the instance with this generate subject and return its encoded reply.
+
+        Raises:
+            DynamoError: like `generate`; KvTransferError for a verb about a KV transfer.
+        """
         ...
 
     def unavailable_reason(self) -> str | None:
-        """What keeps every request from being carried now, for people; None: nothing that is known."""
+        """Return, as text for users, why no request can be sent now. None: no reason is known."""
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close all servers and streams and the transport. Idempotent."""
+        ...

@@ -1,7 +1,4 @@
-"""The request plane over any link: both sides' semantics in one place, so that every link has the same.
-
-It carries requests, streams, errors, cancels and control verbs, and decides nothing about them.
-"""
+"""Implement the request plane over any `Transport`: the caller's side, and the creation of servers (`server`)."""
 
 from __future__ import annotations
 
@@ -47,20 +44,20 @@ CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
 
 
 class FrameDispatcher:
-    """Feeds an inbox: batches at once while the loop keeps up, otherwise stream by stream in the order in which they
-    began to wait.
+    """Dispatcher of received frames to their streams, at most CHUNKS_PER_ITERATION per iteration of the event loop.
 
-    The first frame of a stream never waits: with it a request goes on, or its answer begins.
+    Frames beyond that wait. Waiting streams are fed one by one, in the order in which they began to wait. The first
+    frame of a stream never waits, because it decides the time to first token.
     """
 
     def __init__(self, inbox: StreamDemux) -> None:
         self._inbox = inbox
-        self._backlog: deque[StreamBuffer] = deque()  # those that have frames waiting, each once
+        self._backlog: deque[StreamBuffer] = deque()  # streams with waiting frames, each once
         self._chunks_left = CHUNKS_PER_ITERATION
         self._is_scheduled = False
 
     def feed(self, batch: Batch) -> None:
-        """Give the streams their frames, now or in the turns of the loop that follow."""
+        """Pass the frames to their streams, now or in the next iterations of the event loop."""
         if self._is_scheduled:
             self._defer(batch.frames)
             return
@@ -70,7 +67,7 @@ class FrameDispatcher:
         else:
             self._inbox.feed(Batch(batch.frames[:left]))
             self._defer(batch.frames[left:])
-        if self._chunks_left <= 0:  # in however many turns it was: none has had more
+        if self._chunks_left <= 0:  # the limit counts from the last `_run_once`, even over several iterations
             self._schedule()
 
     def _defer(self, frames: list[Frame]) -> None:
@@ -102,15 +99,15 @@ class FrameDispatcher:
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED = 16_384  # of the latest subjects, and of the latest cancelled streams
-_CANCELS_AT_ONCE = 1024  # the next report brings the others
+_REMEMBERED = 16_384  # latest subjects, and latest cancelled streams
+_CANCELS_AT_ONCE = 1024  # the rest follows after the next report
 _CLOSED = "the request plane is closed"
 
 K = TypeVar("K")
 
 
 def _remember(latest: dict[K, None], key: K) -> None:
-    """Put the key last, and drop the first one when there are too many."""
+    """Put the key last. Drop the first key if there are more than _REMEMBERED."""
     latest.pop(key, None)
     latest[key] = None
     if len(latest) > _REMEMBERED:
@@ -119,15 +116,15 @@ def _remember(latest: dict[K, None], key: K) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLimits:
-    """How long a plane waits and how much it keeps."""
+    """Time-outs and buffer limits of a plane."""
 
-    ack_timeout_s: float = 2.0  # for a worker to take a request
-    ping_interval_s: float = 3.0  # a lost message is noticed within twice this, a dead peer within three times
-    max_pending_tokens: int = 262_144  # of one stream whose reader is slow
+    ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
+    ping_interval_s: float = 3.0  # a lost message is detected within twice this time, a dead peer within three times
+    max_pending_tokens: int = 262_144  # that one stream may buffer for a slow reader
 
 
 class TransportPlane:
-    """A `Plane` over one transport, which it owns. `tasks` owns what it runs in the background."""
+    """A `Plane` over one transport, which it owns. `tasks` owns its background tasks."""
 
     def __init__(self, transport: Transport, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
         self._transport = transport
@@ -140,10 +137,10 @@ class TransportPlane:
         self._subscription: Subscription | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, StreamBuffer]] = {}  # by the worker's subject, then by stream
-        self._subjects: dict[str, None] = {}  # of workers that were asked for a stream, the latest last
-        self._cancelled: dict[int, None] = {}  # the latest streams that ended here before their last frame
-        self._num_pings = 0  # sent so far, to all workers
-        self._num_unreadable = 0  # messages so far
+        self._subjects: dict[str, None] = {}  # of the workers called, the latest last
+        self._cancelled: dict[int, None] = {}  # streams that this process closed before their last frame, latest last
+        self._num_pings = 0  # sent to all workers
+        self._num_unreadable = 0  # messages
         self._workers = Heartbeat(
             transport,
             limits.ping_interval_s,
@@ -238,41 +235,42 @@ class TransportPlane:
         data = encode(value)
         limit = self._transport.max_message_bytes
         if len(data) > limit:
-            raise PayloadTooLarge(f"the request takes {len(data)} bytes and the request plane carries {limit}")
+            raise PayloadTooLarge(
+                f"the request has {len(data)} bytes; the limit of the request plane is {limit}: shorten the request "
+                "or raise max_payload of the NATS server"
+            )
         return data
 
     def _cancel(self, subject: str, stream: int) -> None:
         self._transport.publish(subject, encode(ClientMessage(CancelStream(stream, self._inbox_subject))))
 
     def _on_message(self, data: bytes, reply: str) -> None:
-        if reply:  # a worker asks whether this process is alive
+        if reply:  # the heartbeat of a worker
             self._transport.publish(reply, PING)
         if data == PING:
             return
         try:
             batch = read_batch(data)
         except BadFrame as exc:
-            # The streams of this message are unknown. Those that lost a frame end at the next ping.
+            # The message does not show its streams. Those that lost a frame end at the next ping.
             self._num_unreadable += 1
-            if self._num_unreadable.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: no flood of lines
-                _log.warning(
-                    "unreadable message to this process dropped (%d so far): %s", self._num_unreadable, exc.message
-                )
+            if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
+                _log.warning("unreadable message dropped (%d so far): %s", self._num_unreadable, exc.message)
             return
         self._dispatcher.feed(batch)
         if batch.report is not None:
             self._compare(batch.report)
 
     def _compare(self, report: StreamReport) -> None:
-        """End streams that lost a message; cancel streams in the worker that this process no longer reads."""
+        """End streams that lost a message. Cancel streams of the worker that this process no longer reads."""
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:
             for stream, buffer in running.items():
                 buffer.compare_with_worker(report.ping, sent.get(stream))
         if report.subject in self._subjects:
-            # The first cancel was lost, or is still on its way. A stream that ended with its last frame is not
-            # cancelled: the report is an old one, or lists a ticket that is in use.
+            # The first cancel was lost or has not arrived yet. A stream that ended with its last frame must not be
+            # cancelled: the report may be old, or may list it because its KV transfer is pending.
             again = [stream for stream in sent if stream in self._cancelled]
             for stream in again[:_CANCELS_AT_ONCE]:
                 self._cancel(report.subject, stream)
@@ -293,7 +291,7 @@ class TransportPlane:
             del self._running[subject]
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
-        ours = isinstance(error, Disconnected)  # our own connection: nothing is known of the worker
+        ours = isinstance(error, Disconnected)  # this process lost its connection; the worker may be alive
         lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
         for buffer in self._running.get(subject, {}).values():
             buffer.fail(lost)

@@ -1,7 +1,7 @@
-"""The wire of the request plane without a wire: envelopes, numbered frames, the two ends of a stream.
+"""Define the messages of the request plane, and batch, split and buffer the frames of its streams.
 
-Pure: no socket, no task, no clock. `FrameBatcher` collects what goes to one caller, `StreamDemux` sorts what arrives
-at one.
+`FrameBatcher` collects the frames that go to one caller. `StreamDemux` passes received frames to the buffers of their
+streams. The module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dynamo_trtllm.request_plane.base import Sink
 
 
 class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
-    """An error on its way: comes back as the same class."""
+    """An error as it is sent. The receiver raises the same class."""
 
     code: str
     message: str
@@ -37,19 +37,21 @@ class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: DynamoError) -> ErrorPayload:
+        """Return the payload of an error."""
         return cls(error.code, error.message, error.field)
 
     def error(self) -> DynamoError:
+        """Return the error as an exception."""
         return from_code(self.code, self.message, self.field)
 
 
 class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Asks for a stream. `stream` is unique among those of `inbox`, where its frames go."""
+    """Request a stream. Its frames go to `inbox`; `stream` is unique among the streams of this inbox."""
 
     stream: int
     inbox: str
     request: GenerateRequest
-    left_s: float  # until the request's deadline, when this was sent: another machine's clock may say another time
+    left_s: float  # seconds from sending to the request's deadline: clocks of two machines may differ
     wire: int = 1  # the caller's WIRE_VERSION; a caller of version 1 does not send it
 
 
@@ -61,26 +63,26 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 
 class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """The caller is done with a stream; unknown ones are no error."""
+    """Cancel a stream. An unknown stream is not an error."""
 
     stream: int
     inbox: str
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """What a generate subject takes. One subject for all kinds, so that none overtakes an opening."""
+    """A message to a generate subject. All kinds share it, so that a cancel or ping can't overtake an opening."""
 
     body: OpenStream | CancelStream | Ping
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What a control subject takes."""
+    """A message to a control subject."""
 
     verb: Control
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """Reply to a control verb and, with no data, the acknowledgment of an opening."""
+    """Reply to a control verb or, without data, to an `OpenStream` or `Ping`."""
 
     failure: ErrorPayload | None = None
     data: bytes = b""
@@ -96,14 +98,14 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamReport(msgspec.Struct, frozen=True, array_like=True):
-    """Lists every stream that the worker at `subject` runs for the receiver, and how many frames of it were sent.
+    """List of the streams that the worker at `subject` runs for the receiver, with the number of frames sent.
 
-    As the answer to a ping it comes after the frames that it counts. With ping 0 the worker sends it of its own accord
-    and it may overtake frames.
+    A reply to a ping arrives after the frames that it counts. A report with ping 0, the worker's own heartbeat, may
+    overtake frames.
     """
 
     subject: str
-    ping: int  # the `number` of the ping that this answers, or 0
+    ping: int  # the `number` of the ping, or 0
     streams: list[tuple[int, int]]  # (stream, frames sent)
 
 
@@ -115,14 +117,14 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """The start of a frame, which every wire version can read."""
+    """The first fields of a frame, which every wire version can read."""
 
     stream: int
     number: int
 
 
 _NIL = msgspec.Raw(b"\xc0")
-_MOST_BAD_FRAMES = 4096  # of one message: streams of one frontend at one worker. Each costs 10 microseconds
+_MOST_BAD_FRAMES = 4096  # in one message, because each takes 10 microseconds; more than a frontend's streams
 
 
 class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -134,9 +136,10 @@ PING = b""  # the receiver replies with the same bytes; the only ping of wire ve
 
 
 def read_batch(data: bytes) -> Batch:
-    """Return the batch in `data`. An unreadable frame fails its own stream only.
+    """Decode a batch. An unreadable frame fails only its own stream.
 
-    Raise BadFrame when the message can't be split into frames.
+    Raises:
+        BadFrame: the message can't be split into frames, or more than _MOST_BAD_FRAMES frames are unreadable.
     """
     try:
         return decode(data, Batch)
@@ -148,7 +151,7 @@ def read_batch(data: bytes) -> Batch:
         frame = _read_frame(each)
         bad += frame is None or frame.failure is not None
         if bad > _MOST_BAD_FRAMES:
-            raise BadFrame(f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames can't be read")
+            raise BadFrame(f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable")
         if frame is not None:
             frames.append(frame)
     try:
@@ -158,7 +161,7 @@ def read_batch(data: bytes) -> Batch:
 
 
 def _read_frame(data: msgspec.Raw) -> Frame | None:
-    """Return the frame, a failure for its stream, or None when even the stream number can't be read."""
+    """Return the frame, or a failure for its stream, or None if the stream number is unreadable too."""
     try:
         return decode(data, Frame)
     except BadFrame as exc:
@@ -167,12 +170,12 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
         header = decode(data, _FrameHeader)
     except BadFrame:
         return None
-    unreadable = StreamIncomplete(f"a frame can't be read ({reason}); its sender may run another version")
+    unreadable = StreamIncomplete(f"unreadable frame ({reason}); check that the worker runs a compatible version")
     return Frame(header.stream, header.number, failure=ErrorPayload.of(unreadable))
 
 
 class FrameBatcher:
-    """Frames for one inbox that wait for the next flush."""
+    """The frames for one inbox that wait for the next flush."""
 
     __slots__ = ("_frames",)
 
@@ -183,7 +186,7 @@ class FrameBatcher:
         self._frames.append(frame)
 
     def take(self, max_message_bytes: int) -> list[bytes]:
-        """All waiting frames, in order, in as few messages as the limit allows (one, in practice)."""
+        """Remove the waiting frames and return them, in order, as encoded messages. Usually it is one message."""
         frames, self._frames = self._frames, []
         return _messages(frames, max_message_bytes) if frames else []
 
@@ -191,14 +194,14 @@ class FrameBatcher:
 def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
     try:
         data = encode(Batch(frames))
-    except (TypeError, ValueError, OverflowError) as exc:  # an engine's value of a type that has no wire form
-        error: DynamoError = InternalError(f"a chunk can't be sent: {exc}")
+    except (TypeError, ValueError, OverflowError) as exc:  # an engine's chunk has a value that can't be encoded
+        error: DynamoError = InternalError(f"a chunk can't be encoded: {exc}")
     else:
         if len(data) <= max_bytes:
             return [data]
         error = PayloadTooLarge(
-            f"a chunk takes {len(data)} bytes and the request plane carries {max_bytes}; raise max_payload in the NATS "
-            "server"
+            f"a chunk has {len(data)} bytes; the limit of the request plane is {max_bytes}: raise max_payload of the "
+            "NATS server"
         )
     if len(frames) == 1:
         return [encode(Batch([Frame(frames[0].stream, frames[0].number, failure=ErrorPayload.of(error))]))]
@@ -208,50 +211,51 @@ def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
 
 @dataclass(slots=True, eq=False)
 class StreamBuffer:
-    """The receiving end of one stream: checks the numbers, keeps what the reader has not taken, bounded."""
+    """The receive buffer of one stream. It checks frame numbers and stores chunks until they are read."""
 
     max_pending_tokens: int
-    # number of the last ping, to any worker, that was sent before the worker acknowledged the opening
+    # number of the last ping, to any worker, that was sent before the worker acknowledged the stream
     last_ping_before_ack: int | None = None
     _chunks: deque[Chunk] = field(default_factory=deque)
     _pending_tokens: int = 0
     _next_number: int = 0
-    _ended: bool = False  # the terminal chunk is in `_chunks` or taken
+    _ended: bool = False  # the terminal chunk is in `_chunks` or was read
     _error: Exception | None = None
-    _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
+    _sink: Sink | None = None  # set while its reader waits and `_chunks` is empty
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: list[Frame] = field(default_factory=list)  # arrived, not yet fed
+    waiting: list[Frame] = field(default_factory=list)  # received, not yet fed
 
     @property
     def received(self) -> int:
-        """Return how many frames have come, those that wait included."""
+        """Return the number of frames received, including waiting ones."""
         return self._next_number + len(self.waiting)
 
     def catch_up(self) -> int:
-        """Feed the waiting frames; merge consecutive frames that hold only tokens. Return the number fed."""
+        """Feed the waiting frames, with consecutive frames that have only tokens merged. Return the number fed."""
         frames, self.waiting = self.waiting, []
-        count, row = 0, list[Chunk]()
+        count, run = 0, list[Chunk]()
         for frame in frames:
-            if (chunk := _only_tokens(frame)) is not None and frame.number == self._next_number + len(row):
-                row.append(chunk)
+            if (chunk := _only_tokens(frame)) is not None and frame.number == self._next_number + len(run):
+                run.append(chunk)
                 continue
-            count += 1 + self._feed_row(row)
-            row = []
+            count += 1 + self._feed_merged(run)
+            run = []
             self.feed(frame)
-        return count + self._feed_row(row)
+        return count + self._feed_merged(run)
 
-    def _feed_row(self, chunks: Sequence[Chunk]) -> int:
+    def _feed_merged(self, chunks: Sequence[Chunk]) -> int:
         if not chunks:
             return 0
         self._next_number += len(chunks) - 1
-        self.feed(Frame(0, self._next_number, chunks[0] if len(chunks) == 1 else _joined(chunks)))
+        self.feed(Frame(0, self._next_number, chunks[0] if len(chunks) == 1 else _merged(chunks)))
         return 1
 
     def feed(self, frame: Frame) -> None:
-        if self._ended or self._error is not None or frame.number < self._next_number:  # the last: a repeated frame
+        """Check a frame; pass its chunk to the sink or store it. Ignore repeated frames and frames after the end."""
+        if self._ended or self._error is not None or frame.number < self._next_number:
             return
         if frame.number > self._next_number:
-            self._end(StreamIncomplete(f"frame {frame.number} came where {self._next_number} was due"))
+            self._end(StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
         elif frame.failure is not None:
             self._end(frame.failure.error())
         elif frame.chunk is None:
@@ -259,30 +263,33 @@ class StreamBuffer:
         else:
             self._next_number += 1
             try:
-                sunk = self._sink is not None and frame.chunk.finish_reason is None and self._sink(frame.chunk)
-            except Exception as exc:  # noqa: BLE001 - the reader's own, which gets it; others' frames follow in this message
+                is_consumed = self._sink is not None and frame.chunk.finish_reason is None and self._sink(frame.chunk)
+            except Exception as exc:  # noqa: BLE001 - `get` raises it; frames of other streams follow in this message
                 self._end(exc)
                 return
-            if not sunk:
-                self._keep(frame.chunk)
+            if not is_consumed:
+                self._store(frame.chunk)
 
-    def _keep(self, chunk: Chunk) -> None:
+    def _store(self, chunk: Chunk) -> None:
         self._sink = None
         self._pending_tokens += len(chunk.token_ids) + 1
         if self._pending_tokens > self.max_pending_tokens:
-            self._end(Overloaded(f"the reader is more than {self.max_pending_tokens} tokens behind"))
+            self._end(Overloaded(f"the client reads too slowly: over {self.max_pending_tokens} tokens are pending"))
             return
         self._ended = chunk.finish_reason is not None
         self._chunks.append(chunk)
         self._arrived.set()
 
     def compare_with_worker(self, ping: int, sent: int | None) -> None:
-        """End as incomplete when the worker's answer to `ping` shows that frames were lost.
+        """End with StreamIncomplete if the worker's reply to a ping shows that frames were lost.
 
-        `sent`: how many frames the worker had sent; None: it does not run the stream, or has sent its last frame.
+        Args:
+            ping: number of the ping.
+            sent: number of frames that the worker has sent. None: it does not run the stream, or it has sent the last
+                frame.
         """
         if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
-            return  # the worker may not have had the opening yet when it answered
+            return  # the worker may have replied before it received the OpenStream
         self.catch_up()
         if sent is None:
             self.fail(StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
@@ -290,7 +297,7 @@ class StreamBuffer:
             self.fail(StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
 
     def fail(self, error: Exception) -> None:
-        """End in `error`, after what has arrived. The first end counts."""
+        """End the stream with `error` after the chunks that were received. A second end is ignored."""
         self.catch_up()
         self._end(error)
 
@@ -300,13 +307,17 @@ class StreamBuffer:
             self._arrived.set()
 
     async def get(self, sink: Sink | None = None) -> Chunk:
-        """The next chunk that `sink` does not take. Raises what ended the stream: its error, or what `sink` raised. Not
-        to be called after the terminal chunk."""
+        """Return the next chunk that `sink` does not consume. Must not be called after the terminal chunk.
+
+        Raises:
+            DynamoError: the error that ended the stream.
+            Exception: an exception of `sink`.
+        """
         while not self._chunks:
             if isinstance(self._error, DynamoError):
-                # one of its own: the error may be that of all streams, and would keep what each has in its frames
+                # A copy: all streams may share the error, whose traceback would reference the frames of each.
                 raise type(self._error)(self._error.message, field=self._error.field)
-            if self._error is not None:  # what the sink raised
+            if self._error is not None:  # raised by the sink
                 raise self._error
             self._arrived.clear()
             self._sink = sink
@@ -320,14 +331,14 @@ class StreamBuffer:
 
 
 def _only_tokens(frame: Frame) -> Chunk | None:
-    """Return the frame's chunk when it holds tokens, and perhaps their log-probabilities, and nothing else."""
+    """Return the frame's chunk if it has only tokens and their log-probabilities, else None."""
     chunk = frame.chunk
     if chunk is None or chunk.finish_reason is not None or chunk.ticket is not None or chunk.stats is not None:
         return None
     return chunk
 
 
-def _joined(chunks: Sequence[Chunk]) -> Chunk:
+def _merged(chunks: Sequence[Chunk]) -> Chunk:
     ids = token_ids()
     for chunk in chunks:
         ids.extend(chunk.token_ids)
@@ -335,7 +346,7 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
 
 
 class StreamDemux:
-    """All streams of one caller by number."""
+    """The open streams of one caller, by number."""
 
     def __init__(self, max_pending_tokens: int) -> None:
         self._max_pending_tokens = max_pending_tokens
@@ -344,16 +355,17 @@ class StreamDemux:
         self._last = 0
 
     def open(self) -> tuple[int, StreamBuffer]:
-        """A new stream's id, never used before in this inbox, and its receiving end."""
+        """Open a stream. Return its number, which is unique in this inbox, and its buffer."""
         self._last += 1
         buffer = self._streams[self._last] = StreamBuffer(self._max_pending_tokens)
         return self._last, buffer
 
     def close(self, stream: int) -> None:
-        """Frames that still come for it are ignored."""
+        """Remove a stream. Later frames of it are ignored."""
         self._streams.pop(stream, None)
 
     def feed(self, batch: Batch) -> None:
+        """Pass each frame to its stream."""
         streams = self._streams
         for frame in batch.frames:
             buffer = streams.get(frame.stream)
@@ -361,6 +373,7 @@ class StreamDemux:
                 buffer.feed(frame)
 
     def fail_all(self, error: DynamoError) -> None:
+        """End all streams with `error`."""
         for buffer in self._streams.values():
             buffer.fail(error)
 

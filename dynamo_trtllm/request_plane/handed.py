@@ -1,4 +1,4 @@
-"""The tickets that a worker has sent and no caller has released, with their callers, so that it can free them. Pure."""
+"""Store the KV transfer parameters that a worker has sent, with their callers, until they are released or expire."""
 
 from __future__ import annotations
 
@@ -8,53 +8,59 @@ from dynamo_trtllm.messages import KvTransferParams
 
 
 class StreamKey(NamedTuple):
-    """A stream of a caller."""
+    """Identity of a stream: the caller's inbox and the stream's number in it."""
 
     inbox: str
     stream: int
 
 
 class Handed:
-    """By the stream whose terminal chunk carried them, oldest first. All of one worker live equally long."""
+    """KV transfers by the stream whose terminal chunk had their parameters, oldest first.
+
+    All have the same lifetime, so the oldest expires first.
+    """
 
     def __init__(self) -> None:
         self._tickets: dict[StreamKey, KvTransferParams] = {}
         self._frames: dict[StreamKey, int] = {}
-        self._keys: dict[str, StreamKey] = {}  # by ticket id
+        self._keys: dict[str, StreamKey] = {}  # by transfer id
 
     def put(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
-        """Keep the ticket of a stream that ended after so many frames."""
+        """Store the KV transfer parameters of a stream that ended after `frames` frames."""
         self._tickets[key] = ticket
         self._frames[key] = frames
         self._keys[ticket.ticket_id] = key
 
     def pop(self, key: StreamKey) -> KvTransferParams | None:
-        """The ticket of this stream, which is no longer known then."""
+        """Remove a stream and return its KV transfer parameters; None if there are none."""
         ticket = self._tickets.pop(key, None)
         if ticket is not None:
             del self._keys[ticket.ticket_id], self._frames[key]
         return ticket
 
     def key_of(self, ticket_id: str) -> StreamKey | None:
+        """Return the stream of a transfer id."""
         return self._keys.get(ticket_id)
 
     def of(self, inbox: str) -> list[StreamKey]:
+        """Return the streams of one caller."""
         return [key for key in self._tickets if key.inbox == inbox]
 
     def frames(self, key: StreamKey) -> int:
-        """Return how many frames the stream had."""
+        """Return the number of frames of a stream."""
         return self._frames[key]
 
     def expired(self, now: float) -> list[StreamKey]:
-        """`now` in seconds since the epoch."""
-        found = []
+        """Return the streams whose KV has expired at `now`, in seconds since the epoch."""
+        expired = []
         for key, ticket in self._tickets.items():
             if ticket.expires_at > now:
                 break
-            found.append(key)
-        return found
+            expired.append(key)
+        return expired
 
     def keys(self) -> list[StreamKey]:
+        """Return all streams."""
         return list(self._tickets)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""In-process implementation of the request plane: the same code as over NATS, with a dictionary as transport."""
+"""Implement the request plane in one process: the same plane as over NATS, with a dictionary as transport."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive
 
 
 class InprocTransport:
-    """Delivers in the loop's next turn, in order, to who listens in this process."""
+    """A `Transport` within this process. It delivers in order, in the next iteration of the event loop."""
 
     max_message_bytes = 1 << 20
 
@@ -24,7 +24,7 @@ class InprocTransport:
         return f"_INBOX.{next(self._numbers)}"
 
     def on_disconnect(self, callback: OnDisconnect) -> None:
-        """Nothing is ever lost here."""
+        """Ignore the callback: this transport loses no messages."""
 
     def unavailable_reason(self) -> str | None:
         return "the request plane is closed" if self._closed else None
@@ -37,7 +37,7 @@ class InprocTransport:
         if self._closed:
             raise Disconnected("the request plane is closed")
         if subject not in self._listeners:
-            raise Unreachable(f"no worker listens at {subject}: it has ended; retry")
+            raise Unreachable(f"no worker listens at {subject}: it has ended; retry the request")
         inbox = self.new_inbox()
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._listeners[inbox] = lambda data, _: None if reply.done() else reply.set_result(data)
@@ -47,7 +47,7 @@ class InprocTransport:
                 return await reply
         except TimeoutError as exc:
             raise Unreachable(
-                f"no answer from {subject} within {timeout_s:.1f} s: its worker is stuck or gone; retry"
+                f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the request"
             ) from exc
         finally:
             del self._listeners[inbox]
@@ -69,6 +69,8 @@ class InprocTransport:
 
 
 class InprocSubscription:
+    """A `Subscription` of an `InprocTransport`."""
+
     def __init__(self, listeners: dict[str, Receive], subject: str) -> None:
         self._listeners = listeners
         self._subject = subject
@@ -78,7 +80,7 @@ class InprocSubscription:
 
 
 class InprocPlane(TransportPlane):
-    """One object is the whole plane: serve and call through the same one."""
+    """A request plane within one process. Workers and callers share one object."""
 
     def __init__(self, limits: PlaneLimits | None = None) -> None:
         super().__init__(InprocTransport(), limits or PlaneLimits())

@@ -1,7 +1,7 @@
-"""The store for several frontends: a NATS JetStream key-value bucket. Beside `nats` the only file that knows nats-py.
+"""Store values for several frontends in a NATS JetStream key-value bucket; inspect and delete such a bucket.
 
-A value is cut into pieces under NATS' message limit; its first piece, written last, says how many there are. A bucket
-that is there is used as it is, so that its replicas and limits may be set with NATS' own tools.
+A value is split into chunks below NATS' message limit. Its first chunk, written last, has the number of the others.
+An existing bucket is used as it is, so that operators can set its replicas and limits with NATS tools.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dynamo_trtllm.sanitize import mask_address
 
 _log = logging.getLogger(__name__)
 
-_TIMEOUT_S: Final = 2.0  # of one call: an answer waits for it when JetStream is away
+_TIMEOUT_S: Final = 2.0  # of one call: a response waits this long if JetStream is unavailable
 _HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
-_COUNT: Final = struct.Struct("<I")  # before the bytes of the first piece: how many more there are
+_COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
 _NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def bucket_of(namespace: str) -> str:
-    """The bucket of a deployment. NATS takes letters, digits, '_' and '-' only."""
+    """Return the name of a deployment's bucket. NATS allows only letters, digits, '_' and '-' in it."""
     plain = _NAME.sub("-", namespace)
     if plain != namespace:
         plain += "-" + hashlib.sha256(namespace.encode()).hexdigest()[:8]
@@ -44,21 +44,35 @@ def bucket_of(namespace: str) -> str:
 
 
 class JetStreamStore:
-    """Made by `connect`. A full bucket drops its oldest values: NATS does not distinguish owners."""
+    """A `Store` in JetStream. Create it with `connect`.
+
+    A full bucket drops its oldest values and ignores owners, which NATS does not know.
+    """
 
     def __init__(self, client: Client, bucket: KeyValue, limits: StoreLimits) -> None:
         self._client = client
         self._bucket = bucket
         self._limits = limits
-        self._piece_bytes = client.max_payload - _HEADROOM_BYTES
+        self._chunk_bytes = client.max_payload - _HEADROOM_BYTES
 
     @classmethod
     async def connect(
         cls, url: str, namespace: str, limits: StoreLimits, *, connect_timeout_s: float = 5.0
     ) -> JetStreamStore:
-        """Raises Unreachable when no server answers at `url`, or one without JetStream."""
+        """Connect to the NATS server at `url` and open the deployment's bucket; create it if it does not exist.
+
+        Args:
+            url: address of the NATS server.
+            namespace: namespace of the deployment.
+            limits: limits of the values, and of the bucket if it is created.
+            connect_timeout_s: time-out in seconds.
+
+        Raises:
+            Unreachable: no server answers at `url`, or it has no JetStream.
+        """
         client = Client()
-        with _reached(url, "start nats-server with -js, or choose --response-store memory, which takes one worker"):
+        fix = "start nats-server with -js, or use --response-store memory with --workers 1"
+        with _unreachable_on_error(url, fix):
             async with connect_or_abort(client, connect_timeout_s):
                 await _connect(client, url)
                 context = client.jetstream(timeout=_TIMEOUT_S)
@@ -67,27 +81,27 @@ class JetStreamStore:
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
         self._limits.check(value)
-        first = self._piece_bytes - _COUNT.size
-        rest = [value[start : start + self._piece_bytes] for start in range(first, len(value), self._piece_bytes)]
+        first = self._chunk_bytes - _COUNT.size
+        rest = [value[start : start + self._chunk_bytes] for start in range(first, len(value), self._chunk_bytes)]
         with self._connected("write"):
-            for number, piece in enumerate(rest, start=1):
-                await self._bucket.put(f"{key}.{number}", piece)
+            for number, chunk in enumerate(rest, start=1):
+                await self._bucket.put(f"{key}.{number}", chunk)
             await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first])
 
     async def get(self, key: str) -> bytes | None:
-        head = await self._piece(key)
+        head = await self._read_chunk(key)
         if head is None:
             return None
-        pieces = [head[_COUNT.size :]]
+        chunks = [head[_COUNT.size :]]
         for number in range(1, _COUNT.unpack_from(head)[0] + 1):
-            piece = await self._piece(f"{key}.{number}")
-            if piece is None:
-                return None  # the oldest bytes go first, and this value's were
-            pieces.append(piece)
-        return b"".join(pieces)
+            chunk = await self._read_chunk(f"{key}.{number}")
+            if chunk is None:
+                return None  # the full bucket has dropped this chunk already: it drops the oldest first
+            chunks.append(chunk)
+        return b"".join(chunks)
 
     async def delete(self, key: str) -> None:
-        head = await self._piece(key)
+        head = await self._read_chunk(key)
         if head is None:
             return
         with self._connected("write"):
@@ -96,10 +110,10 @@ class JetStreamStore:
                 await self._bucket.purge(f"{key}.{number}")
 
     async def aclose(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         await close_client(self._client)
 
-    async def _piece(self, key: str) -> bytes | None:
+    async def _read_chunk(self, key: str) -> bytes | None:
         with self._connected("read"):
             try:
                 return (await self._bucket.get(key)).value
@@ -108,9 +122,9 @@ class JetStreamStore:
 
     @contextmanager
     def _connected(self, what: str) -> Iterator[None]:
-        """Fails at once without a connection, where the client would wait for one."""
+        """Translate NATS errors. Without a connection, raise at once, because the client would wait for one."""
         if not self._client.is_connected:
-            raise Disconnected(f"JetStream can't {what} a response: there is no connection to NATS")
+            raise Disconnected(f"JetStream can't {what} a response: no connection to NATS; check that NATS runs")
         try:
             yield
         except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
@@ -121,7 +135,7 @@ class JetStreamStore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketInfo:
-    """What a deployment's frontends have kept in JetStream."""
+    """Size of a deployment's bucket in JetStream."""
 
     bucket: str
     messages: int
@@ -129,7 +143,11 @@ class BucketInfo:
 
 
 async def bucket_info(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> BucketInfo | None:
-    """None when there is no such bucket, or no JetStream. Raises Unreachable when no server answers at `url`."""
+    """Return the size of a deployment's bucket, or None if there is no bucket or no JetStream.
+
+    Raises:
+        Unreachable: no server answers at `url`.
+    """
     async with _jetstream(url, connect_timeout_s) as context:
         name = bucket_of(namespace)
         try:
@@ -140,7 +158,11 @@ async def bucket_info(url: str, namespace: str, *, connect_timeout_s: float = 5.
 
 
 async def delete_bucket(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> None:
-    """Deletes the bucket; nothing happens when it is not there. Raises Unreachable."""
+    """Delete a deployment's bucket if it exists.
+
+    Raises:
+        Unreachable: no server answers at `url`.
+    """
     async with _jetstream(url, connect_timeout_s) as context:
         with suppress(js_errors.NotFoundError):
             await context.delete_stream(f"KV_{bucket_of(namespace)}")
@@ -149,7 +171,7 @@ async def delete_bucket(url: str, namespace: str, *, connect_timeout_s: float = 
 @asynccontextmanager
 async def _jetstream(url: str, connect_timeout_s: float) -> AsyncIterator[JetStreamContext]:
     client = Client()
-    with _reached(url, "check --nats-server and that NATS runs"):
+    with _unreachable_on_error(url, "check --nats-server and that NATS runs"):
         async with connect_or_abort(client, connect_timeout_s):
             await _connect(client, url)
             yield client.jetstream(timeout=_TIMEOUT_S)
@@ -164,21 +186,21 @@ async def _connect(client: Client, url: str) -> None:
         max_reconnect_attempts=-1,
         ping_interval=2,
         max_outstanding_pings=2,
-        flush_timeout=2,  # else a publish to a frozen server waits, deaf to cancels
+        flush_timeout=2,  # without it, a publish to a frozen server would wait and ignore cancels
     )
 
 
 @contextmanager
-def _reached(url: str, cure: str) -> Iterator[None]:
+def _unreachable_on_error(url: str, fix: str) -> Iterator[None]:
     try:
         yield
     except (nats_errors.Error, OSError, TimeoutError) as exc:
-        said = f"JetStream at {mask_address(url)} can't be used ({str(exc) or type(exc).__name__})"
-        raise Unreachable(f"{said}; {cure}") from exc
+        reason = str(exc) or type(exc).__name__
+        raise Unreachable(f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}") from exc
 
 
 async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:
-    """The bucket, made when it is not there. Not by `create_key_value`: its buckets refuse new values when full."""
+    """Open the bucket, or create it. A bucket of nats-py's `create_key_value` would reject new values when full."""
     try:
         return await context.key_value(name)
     except js_errors.BucketNotFoundError:
@@ -199,9 +221,9 @@ async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> 
     try:
         await context.add_stream(config)
     except js_errors.BadRequestError as exc:
-        _log.debug("the bucket %s was made by another frontend: %r", name, exc)
+        _log.debug("bucket %s exists already, created by another frontend: %r", name, exc)
     return await context.key_value(name)
 
 
 async def _on_error(error: Exception) -> None:
-    _log.debug("NATS of the response store: %r", error)
+    _log.debug("response store: NATS error: %r", error)

@@ -1,8 +1,8 @@
-"""The request plane over NATS. The only file that knows nats-py; its errors stop here.
+"""Implement the request plane over NATS, and translate errors of nats-py.
 
-Traps it keeps away (nats-py 2.16): an oversized message closes the client for good, a frozen server is noticed by
-pings only, a slow consumer loses messages silently, a `flush` that is cancelled or times out kills the read loop when
-its answer comes: it is never called.
+The module works around these traps of nats-py 2.16: an oversized message closes the client for good; only pings detect
+a frozen server; a slow consumer loses messages silently; a `flush` that is cancelled or times out stops the read loop
+when its reply arrives, so it is never called.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from dynamo_trtllm.sanitize import mask_address
 
 logger = logging.getLogger(__name__)
 
-_PENDING_MESSAGES = 1 << 20  # of one subscription, while our loop is busy
+_PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
 _PENDING_BYTES = 512 << 20
-_OUTGOING_MESSAGES = 1 << 16  # not yet taken by the client
+_OUTGOING_MESSAGES = 1 << 16  # waiting to be passed to the client
 _FLUSH_TIMEOUT_S = 2
-_LONGEST_SUBJECT = 1024  # a server ends the connection of a client whose line has more than 4096 bytes
+_LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends a line of more than 4096 bytes
 
 
 @asynccontextmanager
 async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[None]:
-    """Around the connecting of a client: it is connected, or it is gone with all that it had opened.
+    """Bound the time of the calls in the block that connect a client. If they fail, close all that the client opened.
 
-    The client itself would try for ever. Its own `close` is no use here: a client that was cut off while it closed a
-    connection that had failed takes itself for closed, and leaves that connection open.
+    Without a limit, the client retries for ever. Its `close` does not help: a client that is cancelled while it closes
+    a failed connection assumes that it is closed, and leaves the connection open.
     """
     caller = asyncio.current_task()
     assert caller is not None
@@ -46,7 +46,7 @@ async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[No
     try:
         async with asyncio.timeout(timeout_s):
             yield
-        if caller.cancelling() > cancels:  # the `wait_for` in there, up to Python 3.11, drops a cancel beside a result
+        if caller.cancelling() > cancels:  # `wait_for` of Python 3.11 drops a cancel that arrives with the result
             raise asyncio.CancelledError
     except BaseException:
         _force_close(client)
@@ -54,7 +54,7 @@ async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[No
 
 
 def _force_close(client: Client) -> None:
-    """Does not wait: nothing that comes between may keep it from its end."""
+    """Close the client without awaiting, so that a second cancel can't interrupt it."""
     for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
         if task is not None:
             task.cancel()
@@ -69,9 +69,9 @@ def _abort(client: Client) -> None:
 
 
 async def close_client(client: Client) -> None:
-    """Idempotent; takes a few seconds where the server is frozen, and leaves nothing open."""
+    """Close the client and its connection. It takes a few seconds if the server is frozen. Idempotent."""
     if not await _close(client):
-        # nats-py 2.16 first writes what is pending, to a lost or frozen connection too, and stops there halfway.
+        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops there halfway.
         client._pending_data_size = 0
         client._status = Client.DISCONNECTED
         _abort(client)
@@ -84,13 +84,13 @@ async def _close(client: Client) -> bool:
             await _end_reconnecting(client)
             await client.close()
     except (OSError, TimeoutError) as exc:
-        logger.debug("closing the connection to NATS: %r", exc)
+        logger.debug("closing the connection to NATS failed: %r", exc)
         return False
     return True
 
 
 async def _end_reconnecting(client: Client) -> None:
-    """The client cancels it once, and its `wait_for` may drop that (see `ask`): it would connect for ever."""
+    """Cancel the client's reconnection until it ends. The client cancels it once, which `wait_for` may drop."""
     task = client._reconnection_task
     while task is not None and not task.done():
         task.cancel()
@@ -98,15 +98,15 @@ async def _end_reconnecting(client: Client) -> None:
 
 
 class NatsTransport:
-    """One connection that reconnects for ever. Usable after `connect`."""
+    """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`."""
 
     def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
         self._tasks = tasks or BackgroundTasks()
         self._url = url
         self._address = mask_address(url)
         self._client = Client()
-        self._ended = asyncio.Event()  # for good, and not by us
-        self._up = asyncio.Event()  # there is a connection, as far as the client knows
+        self._ended = asyncio.Event()  # set when the client has given up by itself
+        self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
         self._writer: asyncio.Task[None] | None = None
@@ -115,7 +115,11 @@ class NatsTransport:
         self._closing = False
 
     async def connect(self, timeout_s: float) -> None:
-        """Raises Unreachable when no server answers at the address in time."""
+        """Connect to the server.
+
+        Raises:
+            Unreachable: no server answers at the address in time.
+        """
         try:
             async with connect_or_abort(self._client, timeout_s):
                 await self._client.connect(
@@ -128,7 +132,7 @@ class NatsTransport:
                     max_reconnect_attempts=-1,
                     ping_interval=2,
                     max_outstanding_pings=2,
-                    flush_timeout=_FLUSH_TIMEOUT_S,  # else a publish to a frozen server waits, deaf to cancels
+                    flush_timeout=_FLUSH_TIMEOUT_S,  # else a publish to a frozen server would wait and ignore cancels
                 )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             self._closing = True
@@ -141,7 +145,7 @@ class NatsTransport:
 
     @property
     def max_message_bytes(self) -> int:
-        return self._client.max_payload  # headers would count too: none are ever sent
+        return self._client.max_payload  # headers would count too, but none are sent
 
     def new_inbox(self) -> str:
         return self._client.new_inbox()
@@ -150,7 +154,7 @@ class NatsTransport:
         self._on_disconnect.append(callback)
 
     def unavailable_reason(self) -> str | None:
-        return None if self._up.is_set() else f"there is no connection to NATS at {self._address}; is it running?"
+        return None if self._up.is_set() else f"no connection to NATS at {self._address}; check that NATS runs"
 
     async def subscribe(self, subject: str, receive: Receive) -> NatsSubscription:
         async def take(message: Msg) -> None:
@@ -165,9 +169,9 @@ class NatsTransport:
         return NatsSubscription(subscription)
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """While there is no connection, one is waited for as long as for the answer."""
+        """Send a request and return the reply. Without a connection, wait up to `timeout_s` for one first."""
         if len(subject) > _LONGEST_SUBJECT:
-            raise Unreachable(f"a subject of {len(subject)} characters is longer than NATS takes")
+            raise Unreachable(f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}")
         if not self._up.is_set():
             await self._connected(timeout_s)
         caller = asyncio.current_task()
@@ -176,16 +180,16 @@ class NatsTransport:
         try:
             reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
         except nats_errors.NoRespondersError as exc:
-            raise Unreachable(f"no worker listens at {subject}: it has ended; retry") from exc
+            raise Unreachable(f"no worker listens at {subject}: it has ended; retry the request") from exc
         except nats_errors.TimeoutError as exc:
             if not self._client.is_connected:
-                raise Disconnected(f"no connection to NATS at {self._address}") from exc
+                raise Disconnected(f"no connection to NATS at {self._address}; check that NATS runs") from exc
             raise Unreachable(
-                f"no answer from {subject} within {timeout_s:.1f} s: its worker is stuck or gone; retry"
+                f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the request"
             ) from exc
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
-        if caller.cancelling() > cancels:  # the `wait_for` in there, up to Python 3.11, drops a cancel beside the reply
+        if caller.cancelling() > cancels:  # `wait_for` of Python 3.11 drops a cancel that arrives with the reply
             raise asyncio.CancelledError
         return reply
 
@@ -194,16 +198,16 @@ class NatsTransport:
             async with asyncio.timeout(0 if self._client.is_closed else timeout_s):
                 await self._up.wait()
         except TimeoutError as exc:
-            raise Disconnected(f"no connection to NATS at {self._address}; is it running?") from exc
+            raise Disconnected(f"no connection to NATS at {self._address}; check that NATS runs") from exc
 
     def publish(self, subject: str, data: bytes) -> None:
         if len(subject) > _LONGEST_SUBJECT:
-            logger.debug("nothing is posted to a subject of %d characters", len(subject))
+            logger.debug("message dropped: its subject has %d characters", len(subject))
             return
         try:
             self._outgoing.put_nowait((subject, data))
         except asyncio.QueueFull:
-            self._report_disconnect(Disconnected("NATS takes messages too slowly"))
+            self._report_disconnect(Disconnected("message dropped: too many unsent messages; check the load of NATS"))
 
     async def aclose(self) -> None:
         if self._closing:
@@ -213,7 +217,7 @@ class NatsTransport:
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
                 await self._outgoing.join()
         except TimeoutError:
-            logger.warning("closing the connection to NATS with %d messages unsent", self._outgoing.qsize())
+            logger.warning("NATS connection closed with %d messages unsent", self._outgoing.qsize())
         if self._writer is not None:
             self._writing = False  # `publish` may swallow the cancel
             await self._tasks.cancel(self._writer)
@@ -224,10 +228,10 @@ class NatsTransport:
             subject, data = await self._outgoing.get()
             try:
                 await self._client.publish(subject, data)
-            except nats_errors.BadSubjectError:  # the caller gave this subject: no other caller misses a message
+            except nats_errors.BadSubjectError:  # a caller sent this subject; other callers lose no message
                 logger.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
-                self._report_disconnect(Disconnected(f"a message to {subject} could not be sent: {exc!r}"))
+                self._report_disconnect(Disconnected(f"sending to {subject} failed: {exc!r}"))
             finally:
                 self._outgoing.task_done()
 
@@ -241,7 +245,7 @@ class NatsTransport:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
             self._report_disconnect(
-                StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow")
+                StreamIncomplete(f"messages to {error.subject} were dropped because this process is overloaded")
             )
         elif self._writer is None and not self._is_waiting_logged:
             self._is_waiting_logged = True
@@ -252,29 +256,31 @@ class NatsTransport:
     async def _on_disconnected(self) -> None:
         self._up.clear()
         if not self._closing:
-            self._report_disconnect(Disconnected(f"the connection to NATS at {self._address} was lost"))
+            self._report_disconnect(Disconnected(f"connection to NATS at {self._address} lost"))
 
     async def _on_reconnected(self) -> None:
         self._up.set()
-        logger.info("connected to NATS at %s again", self._address)
+        logger.info("reconnected to NATS at %s", self._address)
 
     async def _on_closed(self) -> None:
         if not self._closing:
             self._ended.set()
-            logger.error("the NATS client gave up %s for good; restart this process", self._address)
+            logger.error("NATS client at %s stopped reconnecting; restart this process", self._address)
 
     def check(self) -> None:
-        """Raises Disconnected when the client connects no more, which nats-py does after a protocol error."""
+        """Raise Disconnected if the client has stopped reconnecting, as nats-py does after a protocol error."""
         if self._ended.is_set():
-            raise Disconnected(f"the NATS client gave up {self._address} for good; restart this process")
+            raise Disconnected(f"NATS client at {self._address} stopped reconnecting; restart this process")
 
     async def until_ended(self) -> None:
-        """Waits until `check` raises, and raises that."""
+        """Wait until the client stops reconnecting, then raise like `check`."""
         await self._ended.wait()
         self.check()
 
 
 class NatsSubscription:
+    """A `Subscription` of a `NatsTransport`."""
+
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
 
@@ -282,11 +288,11 @@ class NatsSubscription:
         try:
             await self._subscription.unsubscribe()
         except (nats_errors.Error, OSError) as exc:
-            logger.debug("unsubscribing: %r", exc)  # already gone with the connection
+            logger.debug("unsubscribing failed: %r", exc)  # the subscription ended with the connection
 
 
 class NatsPlane(TransportPlane):
-    """Made by `connect`."""
+    """A request plane over NATS. Create it with `connect`."""
 
     def __init__(self, transport: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
         super().__init__(transport, limits, tasks)
@@ -302,9 +308,16 @@ class NatsPlane(TransportPlane):
         *,
         connect_timeout_s: float = 5.0,
     ) -> NatsPlane:
-        """Connect to the server at `url`. `tasks` owns what runs in the background.
+        """Connect to a NATS server.
 
-        Raises Unreachable when no server answers in time.
+        Args:
+            url: address of the server.
+            limits: time-outs and buffer limits of the plane.
+            tasks: owner of the plane's background tasks.
+            connect_timeout_s: time-out in seconds.
+
+        Raises:
+            Unreachable: no server answers in time.
         """
         tasks = tasks or BackgroundTasks()
         transport = NatsTransport(url, tasks)

@@ -1,6 +1,6 @@
-"""The worker's side of the request plane: runs a service's streams for callers, over any link.
+"""Implement the worker's side of the request plane over any `Transport`: run a service's streams for its callers.
 
-It decides nothing about requests; what a service raises beyond `DynamoError` is logged here and answered as internal.
+An exception of a service that is not a `DynamoError` is logged here, and the caller gets InternalError.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_INBOX = 255
 _REPORTS_SINCE = 2  # wire version
-_REMEMBERED_OPENINGS = 16_384  # a repeated message comes soon after the first
+_REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
 
 
 def _check_inbox(inbox: str) -> None:
-    """Raise BadFrame for an overlong inbox name: NATS closes the connection of a client that publishes to one."""
+    """Raise BadFrame for an overlong inbox name, because NATS disconnects a client that publishes to one."""
     if len(inbox) > _LONGEST_INBOX:
         raise BadFrame(f"the inbox name has {len(inbox)} characters; the limit is {_LONGEST_INBOX}")
 
 
 def control_subject(subject: str) -> str:
-    """Where the instance that generates at `subject` takes control verbs."""
+    """Return the control subject of the instance with this generate subject."""
     return f"{subject}.control"
 
 
@@ -72,12 +72,12 @@ class ServerStream:
     key: StreamKey
     task: asyncio.Task[None] | None = None
     number: int = 0  # of the next frame
-    ended: bool = False  # the caller has its terminal frame, or wants none
+    ended: bool = False  # the terminal frame was sent, or the caller has cancelled
     cancelled: bool = False
 
 
 class EndpointServer:
-    """One service at one subject. Made by `start`."""
+    """Server of one service at one subject. It serves after `start`."""
 
     def __init__(self, transport: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
         self._transport = transport
@@ -99,21 +99,21 @@ class EndpointServer:
             on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
-        self._messages: Counter[str] = Counter()  # by inbox, while its owner is asked
-        # inboxes of callers of wire version 2 or later that have streams or tickets
+        self._messages: Counter[str] = Counter()  # by inbox, while its owner gets heartbeats
+        # inboxes of callers of wire version 2 or later that have streams or pending KV transfers
         self._report_readers: set[str] = set()
-        self._latest_openings: dict[StreamKey, None] = {}  # keys of the latest requests, ended ones too, oldest first
+        self._latest_openings: dict[StreamKey, None] = {}  # keys of the latest requests, including ended ones
         self._subject = ""
         self._accepting = True
         self._is_closed = False
         transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
-        """Return once requests of every client arrive. Raises PlaneError."""
+        """Subscribe to the subject and return once requests of every client arrive. Raise PlaneError on failure."""
         self._subject = subject
         self._subscriptions.append(await self._transport.subscribe(control_subject(subject), self._on_control))
         self._subscriptions.append(await self._transport.subscribe(subject, self._on_message))
-        await self._transport.request(subject, PING, timeout_s=timeout_s)  # was there and back: all know the subject
+        await self._transport.request(subject, PING, timeout_s=timeout_s)  # its reply shows that the subject is routed
 
     async def stop_accepting(self) -> None:
         self._accepting = False
@@ -130,10 +130,10 @@ class EndpointServer:
         self._is_closed = True
         for subscription in self._subscriptions:
             await subscription.stop()
-        self._end_all(Draining("the worker stops"))
+        self._end_all(Draining("the worker is shutting down"))
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # lets the tasks' done callbacks run
+            await asyncio.sleep(0)  # runs the tasks' done callbacks
         self._flush()
         await self._callers.aclose()
 
@@ -157,25 +157,25 @@ class EndpointServer:
                 return
             is_new = StreamKey(body.inbox, body.stream) not in self._latest_openings
             if is_new and not self._accepting:
-                raise Draining("the worker takes no new requests")
+                raise Draining("the worker is shutting down and accepts no new requests")
             if mismatch := wire_mismatch(body.wire):
                 raise VersionMismatch(mismatch)
         except DynamoError as exc:
             self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
         self._answer(reply, Ack())
-        if is_new:  # else the message was repeated on its way
+        if is_new:  # else the transport repeated the message
             self._open(body)
 
     def _on_control(self, data: bytes, reply: str) -> None:
-        self._keep(asyncio.create_task(self._control(data, reply), name="plane-control"))
+        self._own(asyncio.create_task(self._control(data, reply), name="plane-control"))
 
     async def _control(self, data: bytes, reply: str) -> None:
-        answer = Ack(ErrorPayload.of(InternalError("the control verb failed; see the worker's log")))
+        answer = Ack(ErrorPayload.of(InternalError("the control verb failed in the worker; see its log")))
         try:
             verb = decode(data, ControlRequest).verb
             if isinstance(verb, ReleaseKv) and (key := self._pending_kv.key_of(verb.ticket_id)) is not None:
-                self._forget_ticket(key)
+                self._forget_transfer(key)
             answer = Ack(data=await self._service.control(verb))
         except DynamoError as exc:
             answer = Ack(ErrorPayload.of(exc))
@@ -187,25 +187,25 @@ class EndpointServer:
             return
         data = encode(answer)
         if len(data) > self._transport.max_message_bytes:
-            error = PayloadTooLarge(f"the answer takes {len(data)} bytes; ask for less at once")
+            error = PayloadTooLarge(f"the reply of {len(data)} bytes exceeds the limit of the request plane")
             data = encode(Ack(ErrorPayload.of(error)))
         self._transport.publish(reply, data)
 
     # --- liveness --------------------------------------------------------------------------------------
 
     def _answer_ping(self, ping: Ping) -> None:
-        """Send the caller a report of its streams, after all frames sent so far."""
+        """Send a caller the report of its streams, after all frames sent so far."""
         self._flush()
         report = self._report(ping.inbox, ping.number)
         if report != PING:
             self._transport.publish(ping.inbox, report)
 
     def _ping_message(self, inbox: str) -> bytes:
-        """Return the heartbeat message for a caller: its stream report, or PING for wire version 1."""
+        """Return the heartbeat message for a caller: the report of its streams, or PING for wire version 1."""
         return self._report(inbox, 0) if inbox in self._report_readers else PING
 
     def _report(self, inbox: str, ping: int) -> bytes:
-        """Return the message that lists the caller's streams, or PING when it would be too large for the link."""
+        """Return the message that reports a caller's streams, or PING if it is too large for the transport."""
         self._forget_expired()
         running = self._by_inbox.get(inbox, {})
         streams = [(stream, call.number) for stream, call in running.items() if not call.ended]
@@ -213,21 +213,21 @@ class EndpointServer:
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._transport.max_message_bytes:
             return data
-        text = "stream report for %s is too large: %d streams, %d bytes; lost messages of these streams go unnoticed"
+        text = "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise max_payload"
         logger.warning(text, inbox, len(streams), len(data))
         return PING
 
     def _heard_from(self, inbox: str) -> int:
-        """Return a number that changes with each message of a caller."""
+        """Return the number of messages of a caller."""
         return self._messages[inbox]
 
     def _watch(self, inbox: str) -> None:
-        """Count one more stream or ticket of a caller."""
+        """Count one more stream or pending KV transfer of a caller."""
         self._callers.add(inbox)
         self._messages[inbox] += 1
 
     def _unwatch(self, inbox: str) -> None:
-        """Remove one stream or ticket of a caller from the count."""
+        """Remove one stream or pending KV transfer of a caller from the count."""
         if self._callers.remove(inbox):
             self._report_readers.discard(inbox)
             del self._messages[inbox]
@@ -248,7 +248,7 @@ class EndpointServer:
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
         call.task = asyncio.create_task(self._run(call, request), name=f"plane-call-{request.request_id}")
         deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, call)
-        self._keep(call.task)
+        self._own(call.task)
         call.task.add_done_callback(lambda _: self._close(call, deadline))
 
     async def _run(self, call: ServerStream, request: GenerateRequest) -> None:
@@ -257,9 +257,9 @@ class EndpointServer:
                 async for chunk in chunks:
                     self._send(call, Frame(call.key.stream, call.number, chunk))
                     if chunk.ticket is not None:
-                        self._watch_ticket(call.key, chunk.ticket, call.number)
+                        self._watch_transfer(call.key, chunk.ticket, call.number)
                     call.ended = call.ended or chunk.finish_reason is not None
-            self._fail(call, StreamIncomplete("the worker's stream ended with no terminal chunk"))
+            self._fail(call, StreamIncomplete("the worker's stream ended without a terminal chunk"))
         except DynamoError as exc:
             self._fail(call, exc)
 
@@ -285,7 +285,7 @@ class EndpointServer:
             self._idle.set()
         self._unwatch(call.key.inbox)
         self._fail(call, InternalError("the request failed in the worker; see its log"))
-        if call.cancelled:  # before or after its last chunk was sent: who asked for it is gone
+        if call.cancelled:  # even after its last chunk was sent, because the caller did not receive that chunk
             self._abort_transfer(call.key)
 
     def _cancel(self, key: StreamKey) -> None:
@@ -294,10 +294,10 @@ class EndpointServer:
             call.ended = True
             self._stop(call)
         else:
-            self._abort_transfer(key)  # a caller that has taken the terminal chunk does not cancel
+            self._abort_transfer(key)  # a cancel shows that the caller did not receive the terminal chunk
 
     def _stop(self, call: ServerStream) -> None:
-        # Once: a second cancel would cut the service's own cleanup short.
+        # Only once, because a second cancel would interrupt the service's cleanup.
         if not call.cancelled and call.task is not None:
             call.cancelled = True
             call.task.cancel()
@@ -311,48 +311,49 @@ class EndpointServer:
         gone = list(self._by_inbox.get(inbox, {}).values())
         pending = self._pending_kv.of(inbox)
         if gone or pending:
-            text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
-            logger.warning(text, inbox, error, len(gone), len(pending))
+            text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
+            logger.warning(text, inbox, len(gone), len(pending), error)
         for call in gone:
-            text = f"the worker ended this stream because its frontend did not answer: {error}"
+            text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
             self._fail(call, StreamIncomplete(text))
             self._stop(call)
         for key in pending:
             self._abort_transfer(key)
 
     def on_disconnect(self, error: DynamoError) -> None:
-        """Frames may be lost, so no running stream can be trusted to be whole, and no ticket to have arrived: a caller
-        that holds one pays a second prefill, where memory for one that is lost would stay taken until it expires."""
+        """End all streams and abort all pending KV transfers, because frames may be lost."""
+        # A caller that has its KV transfer parameters must prefill again. Without the abort, the KV of lost parameters
+        # would stay allocated until it expires.
         if self._is_closed:
-            return  # what it served may be closed, too
+            return  # the service may be closed too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
         for key in self._pending_kv.keys():
             self._abort_transfer(key)
 
-    # --- tickets that were sent ------------------------------------------------------------------------
+    # --- pending KV transfers --------------------------------------------------------------------------
 
-    def _watch_ticket(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
-        """Until it is released or expires, its caller is watched."""
+    def _watch_transfer(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
+        """Send heartbeats to the caller of a KV transfer until the KV is released or expires."""
         self._forget_expired()
         self._pending_kv.put(key, ticket, frames)
         self._watch(key.inbox)
 
     def _forget_expired(self) -> None:
         for key in self._pending_kv.expired(time.time()):
-            self._forget_ticket(key)
+            self._forget_transfer(key)
 
-    def _forget_ticket(self, key: StreamKey) -> KvTransferParams | None:
+    def _forget_transfer(self, key: StreamKey) -> KvTransferParams | None:
         ticket = self._pending_kv.pop(key)
         if ticket is not None:
             self._unwatch(key.inbox)
         return ticket
 
     def _abort_transfer(self, key: StreamKey) -> None:
-        """In the caller's stead, who can't."""
-        ticket = self._forget_ticket(key)
+        """Release the KV of a stream whose caller can't release it."""
+        ticket = self._forget_transfer(key)
         if ticket is not None:
             release = self._release(ReleaseKv(ticket.ticket_id, ReleaseOutcome.ABORTED))
-            self._keep(asyncio.create_task(release, name=f"plane-refuse-{ticket.ticket_id}"))
+            self._own(asyncio.create_task(release, name=f"plane-abort-{ticket.ticket_id}"))
 
     async def _release(self, release: ReleaseKv) -> None:
         await self._service.control(release)
@@ -373,7 +374,7 @@ class EndpointServer:
             outbox = self._outboxes[call.key.inbox] = FrameBatcher()
         outbox.put(frame)
         if not self._flush_due:
-            self._flush_due = True  # one engine step wakes all its streams in one turn; this runs in the next
+            self._flush_due = True  # after one engine step all its streams send in one iteration; the next one flushes
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -385,7 +386,7 @@ class EndpointServer:
 
     # --- tasks -----------------------------------------------------------------------------------------
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 

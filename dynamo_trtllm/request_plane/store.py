@@ -1,6 +1,6 @@
-"""Stores of small named values that outlive a request: the interface, and a bounded store in this process's memory.
+"""Define the response store: its interface, its limits, and an implementation in this process's memory.
 
-`jetstream` stores the same values for several processes; both pass the same contract tests.
+`jetstream` implements the store for several processes. Both pass the same contract tests.
 """
 
 from __future__ import annotations
@@ -15,22 +15,34 @@ from dynamo_trtllm.errors import PayloadTooLarge
 
 
 class Store(Protocol):
-    """Bytes by key. Old values are dropped when a limit is reached, and every value after a time."""
+    """A store of bytes by key. It drops old values when it is full, and every value after a time."""
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
-        """Store a value; every reader of the store finds it once this has returned.
+        """Store a value. After the call, every reader of the store gets it.
 
-        `owner`: the value's owner; a full store may drop values of the owner with the most. Raises PayloadTooLarge
-        for a value beyond the limits, Disconnected or Unreachable when the store is away.
+        Args:
+            key: key of the value.
+            value: the value.
+            owner: owner of the value; a full store may drop values of the owner that uses the most space.
+
+        Raises:
+            PayloadTooLarge: the value is larger than the limit.
+            Disconnected: there is no connection to the store.
+            Unreachable: the store does not answer.
         """
         ...
 
     async def get(self, key: str) -> bytes | None:
-        """None: not there, or no longer. Raises Disconnected, Unreachable."""
+        """Return the value of a key, or None if the store does not have it.
+
+        Raises:
+            Disconnected: there is no connection to the store.
+            Unreachable: the store does not answer.
+        """
         ...
 
     async def delete(self, key: str) -> None:
-        """Nothing happens when it is not there. Raises as `get`."""
+        """Delete a key if the store has it. Raises the errors of `get`."""
         ...
 
     async def aclose(self) -> None: ...
@@ -38,7 +50,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """`max_entries` holds for the store in memory only: JetStream counts bytes."""
+    """Limits of a store. `max_entries` applies to the store in memory only; JetStream limits bytes."""
 
     max_entries: int
     max_bytes: int
@@ -46,10 +58,10 @@ class StoreLimits:
     ttl_s: float
 
     def check(self, value: bytes) -> None:
-        """Raises PayloadTooLarge for a value that the store does not take."""
+        """Raise PayloadTooLarge if the value is larger than the limit."""
         if len(value) > self.max_value_bytes:
             raise PayloadTooLarge(
-                f"{len(value)} bytes are more than the {self.max_value_bytes} that a stored value may have"
+                f"a value of {len(value)} bytes can't be stored; the limit is {self.max_value_bytes} bytes"
             )
 
 
@@ -58,7 +70,7 @@ class _Owner:
 
     def __init__(self) -> None:
         self.used_bytes = 0
-        self.keys: dict[str, None] = {}  # the oldest first
+        self.keys: dict[str, None] = {}  # oldest first
 
 
 class _Entry(NamedTuple):
@@ -68,16 +80,16 @@ class _Entry(NamedTuple):
 
 
 class MemoryResponseStore:
-    """Values in the memory of this process. `clock` gives seconds that only rise.
+    """A `Store` in the memory of this process. `clock` returns monotonic seconds.
 
-    A full store drops the oldest value of the owner with the most values or bytes, so an owner can't push out the
-    values of others that have fewer.
+    A full store drops the oldest value of the owner with the most values or bytes, so that a heavy user does not
+    displace the values of others.
     """
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the oldest first, which also expire first
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # oldest first; the oldest expires first
         self._owners: dict[str, _Owner] = {}
         self.used_bytes = 0
 
@@ -105,7 +117,7 @@ class MemoryResponseStore:
         self._drop(key)
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection to close."""
 
     def _expire(self) -> None:
         now = self._clock()

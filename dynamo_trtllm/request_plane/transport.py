@@ -1,6 +1,7 @@
-"""What a request plane needs of a message transport, and the heartbeat to the peers at its other end.
+"""Define the message transport that a request plane needs, and the heartbeat to its peers.
 
-Transports deliver at most once, and in order per pair of listener and sender; `linked` builds on that alone.
+A transport delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server`
+rely on nothing else.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ OnDisconnect: TypeAlias = Callable[[DynamoError], None]
 
 
 class Subscription(Protocol):
+    """A subscription to one subject."""
+
     async def stop(self) -> None:
-        """No more is received. Idempotent."""
+        """Stop receiving. Idempotent."""
         ...
 
 
 class Transport(Protocol):
+    """A connection that publishes messages to subjects and receives those of subscribed subjects."""
+
     @property
-    def max_message_bytes(self) -> int: ...
+    def max_message_bytes(self) -> int:
+        """Return the size limit of one message."""
+        ...
 
     def new_inbox(self) -> str:
         """Return a subject that no other client uses."""
@@ -39,32 +46,44 @@ class Transport(Protocol):
         ...
 
     def unavailable_reason(self) -> str | None:
-        """See `base.Plane`."""
+        """Return, as text for users, why no message can be sent now. None: no reason is known."""
         ...
 
     async def subscribe(self, subject: str, receive: Receive) -> Subscription:
-        """What this link itself sends from now on to `subject`, or asks to be sent there, arrives."""
+        """Call `receive` for each message to `subject`.
+
+        The subscription is active for messages that this transport sends after the call, and for replies to them.
+        """
         ...
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """Return the reply. Raises Unreachable when no worker listens (at once) or replies in time, Disconnected."""
+        """Send a request and return the reply.
+
+        Raises:
+            Unreachable: no process listens (raised at once), or none replies in time.
+            Disconnected: the connection is lost.
+        """
         ...
 
     def publish(self, subject: str, data: bytes) -> None:
-        """Send without awaiting; never raises."""
+        """Send a message without awaiting. Never raises."""
         ...
 
     async def aclose(self) -> None:
-        """After what was posted is sent, as far as that is possible. Idempotent."""
+        """Send the published messages if possible, then close. Idempotent."""
         ...
 
 
 class Heartbeat:
-    """Asks each peer with running streams, once per interval, whether it is alive.
+    """Heartbeat to each peer with running streams, because a message transport does not report when a peer dies.
 
-    A message transport does not report when a peer dies. `message` returns what to send to a peer, and `heard` a number
-    that changes with each sign of life from it. `on_peer_lost` is called when a peer
-    gave none. The owner reads the answers.
+    Args:
+        transport: sends the heartbeats.
+        interval_s: seconds between two heartbeats to a peer, and time-out of each.
+        message: returns the heartbeat message for a peer.
+        heard: returns a number that changes with each message from a peer.
+        on_peer_lost: is called when a peer neither replied nor sent anything else.
+        tasks: owner of the background task.
     """
 
     def __init__(
@@ -94,7 +113,7 @@ class Heartbeat:
             self._task = self._tasks.start(self._run(), "plane-heartbeat")
 
     def remove(self, peer: str) -> bool:
-        """Count one stream less. Return whether it was the last: a peer with none is not asked."""
+        """Count one stream less with `peer`. Return True if it was the last; then the heartbeats stop."""
         self._streams[peer] -= 1
         is_last = self._streams[peer] <= 0
         if is_last:
@@ -109,9 +128,10 @@ class Heartbeat:
                     group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
     async def _ask(self, peer: str) -> None:
-        """Ask `peer`, twice when the first question is not answered and nothing else comes from it meanwhile.
+        """Send a heartbeat to `peer`, and a second one if the peer neither replies nor sends anything else.
 
-        One message may be lost, and a process that stood still itself was not there to hear the answer.
+        The second one is needed because a message may be lost, and because this process may have been suspended when
+        the reply arrived.
         """
         self._asking.add(peer)
         try:
@@ -130,6 +150,6 @@ class Heartbeat:
             self._asking.discard(peer)
 
     async def aclose(self) -> None:
-        """Stop asking. Idempotent."""
+        """Stop all heartbeats. Idempotent."""
         task, self._task = self._task, None
         await self._tasks.cancel(task)

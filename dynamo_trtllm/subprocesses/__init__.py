@@ -1,1 +1,1 @@
-"""Child processes that end with their parent: starting and stopping one, its port, and whether to start it again."""
+"""Child processes: start and stop one, find free ports for it, and decide whether to restart it."""

@@ -1,4 +1,4 @@
-"""One run of one child process on an event loop: its end and its stop. Decides nothing, reads no output."""
+"""Start and stop child processes that end with this process, create scratch folders, and decide about restarts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import IO
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.errors import ConfigError
 
-# Run by a short-lived interpreter that then becomes the child: no Python code runs between fork and exec, so spawning
-# is safe in a process with threads. The parent may die before prctl is reached: hence the look at getppid.
+# A separate interpreter runs this and then becomes the child. So no Python code runs between fork and exec, which would
+# be unsafe in a process with threads. The check of getppid is needed because the parent may die before prctl.
 _WRAPPER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -39,15 +39,25 @@ def spawn(
     stdout: Output = None,
     stderr: Output = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts `argv` in a process group of its own (a Ctrl-C reaches this process only, which stops it in order).
+    """Start a program in its own process group, so that a Ctrl-C reaches only this process, which then stops the child.
 
-    On Linux the child gets SIGKILL when the *thread* that called spawn ends (that is how PR_SET_PDEATHSIG counts), so
-    call it from the main thread, or from one that lives as long as the process. On other systems a child may outlive
-    its parent. Grandchildren always may. Raises ConfigError when the program is not there.
+    On Linux, the child gets SIGKILL when the *thread* that called `spawn` ends (PR_SET_PDEATHSIG). So call it from the
+    main thread, or from a thread that lives as long as the process. On other systems a child may outlive its parent,
+    and grandchildren may on all systems.
+
+    Args:
+        argv: program and arguments.
+        env: environment of the child; None: that of this process.
+        stdin: as in subprocess.Popen.
+        stdout: as in subprocess.Popen.
+        stderr: as in subprocess.Popen.
+
+    Raises:
+        ConfigError: the program does not exist or is not executable.
     """
     program = shutil.which(argv[0])
     if program is None:
-        raise ConfigError(f"program {argv[0]!r} is not installed or not executable")
+        raise ConfigError(f"program {argv[0]!r} is not installed or not executable; install it or add it to PATH")
     command = [os.path.abspath(program), *argv[1:]]
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
@@ -61,15 +71,18 @@ def spawn(
     )
 
 
-# What writes into the folder dies with this process too, and may still write for a moment.
+# It retries because processes that write into the folder end at the same time and may still write for a moment.
 _CLEAR_UP = 'read -r _; for _ in 1 2 3 4 5 6 7 8 9; do rm -rf -- "$0" 2>/dev/null && exit; sleep 0.1; done'
 
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Gone when left, or when this process ends in whatever way. POSIX shells only."""
+    """Create a temporary folder. It is deleted at the end of the context, or when this process ends or is killed.
+
+    Needs a POSIX shell.
+    """
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        # its own group: a Ctrl-C or a kill of ours is not meant for it
+        # in its own process group, so that a Ctrl-C or a kill of this process's group does not reach it
         janitor = subprocess.Popen(["sh", "-c", _CLEAR_UP, folder], stdin=subprocess.PIPE, process_group=0)
         try:
             yield Path(folder)
@@ -78,7 +91,12 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 class Child:
-    """Around a process of `spawn`. Made on the loop."""
+    """One process of `spawn` on an event loop. Create it on the loop.
+
+    Args:
+        process: the process.
+        stop_timeout_s: seconds between SIGTERM and SIGKILL in `stop`.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], stop_timeout_s: float) -> None:
         self._process = process
@@ -89,25 +107,26 @@ class Child:
 
     @property
     def is_terminating(self) -> bool:
-        """Whether its end, if it comes, is what was asked of it here."""
+        """Return True if `terminate` was called, so that an end of the process is expected."""
         return self._is_terminating
 
     @property
     def has_ended(self) -> bool:
+        """Return True if the process has ended."""
         return self._exit_status.done()
 
     async def ended(self) -> int:
-        """Its exit status. May be awaited by several."""
+        """Wait for the end of the process and return its exit status. Several tasks may wait."""
         return await asyncio.shield(self._exit_status)
 
     def terminate(self) -> None:
-        """SIGTERM, once: a second one would end a drain at once."""
+        """Send SIGTERM, once only, because a second one would abort a drain."""
         if not self._is_terminating and not self.has_ended:
             self._is_terminating = True
             self._process.terminate()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after the time it was given. Returns when it is gone. Idempotent."""
+        """Send SIGTERM, then SIGKILL after the stop time-out. Return when the process has ended. Idempotent."""
         self.terminate()
         try:
             async with asyncio.timeout(self._stop_timeout_s):
@@ -117,17 +136,20 @@ class Child:
             await self.ended()
 
     def kill(self) -> None:
-        """SIGKILL to it and what it has started."""
+        """Send SIGKILL to the process group."""
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
-                self._process.kill()  # not a group of its own yet
+                self._process.kill()  # it has not created its process group yet
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """The exit status to come; what the child had started and left behind is killed by then: an engine's processes hold
-    the GPU that the next child needs. A thread waits: that works on each system and needs no child watcher."""
+    """Return a future of the exit status. Before it is set, the rest of the child's process group is killed.
+
+    Remaining processes of an engine would hold the GPU that the next child needs. A thread waits for the process,
+    because this works on every system without a child watcher.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
 
@@ -136,27 +158,30 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
             future.set_result(status)
 
     def wait() -> None:
-        with suppress(ChildProcessError):  # somebody was quicker to ask
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its group can't be another's yet
-        with suppress(ProcessLookupError, PermissionError):  # no other process in it; on macOS the latter
+        with suppress(ChildProcessError):  # other code has reaped the process
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, so that its group id is not reused
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty (PermissionError on macOS)
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         try:
             loop.call_soon_threadsafe(set_status, status)
         except RuntimeError:
-            return  # the loop has ended, and nothing waits for the status
+            return  # the event loop has ended, so no task waits for the status
 
     threading.Thread(target=wait, name=f"wait-{process.pid}", daemon=True).start()
     return future
 
 
-BAD_CONFIG = 2  # the status of a process whose configuration is refused; starting it again changes nothing
+BAD_CONFIG = 2  # exit status for an invalid configuration, after which a restart can't help
 _FAILED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartDecision:
-    """`is_restart`, after `pause_s`, or else the exit status with which the deployment is given up; `text` says why."""
+    """The decision to restart a process after `pause_s` seconds, or to stop the deployment with `exit_status`.
+
+    `text` gives the reason for the log.
+    """
 
     is_restart: bool
     exit_status: int
@@ -167,8 +192,15 @@ class RestartDecision:
 def decide(
     config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_ours: bool = True
 ) -> RestartDecision:
-    """`restarts` are the times at which this process was started again, on the clock of `now`, in seconds. Only of our
-    own programs is it known that BAD_CONFIG means a bad configuration."""
+    """Decide whether to restart a process that has ended.
+
+    Args:
+        config: limits of restarts.
+        status: exit status of the process, as in subprocess.
+        restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
+        now: current time in seconds.
+        is_ours: the process is a program of this package, for which status 2 means an invalid configuration.
+    """
     ended = describe(status)
     if status == BAD_CONFIG and is_ours:
         return RestartDecision(is_restart=False, exit_status=BAD_CONFIG, text=ended)
@@ -183,7 +215,7 @@ def decide(
 
 
 def describe(status: int) -> str:
-    """An exit status of subprocess in words."""
+    """Return an exit status of subprocess in words."""
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -1,7 +1,7 @@
-"""Finds free ports for servers that need their port before they start. Reserves none.
+"""Find free ports for servers that need their port before they start. The ports are not reserved.
 
-They lie below those that Linux gives to outgoing connections (`net.ipv4.ip_local_port_range`, from 32768 on): such a
-port could be taken before its server listens, or before the server's successor does.
+They lie below those that Linux uses for outgoing connections (`net.ipv4.ip_local_port_range`, from 32768 on). A port
+of that range could be taken before its server listens, or before a restarted one listens again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ _TRIES = 200
 
 
 def free_ports(count: int = 1, host: str = "127.0.0.1") -> int:
-    """The first of `count` neighboring ports of `host` that are free. Raises ConfigError when there are none."""
+    """Return the first of `count` consecutive free ports of `host`.
+
+    Raises:
+        ConfigError: no such ports are free.
+    """
     for _ in range(_TRIES):
         first = random.choice(_PORTS[: len(_PORTS) - count + 1])
         if all(_is_free(host, first + n) for n in range(count)):
             return first
-    raise ConfigError(f"no {count} neighboring ports from {_PORTS[0]} to {_PORTS[-1]} are free at {host}; free some")
+    raise ConfigError(
+        f"no {count} consecutive free ports from {_PORTS[0]} to {_PORTS[-1]} at {host}; stop programs that use them"
+    )
 
 
 def _is_free(host: str, port: int) -> bool:

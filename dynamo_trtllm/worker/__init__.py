@@ -1,4 +1,4 @@
-"""The process that owns an engine: start, serve, drain, close. Knows no HTTP but its health port, no router."""
+"""The worker process: it starts one engine, serves its requests, drains it and closes it."""
 
 from dynamo_trtllm.worker.worker import Worker
 

@@ -1,6 +1,6 @@
-"""Limits the work of one worker: calls that run or wait in the engine, reserved decode slots, and KV under tickets.
+"""Limit the work of one worker: calls that run or wait in the engine, reserved decode slots, and KV awaiting transfer.
 
-Rejects a call before the engine sees it, so that the frontend can ask another worker. Owns no clock.
+A call beyond the limits is rejected before it reaches the engine, so that the frontend can try another worker.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from dynamo_trtllm.messages import GenerateRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """None: as many as come."""
+    """Limits of `Admission`."""
 
-    active: int | None = None  # kept slots included
-    max_pending_transfer_fraction: float = (
-        1.0  # of the KV blocks, that tickets may hold while further prompts are taken
-    )
+    active: int | None = None  # calls plus reserved slots; None: no limit
+    # share of the KV blocks that may await transfer; above it, new prompts are rejected
+    max_pending_transfer_fraction: float = 1.0
 
 
 class Admission:
-    """`clock`: seconds since the epoch, in which reservations expire."""
+    """Admission control of one worker. `clock` returns seconds since the epoch, as the expiry of reservations."""
 
     def __init__(self, limits: AdmissionLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -34,28 +33,44 @@ class Admission:
         self._reservations: dict[str, float] = {}  # reservation id -> when it expires
 
     def active(self) -> int:
-        """Requests that are here now."""
+        """Return the number of running calls."""
         return self._num_active
 
     def reserved_slots(self) -> int:
-        """Slots that are kept now."""
+        """Return the number of reserved slots."""
         self._expire()
         return len(self._reservations)
 
     def reserve(self, reservation_id: str, expires_at: float) -> None:
-        """Reserve a slot until a call takes it, it is released or it expires. Raises Overloaded when there is none."""
+        """Reserve a slot until a call uses it, it is released, or it expires.
+
+        Args:
+            reservation_id: id of the reservation; the call names it.
+            expires_at: seconds since the epoch.
+
+        Raises:
+            Overloaded: no slot is free.
+        """
         if reservation_id not in self._reservations:
             self._check_capacity()
         if self._limits.active is not None:  # without a limit there is nothing to reserve
             self._reservations[reservation_id] = expires_at
 
     def unreserve(self, reservation_id: str) -> None:
-        """Release a slot. An unknown reservation is no error: a call has taken it, or it has expired."""
+        """Release a slot. Ignore an unknown reservation: a call has used it, or it has expired."""
         self._reservations.pop(reservation_id, None)
 
     @contextmanager
     def admit(self, request: GenerateRequest, stats: EngineStats | None) -> Iterator[None]:
-        """Count a call while it runs. `stats`: the engine's, for a call that leaves KV behind. Raises Overloaded."""
+        """Admit a call and count it while the context is open.
+
+        Args:
+            request: the call.
+            stats: the engine's statistics for a prefill call; None: do not check KV that awaits transfer.
+
+        Raises:
+            Overloaded: a limit is reached.
+        """
         if request.reservation_id is None or self._reservations.pop(request.reservation_id, None) is None:
             self._check_capacity()
         if stats is not None:
@@ -73,17 +88,17 @@ class Admission:
         self._expire()
         if self._num_active + len(self._reservations) >= limit:
             raise Overloaded(
-                f"{self._num_active} requests are here and {len(self._reservations)} places kept, of at most {limit}; "
-                "try again later or start more workers"
+                f"worker is full: {self._num_active} calls and {len(self._reservations)} reserved slots of {limit}; "
+                "retry later or start more workers"
             )
 
     def _check_pending_transfers(self, stats: EngineStats) -> None:
-        """Where decode stands still, prompts are not processed on: their KV would have no place to go."""
-        total = stats.kv_blocks_total  # 0: the engine does not tell
+        """Reject prompts while decode workers do not fetch KV, because further KV would fill the cache."""
+        total = stats.kv_blocks_total  # 0: not reported by the engine
         if total and stats.ticket_kv_blocks > self._limits.max_pending_transfer_fraction * total:
             raise Overloaded(
-                f"{stats.tickets_held} hand-offs that no decode worker has fetched hold {stats.ticket_kv_blocks} of "
-                f"{total} KV blocks; try again later or start more decode workers"
+                f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of {total} KV blocks; retry "
+                "later or start more decode workers"
             )
 
     def _expire(self) -> None:

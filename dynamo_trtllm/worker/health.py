@@ -1,4 +1,4 @@
-"""A worker's own HTTP port: /live, /ready, /health, /metrics. Answers from the worker's state; decides nothing."""
+"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynamo_trtllm.network.addresses import BACKLOG, listen, warn_if_exposed
 
 _log = logging.getLogger(__name__)
 
-# Probes and scrapes are short; connections that stay open without a request must not keep these out.
+# Probes and scrapes are short, so idle connections are closed early to leave connections for them.
 LIMITS = ConnectionLimits(
     max_connections=64,
     max_header_bytes=16 << 10,
@@ -33,21 +33,22 @@ _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 
 @dataclass(slots=True)
 class Health:
-    """Where a worker is in its life. Written by the worker, read by the routes."""
+    """Health of a worker. The worker updates it and the routes read it."""
 
     phase: str = "starting"  # starting, loading, serving, draining, stopped
-    reason: str = ""  # why it is not fit to serve, for people; while loading, what it is doing
-    instance_id: str = ""  # in hexadecimal, as in subjects and at a frontend's /health under `pairs`
+    reason: str = ""  # why the worker is not ready, as text for users; while loading, the current step
+    instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 
-    failure: str = ""  # what ends this worker
+    failure: str = ""  # the failure that ends this worker
 
     @property
     def is_ready(self) -> bool:
+        """Return True if the worker accepts requests."""
         return self.phase == "serving" and not self.reason and not self.failure
 
 
 def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette:
-    """The routes. /live: the event loop runs; /ready and /health: 200 only while it takes requests."""
+    """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker accepts requests."""
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "live"})
@@ -71,7 +72,7 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette
 
 
 class HealthServer:
-    """Serves the routes while entered; does nothing when `port` is None. Port 0 takes a free one and logs it."""
+    """HTTP server of the health routes while its context is open. Port None: no server. Port 0: any free port."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class HealthServer:
             return self
         self._sock = listen(self._host, self._port, setting="system")
         self._server = HttpServer(self._app, LIMITS, backlog=BACKLOG, shutdown_s=1)
-        # `serve` would take the process's signals, which are the worker's
+        # not `serve`, which would replace the worker's signal handlers
         self._task = self._tasks.start(self._server._serve([self._sock]), "worker-health")
         warn_if_exposed(self._host, self._sock.getsockname()[1], "read health and metrics", "--system-host")
         shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
@@ -108,5 +109,5 @@ class HealthServer:
             return
         self._tasks.release(self._task)
         self._server.should_exit = True
-        await asyncio.gather(self._task, return_exceptions=True)  # a failure was reported already
+        await asyncio.gather(self._task, return_exceptions=True)  # `BackgroundTasks` has reported a failure
         self._sock.close()  # uvicorn closed it, unless its task failed

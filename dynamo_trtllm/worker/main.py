@@ -1,4 +1,4 @@
-"""`python -m dynamo_trtllm`: configuration to a running worker. Nothing else."""
+"""Run a worker from the command line (`python -m dynamo_trtllm`), or print or save its engine arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from dynamo_trtllm.worker.worker import Worker
 
 
 def described(config: WorkerConfig) -> Described:
-    """Raises ConfigError naming the flag, file or key at fault. No engine's vendor needs to be installed."""
+    """Return the engine arguments of a worker. The engine's library need not be installed.
+
+    Raises:
+        ConfigError: an argument is invalid; the error names the flag, file or key.
+    """
     match config.engine:
         case "torch":
             from dynamo_trtllm.engines.torch.args import TorchArgs
@@ -37,20 +41,27 @@ def described(config: WorkerConfig) -> Described:
 
 
 def table(config: WorkerConfig) -> str:
-    """Every argument with its value and source, then the lines there are to say."""
-    found = described(config)
-    rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in found.every.items()]
-    notes = "".join(f"note: {note}\n" for note in found.notes)
-    return f"\narguments of {found.title}\n" + columns([("argument", "value", "source"), *rows]) + notes
+    """Return a table of all engine arguments with value and source, followed by notes."""
+    arguments = described(config)
+    rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in arguments.every.items()]
+    notes = "".join(f"note: {note}\n" for note in arguments.notes)
+    return f"\narguments of {arguments.title}\n" + columns([("argument", "value", "source"), *rows]) + notes
 
 
 def dump(config: WorkerConfig, path: Path) -> None:
-    """Writes what was set as YAML that `--extra-engine-args` takes, each with its source. Raises ConfigError."""
-    found = described(config)
+    """Write the arguments that were set, each with its source, as a YAML file for `--extra-engine-args`.
+
+    Raises:
+        ConfigError: an argument is invalid, or the file can't be written.
+    """
+    arguments = described(config)
     try:
-        path.write_text(f"# {found.title}\n{layers.as_yaml(found.given)}", encoding="utf-8")
+        path.write_text(f"# {arguments.title}\n{layers.as_yaml(arguments.given)}", encoding="utf-8")
     except OSError as exc:
-        raise ConfigError(f"--dump-config-to {path}: {exc.strerror or exc}", field="dump_config_to") from exc
+        raise ConfigError(
+            f"--dump-config-to {path} can't be written: {exc.strerror or exc}; pass another path",
+            field="dump_config_to",
+        ) from exc
 
 
 def _trtllm(config: WorkerConfig) -> Described:
@@ -59,8 +70,8 @@ def _trtllm(config: WorkerConfig) -> Described:
 
     if bindings.installed():
         return args.described(config, release_for(bindings.installed_version()))
-    found = args.described(config, newest())
-    return found._replace(title=f"{found.title}; TensorRT-LLM is not installed here, this is the newest known")
+    arguments = args.described(config, newest())
+    return arguments._replace(title=f"{arguments.title} (the newest known; TensorRT-LLM is not installed)")
 
 
 def _shown(value: Any) -> str:
@@ -68,13 +79,13 @@ def _shown(value: Any) -> str:
 
 
 PROG = "python -m dynamo_trtllm"
-_DESCRIPTION = "Runs one worker: an engine that serves prefill calls, decode calls or complete requests of one model."
+_DESCRIPTION = "Run one worker: an engine that serves prefill, decode or complete requests of one model."
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Exit status: 0 after a drain, 2 for a bad configuration, 1 for anything that failed later."""
+    """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
     try:
         config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table).config
         observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)

@@ -1,4 +1,7 @@
-"""What a worker answers on the request plane: the engine's streams and the control verbs. One catch-all lives here."""
+"""Serve an engine's streams and the control verbs on the request plane, and drain the engine.
+
+An unexpected exception of the engine is logged here and becomes InternalError.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from dynamo_trtllm.worker.admission import Admission
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES = 512 << 10  # well under NATS' default payload limit of 1 MiB
+PIECE_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
 
 _PHASES = {
     Role.PREFILL: {Phase.PREFILL},
@@ -43,12 +46,20 @@ _PHASES = {
 
 
 def digest(path: Path) -> str:
-    """The content hash by which frontends ask for a file."""
+    """Return the content hash (SHA-256, hexadecimal) with which frontends request a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class WorkerService:
-    """`plane.base.Service` over one engine. `files` maps sha256 to a path."""
+    """A request-plane `Service` over one engine.
+
+    Args:
+        engine: a started engine.
+        instance: the worker's registered instance.
+        admission: limits of the worker.
+        files: paths of the card's files by content hash.
+        metrics: metrics of the worker.
+    """
 
     def __init__(
         self,
@@ -65,7 +76,7 @@ class WorkerService:
         self._role = instance.role
         self._phases = _PHASES[instance.role] | ({Phase.AGGREGATED} if instance.can_aggregate else set())
         self._files = files
-        self.restart_asked = asyncio.Event()  # its owner ends the worker with a status that has it started again
+        self.restart_asked = asyncio.Event()  # when it is set, the worker exits with a status that restarts it
         self.restart_reason = ""
         self._metrics = metrics
         metrics.watch(active=admission.active, reserved=admission.reserved_slots)
@@ -74,7 +85,7 @@ class WorkerService:
         return self._stream(request, None)
 
     def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """An engine that can't push has all of its chunks yielded."""
+        """Pass chunks to `push` if the engine supports it, and yield the others."""
         return self._stream(request, push)
 
     async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
@@ -112,7 +123,7 @@ class WorkerService:
         return self._engine.generate(request)
 
     def _stats(self, request: GenerateRequest) -> EngineStats | None:
-        """Return the engine's stats if this call leaves KV behind and the engine has stats, else None."""
+        """Return the engine's statistics for a prefill call, else None."""
         if request.phase is Phase.PREFILL and isinstance(self._engine, HasStats):
             return self._engine.stats()
         return None
@@ -123,7 +134,8 @@ class WorkerService:
         if request.phase not in self._phases:
             raise InvalidRequest(f"a {self._role} worker does not serve {request.phase} calls", field="phase")
         if (request.phase is Phase.DECODE) != (request.ticket is not None):
-            raise InvalidRequest(f"a {request.phase} call came with{'out' if request.ticket is None else ''} a ticket")
+            has = "no" if request.ticket is None else "unexpected"
+            raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     async def control(self, verb: Control) -> bytes:
         match verb:
@@ -132,7 +144,7 @@ class WorkerService:
                     self._engine.release(ticket_id, outcome)
                 return b""
             case GetFile(sha256, offset):
-                return codec.encode(self._piece(sha256, offset))
+                return codec.encode(self._file_chunk(sha256, offset))
             case ReserveSlot(reservation_id, expires_at):
                 self._reserve(reservation_id, expires_at)
                 return b""
@@ -146,10 +158,10 @@ class WorkerService:
 
     def _reserve(self, reservation_id: str, expires_at: float) -> None:
         if self._role is not Role.DECODE:
-            raise InvalidRequest(f"a {self._role} worker keeps no decode slots")
+            raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
         self._admission.reserve(reservation_id, expires_at)
 
-    def _piece(self, sha256: str, offset: int) -> FileChunk:
+    def _file_chunk(self, sha256: str, offset: int) -> FileChunk:
         path = self._files.get(sha256)
         if offset < 0:
             raise InvalidRequest(f"offset {offset} is negative", field="offset")
@@ -160,12 +172,18 @@ class WorkerService:
             return FileChunk(data=file.read(PIECE_BYTES), total_bytes=path.stat().st_size)
 
 
-_SAY_EVERY_S = 3.0
-_SOON_S = 0.1  # what is done by then is not worth a line
+_LOG_EVERY_S = 3.0
+_SOON_S = 0.1  # a shorter drain logs no progress
 
 
 async def drain(engine: Engine, serving: ServerHandle, timeout_s: float) -> None:
-    """Returns after `timeout_s` in any case, with a warning that tells what was left."""
+    """Wait until running requests and pending KV transfers have ended, or until `timeout_s` with a warning.
+
+    Args:
+        engine: the engine to drain.
+        serving: the server of its requests; it rejects new ones from now on.
+        timeout_s: longest wait in seconds.
+    """
     await serving.stop_accepting()
     finishing = asyncio.create_task(_finish(engine, serving), name="worker-drain")
     loop = asyncio.get_running_loop()
@@ -174,30 +192,31 @@ async def drain(engine: Engine, serving: ServerHandle, timeout_s: float) -> None
         while not finishing.done():
             left_s = timeout_s - (loop.time() - begun_s)
             if left_s <= 0:
-                left = _left(engine, serving)
-                _log.warning("requests or tickets were left after --drain-timeout-s %g: %s", timeout_s, left)
+                text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
+                _log.warning(text, timeout_s, _left(engine, serving))
                 return
             await asyncio.wait({finishing}, timeout=min(pause_s, left_s))
             if not finishing.done():
                 spent_s = loop.time() - begun_s
-                _log.info("draining for %.0f s of %g s, waiting for %s", spent_s, timeout_s, _left(engine, serving))
-            pause_s = _SAY_EVERY_S
+                text = "draining for %.0f s (up to %g s): %s"
+                _log.info(text, spent_s, timeout_s, _left(engine, serving))
+            pause_s = _LOG_EVERY_S
         finishing.result()
         _log.info("drained")
     except DynamoError as exc:
-        _log.warning("the engine could not drain (%s): %s", exc.code, exc.message)
+        _log.warning("drain failed (%s): %s", exc.code, exc.message)
     finally:
         finishing.cancel()
         await asyncio.gather(finishing, return_exceptions=True)
 
 
 async def _finish(engine: Engine, serving: ServerHandle) -> None:
-    await serving.finished()  # also those that the engine has not seen yet
+    await serving.finished()  # includes requests that have not reached the engine yet
     await engine.drain()
 
 
 def _left(engine: Engine, serving: ServerHandle) -> str:
-    requests = f"requests: {serving.running}"
+    requests = f"running requests: {serving.running}"
     if not isinstance(engine, HasStats):
         return requests
-    return f"{requests}, tickets whose KV is kept: {engine.stats().tickets_held}"
+    return f"{requests}, pending KV transfers: {engine.stats().tickets_held}"

@@ -1,6 +1,4 @@
-"""A worker's life in four lines: start, serve, drain, close. Registration is the last act of start, deregistration the
-first of drain.
-"""
+"""Run a worker: start, serve, drain, close. It registers at the end of start and deregisters at the start of drain."""
 
 from __future__ import annotations
 
@@ -41,18 +39,18 @@ from dynamo_trtllm.worker.service import WorkerService, digest, drain
 
 _log = logging.getLogger(__name__)
 
-_CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead engine is noticed when no request meets it
-# So long an engine thread that comes back from its GPU may wait for the GIL while the loop has work. With Python's own
-# 5 ms the worst of a hundred steps waited just that.
+_CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
+# The longest time that an engine thread, back from its GPU, waits for the GIL while the event loop has work. With
+# Python's default of 5 ms, the slowest of a hundred steps waited that long.
 SWITCH_S = 0.0005
-_ID_BITS = 53  # `/health` shows ids as JSON numbers, of which JavaScript and jq keep this many bits
-_FILES = 8192  # open at once: one per KV transfer, and about 128 for everything else
+_ID_BITS = 53  # `/health` has ids as JSON numbers, for which JavaScript and jq have this precision
+_FILES = 8192  # open files: one per KV transfer, and about 128 others
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
 
 
 def endpoint_of(config: WorkerConfig) -> keys.EndpointId:
-    """The one that is configured, else one by role and engine."""
+    """Return the configured endpoint, or the default one for role and engine."""
     if config.endpoint:
         return keys.parse_endpoint(config.endpoint)
     components = _VLLM_COMPONENTS if config.engine == "vllm" else _COMPONENTS
@@ -60,7 +58,7 @@ def endpoint_of(config: WorkerConfig) -> keys.EndpointId:
 
 
 class _RunningWorker(NamedTuple):
-    """What a started worker is made of; the exit stack of `serve` closes it."""
+    """The parts of a started worker. The exit stack of `serve` closes them."""
 
     plane: NatsPlane
     engine: Engine
@@ -70,21 +68,25 @@ class _RunningWorker(NamedTuple):
 
 
 def _resolved(config: WorkerConfig) -> WorkerConfig:
-    """The name of a bundled model becomes its folder; clients still use the name. May write the folder: seconds.
+    """Return the configuration with the name of a bundled model replaced by its folder.
 
-    Raises ConfigError for what this machine lacks.
+    The served name stays. The call may take seconds, because it may write the folder.
+
+    Raises:
+        ConfigError: a prerequisite of the engine is missing.
     """
     check_prerequisites(config, process_environment(), locate)
     if config.engine == "mock":
-        return config  # it has no weights: the path only gives the name
+        return config  # the mock engine has no weights and takes only the model's name from the path
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
     return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
-    """Return the IP address at which other workers reach this one. May wait for the name resolver.
+    """Return the configuration with the IP address at which other workers reach this one. May block on DNS.
 
-    Raises ConfigError for a name that has no address, or a wildcard's.
+    Raises:
+        ConfigError: the configured name has no address, or the address is a wildcard.
     """
     if config.engine not in ("torch", "mock", "vllm"):
         return config
@@ -94,15 +96,15 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
         host = resolve_host(config.kv_transfer_host)
     if is_wildcard(host):
         raise ConfigError(
-            f"--kv-transfer-host {config.kv_transfer_host} means {host}, which no other worker can connect to; give "
-            "one of this host's addresses",
+            f"--kv-transfer-host {config.kv_transfer_host} is a wildcard ({host}), not the address of one host; "
+            "pass an IP address of this host",
             field="kv_transfer_host",
         )
     return config.model_copy(update={"kv_transfer_host": host})
 
 
 def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
-    batch = info.limits.max_batch_size  # 0: the engine does not tell
+    batch = info.limits.max_batch_size  # 0: not reported by the engine
     return AdmissionLimits(
         active=batch + config.max_queued_requests if batch else None,
         max_pending_transfer_fraction=config.max_ticket_kv_fraction,
@@ -110,7 +112,7 @@ def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
 
 
 class Worker:
-    """Owns one engine. Embed it in a script of your own with `Worker(config).run()`, or await `serve()` in a loop."""
+    """A worker process with one engine. Run it with `Worker(config).run()`, or await `serve()` in an event loop."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -123,20 +125,23 @@ class Worker:
         self._tasks = BackgroundTasks(self._background_failed)
 
     def run(self) -> None:
-        """Serves until SIGTERM, SIGINT or `stop()`; for the main thread, because signals come nowhere else.
+        """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only. A second signal exits with 1 at once.
 
-        Raises ConfigError, Unreachable, EngineFailed. A second signal exits with 1 at once.
+        Raises:
+            ConfigError: the configuration is invalid.
+            Unreachable: NATS or etcd does not answer.
+            EngineFailed: the engine failed, or a restart was requested.
         """
         import uvloop
 
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Worker.run handles signals and needs the main thread; in other threads await serve")
+            raise RuntimeError("Worker.run handles signals and needs the main thread; in other threads, await serve()")
         sys.setswitchinterval(SWITCH_S)
-        allow_files(_FILES, "; until then fewer KV transfers may run at once")
+        allow_files(_FILES, " for more concurrent KV transfers")
         uvloop.run(self._run_with_signals())
 
     def stop(self) -> None:
-        """Drain and return from `serve`; a start under way is given up. Call it on the worker's loop."""
+        """Make `serve` drain and return, or cancel a start in progress. Call it on the worker's event loop."""
         self._stop.set()
         self._wake.set()
 
@@ -151,7 +156,7 @@ class Worker:
 
         def on_signal() -> None:
             if self._stop.is_set():
-                task.cancel()  # the second signal ends at once
+                task.cancel()  # a second signal skips the drain
             self.stop()
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -162,23 +167,27 @@ class Worker:
             raise SystemExit(1) from None
 
     async def serve(self) -> None:
-        """Start, serve, drain, close; once per worker. Raises as `run`. Cancelled it closes without a drain."""
+        """Start, serve, drain and close; call it once. If it is cancelled, it closes without a drain.
+
+        Raises:
+            DynamoError: like `run`.
+        """
         async with AsyncExitStack() as stack:
             parts = await self._unless_stopped(self._start(stack))
             if parts is None:
-                _log.info("stopped before it served")
+                _log.info("stopped during start-up")
                 return
             _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
                 await self._until_stopped(parts)
             except DynamoError as exc:
-                _log.error("leaving, %s: %s", exc.code, exc.message)
+                _log.error("shutting down (%s): %s", exc.code, exc.message)
                 await self._drain(parts)
                 raise
             await self._drain(parts)
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, _RunningWorker]) -> _RunningWorker | None:
-        """None when `stop` comes first; the start has then ended too. Raises what ended a background task meanwhile."""
+        """Return the started worker, or None if `stop` cancelled the start. Raise the failure of a background task."""
         starting = asyncio.create_task(start, name="worker-start")
         stopping = asyncio.create_task(self._stop.wait(), name="worker-stop")
         failing = asyncio.create_task(self._tasks.until_failed(), name="worker-failure")
@@ -235,12 +244,12 @@ class Worker:
         return _RunningWorker(plane, engine, service, serving, registration)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
-        """The record to register, and the files it names by their hash."""
+        """Return the instance to register, and the paths of the card's files by content hash."""
         config = self._config
         role = config.disaggregation_mode
         endpoint = endpoint_of(self._config)
         digests = {name: digest(path) for name, path in info.files.items()}
-        made = ModelDeploymentCard(
+        card = ModelDeploymentCard(
             name=self._model_name(),
             context_length=info.context_length,
             vocab_size=info.vocab_size,
@@ -259,7 +268,7 @@ class Worker:
             subject=keys.subject(endpoint, self.instance_id),
             role=role,
             engine=info.engine,
-            card=made,
+            card=card,
             layout=info.layout,
             limits=info.limits,
             kv_compat=info.kv_compat,
@@ -274,11 +283,16 @@ class Worker:
         return self._config.served_model_name or Path(self._config.model_path).name
 
     async def _until_stopped(self, parts: _RunningWorker) -> None:
-        """Return when asked to stop. Raise EngineFailed when the engine failed or a restart was requested, Disconnected
-        when the request plane is gone for good, and the failure of a background task."""
+        """Wait for `stop`.
+
+        Raises:
+            EngineFailed: the engine failed, or a restart was requested.
+            Disconnected: the request plane is lost for good.
+            DynamoError: a background task failed.
+        """
         while not self._stop.is_set():
             if parts.service.restart_asked.is_set():
-                raise EngineFailed(f"asked to restart: {parts.service.restart_reason}")
+                raise EngineFailed(f"restart requested: {parts.service.restart_reason}")
             parts.plane.check()
             self._tasks.check()
             try:

@@ -96,7 +96,7 @@ async def test_full_store_then_the_oldest_goes(opened: Opened) -> None:
 async def test_value_larger_than_one_may_be_then_refused_and_the_others_stay(opened: Opened) -> None:
     store = await opened(limits(max_value_bytes=MIB))
     await store.put("resp_1", b"small")
-    with pytest.raises(PayloadTooLarge, match="more than the 1048576 that a stored value may have"):
+    with pytest.raises(PayloadTooLarge, match="can't be stored; the limit is 1048576 bytes"):
         await store.put("resp_2", bytes(MIB + 1))
     assert await store.get("resp_1") == b"small"
 

@@ -91,5 +91,5 @@ def test_worker_when_the_parser_is_of_another_format_then_it_ends_before_it_load
     argv = ["--engine", "torch", "--model", str(folder), "--dyn-reasoning-parser", "gpt_oss"]
     status, said = command(["dynamo_trtllm", *argv], mock_cluster.env)
     assert status == 2
-    assert said[-1].endswith("choose one or leave the flag out")
-    assert "--dyn-reasoning-parser gpt_oss: this model has a chat template" in said[-1]
+    assert said[-1].endswith("or leave the flag out")
+    assert "--dyn-reasoning-parser gpt_oss does not fit this model, which uses a chat template" in said[-1]

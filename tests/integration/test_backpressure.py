@@ -115,7 +115,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
         await until(lambda: made.admission(Role.DECODE).active() == 1, SOON_S)
         await running_workers.engine_of(Role.PREFILL).drain()
         asked = made.serving(Role.PREFILL).running
-        with pytest.raises(Overloaded, match="of at most 1"):
+        with pytest.raises(Overloaded, match="reserved slots of 1;"):
             await made.run(request(max_tokens=5))
         assert made.serving(Role.PREFILL).running == asked
         first.cancel()
@@ -169,7 +169,7 @@ async def test_prefill_when_tickets_hold_their_share_of_kv_then_refused_until_on
     small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
     async with scene(servers, running_workers, prefill=small) as made:
         tickets = [await made.ticket() for _ in range(3)]
-        with pytest.raises(Overloaded, match=r"3 hand-offs .* hold 12 of 16 KV blocks"):
+        with pytest.raises(Overloaded, match="3 pending KV transfers hold 12 of 16 KV blocks"):
             await made.run(request(max_tokens=5))
         for ticket in tickets:
             await made.release(ticket)

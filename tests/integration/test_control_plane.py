@@ -113,7 +113,7 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
     await asyncio.to_thread(etcd.stop)
     running_workers.start(chosen)
-    await until(lambda: re.search(r"waiting for etcd since \d s, up to 30 s", caplog.text) is not None, SOON_S)
+    await until(lambda: re.search(r"waiting for etcd for \d s \(up to 30 s\)", caplog.text) is not None, SOON_S)
     etcd.start()
     async with frontend_side(chosen) as side:
         await side.until_instances(1)

@@ -289,7 +289,7 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
         assert await anext(events) == Synced()
     await stop(server)
     registering = asyncio.create_task(discovery.register(ONE))
-    said = re.compile(rf"waiting for etcd since \d s, up to 120 s: etcd at {server.address} did not answer")
+    said = re.compile(rf"waiting for etcd for \d s \(up to 120 s\): etcd at {server.address} did not answer")
     async with asyncio.timeout(SOON_S):
         while not said.search(caplog.text):  # noqa: ASYNC110  # a log tells nobody
             await asyncio.sleep(0.02)

@@ -49,7 +49,7 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed
         ticket = await ticket_of(side, running_workers)
         running_workers.workers[0].stop()
         await side.until_instances(1)
-        await until(lambda: "waiting for requests: 0, tickets whose KV is kept: 1" in caplog.text, SOON_S)
+        await until(lambda: "running requests: 0, pending KV transfers: 1" in caplog.text, SOON_S)
         leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, ticket=ticket)
         async with aclosing(side.plane.generate(decode.subject, leg)) as stream:
             chunks = [chunk async for chunk in stream]

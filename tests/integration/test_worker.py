@@ -82,7 +82,7 @@ def test_run_when_not_on_the_main_thread_then_says_so() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert said == ["Worker.run handles signals and needs the main thread; in other threads await serve"]
+    assert said == ["Worker.run handles signals and needs the main thread; in other threads, await serve()"]
 
 
 async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggregated_workers(

@@ -60,7 +60,9 @@ async def test_serve_when_a_parser_is_not_of_the_models_format_then_it_never_ser
     etcd_server: str, nats_server: str
 ) -> None:
     worker = Worker(config(etcd_server, nats_server, dyn_reasoning_parser="basic"))
-    with pytest.raises(ConfigError, match="--dyn-reasoning-parser basic: this model writes Harmony"):
+    with pytest.raises(
+        ConfigError, match="--dyn-reasoning-parser basic does not fit this model, which uses the Harmony format"
+    ):
         async with asyncio.timeout(3 * SOON_S):
             await worker.serve()
 

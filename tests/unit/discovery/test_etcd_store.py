@@ -30,7 +30,7 @@ def test_endpoints_when_well_formed_then_host_and_port(text: str, addresses: tup
     [
         ("", "no etcd endpoint"),
         ("https://", "HOST:PORT"),
-        ("http://me:secret@a:1", "user names"),
+        ("http://me:secret@a:1", "user name"),
         ("a:b:c", "HOST:PORT"),
     ],
 )

@@ -59,7 +59,7 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
     text = main.table(worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4"))
     title = text.splitlines()[1]
     assert "TensorRT-LLM 1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)" in title
-    assert "not installed here" in title
+    assert "TensorRT-LLM is not installed" in title
     found = rows(text)
     assert found["tensor_parallel_size"].split(maxsplit=1) == ["4", "flag --tensor-parallel-size"]
     assert found["moe_config.backend"].split(maxsplit=1) == ["TRITON", "kernels profile hopper"]

@@ -122,7 +122,7 @@ def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error()
 async def test_arrivals_when_a_frame_is_missing_then_incomplete_after_what_came() -> None:
     arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 2, make_chunk(2)))
     assert await arrivals.get() == make_chunk(1)
-    with pytest.raises(StreamIncomplete, match="frame 2 came where 1 was due"):
+    with pytest.raises(StreamIncomplete, match="frame 2 arrived instead of frame 1"):
         await arrivals.get()
 
 

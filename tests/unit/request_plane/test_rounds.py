@@ -144,7 +144,7 @@ async def test_later_frames_when_the_first_has_passed_then_they_come_after_it_in
 async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_had_not_waited() -> None:
     for numbers, given, message in (
         ((1, 2, 2, 1, 3), [1, 2, 3], ""),
-        ((1, 2, 4, 5), [1, 2], "frame 4 came where 3 was due"),
+        ((1, 2, 4, 5), [1, 2], "frame 4 arrived instead of frame 3"),
     ):
         bench = Bench()
         busy, one = await bench.begun(2)

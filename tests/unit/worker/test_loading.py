@@ -112,7 +112,7 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
     assert caught.value.field == "field_1"
     assert caught.value.message == (
         "preflight: field_1 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-1] "
-        "(and 1 more, on the log)"
+        "(and 1 more, see the log)"
     )
     assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == ["ERROR", "ERROR"]
 
@@ -125,7 +125,7 @@ async def test_preflight_when_the_engine_has_none_then_nothing_happens() -> None
 async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(startup, "_POLL_EVERY_S", 0.005)
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     health = Health(phase="loading")
@@ -144,8 +144,8 @@ async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_c
 async def test_start_when_a_stage_lasts_then_it_is_said_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "_LOOK_EVERY_S", 0.005)
-    monkeypatch.setattr(startup, "_SAY_EVERY_S", 0.01)
+    monkeypatch.setattr(startup, "_POLL_EVERY_S", 0.005)
+    monkeypatch.setattr(startup, "_LOG_EVERY_S", 0.01)
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     engine.stage = "weights"

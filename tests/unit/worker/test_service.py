@@ -152,7 +152,7 @@ async def test_generate_when_ticket_and_phase_disagree_then_refused(
     role: Role, phase: Phase, ticket: KvTransferParams | None
 ) -> None:
     desk = Desk(PlainEngine(), role)
-    with pytest.raises(InvalidRequest, match="ticket"):
+    with pytest.raises(InvalidRequest, match="KV transfer parameters"):
         await desk.ask(phase=phase, ticket=ticket)
     assert desk.engine.asked == 0
 
@@ -315,7 +315,7 @@ async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
 
 
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
-    with pytest.raises(InvalidRequest, match="keeps no decode slots"):
+    with pytest.raises(InvalidRequest, match="no decode slots to reserve"):
         await Desk(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
 
 

@@ -49,7 +49,7 @@ def test_leg_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock)
     admission = Admission(AdmissionLimits(active=2), clock)
     with admission.admit(leg(), None):
         with admission.admit(leg(), None):
-            with pytest.raises(Overloaded, match="2 requests are here and 0 places kept, of at most 2"):
+            with pytest.raises(Overloaded, match="2 calls and 0 reserved slots of 2"):
                 with admission.admit(leg(), None):
                     raise AssertionError("it was let in")
             assert admission.active() == 2
@@ -76,7 +76,7 @@ def test_leg_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
 def test_reservation_when_made_then_it_counts_as_a_leg(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 10)
-    with pytest.raises(Overloaded, match="0 requests are here and 1 places kept"):
+    with pytest.raises(Overloaded, match="0 calls and 1 reserved slots"):
         with admission.admit(leg(), None):
             raise AssertionError("it was let in")
     with pytest.raises(Overloaded):
@@ -125,7 +125,7 @@ def test_prefill_when_tickets_hold_more_than_their_share_then_refused(clock: Clo
     admission = Admission(AdmissionLimits(active=9, max_pending_transfer_fraction=0.5), clock)
     with admission.admit(leg(), stats(ticket_kv_blocks=50)):
         pass
-    with pytest.raises(Overloaded, match=r"7 hand-offs .* hold 51 of 100 KV blocks"):
+    with pytest.raises(Overloaded, match="7 pending KV transfers hold 51 of 100 KV blocks"):
         with admission.admit(leg(), stats(ticket_kv_blocks=51)):
             raise AssertionError("it was let in")
     assert admission.active() == 0

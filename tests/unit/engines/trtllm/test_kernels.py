@@ -109,5 +109,5 @@ def test_apply_when_the_user_exported_a_variable_then_it_stays_and_it_is_said(
         kernels.apply(profile)
     assert os.environ["UCX_MEMTYPE_CACHE"] == "y"
     assert os.environ["TRTLLM_ENABLE_PDL"] == "1"
-    assert "UCX_MEMTYPE_CACHE is already 'y': kept, although kernels profile test wants 'n'" in caplog.text
+    assert "UCX_MEMTYPE_CACHE='y' is set by the user, but kernels profile test needs 'n'; unset it" in caplog.text
     assert "TRTLLM_ENABLE_PDL=1 (kernels profile test)" in caplog.text
