@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats, HasTickets
+from dynamo_trtllm.engines.base import Engine, EngineStats, ExportsKv, HasStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_transfer.base import TransferBackend
@@ -180,7 +180,7 @@ def stats(engine: Engine) -> EngineStats:
 
 
 def release(engine: Engine, ticket: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED) -> None:
-    assert isinstance(engine, HasTickets)
+    assert isinstance(engine, ExportsKv)
     engine.release(ticket.ticket_id, outcome)
 
 

@@ -288,7 +288,7 @@ class KvReader:
         arrived = time.perf_counter()
         pieces = [region_of(piece) for piece in allocation.pieces]
         scatter = partial(end.transfer_buffer.scatter, allocation, rows)
-        await end.backend.read(transfer_id, offer, pieces, timeout_s=TIMEOUT_S, on_piece=scatter)
+        await end.backend.read(transfer_id, offer, pieces, timeout_s=TIMEOUT_S, on_region=scatter)
         fetched = time.perf_counter()
         ended = await end.done()
         end.transfer_buffer.free(allocation)

@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO
 
 from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Screen, models, stream_chat
 from dynamo_trtllm.config.commands import ChatConfig
-from dynamo_trtllm.config.load import exit_with, is_color_refused, load
+from dynamo_trtllm.config.load import exit_with, is_color_disabled, load
 from dynamo_trtllm.errors import ConfigError
 
 PROG: Final = "python -m dynamo_trtllm.chat"
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _converse(config: ChatConfig) -> int:
     """Chat until the input ends; return how many questions from a pipe failed."""
     is_terminal = sys.stdin.isatty()
-    has_colors = is_terminal and sys.stdout.isatty() and not is_color_refused()
+    has_colors = is_terminal and sys.stdout.isatty() and not is_color_disabled()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")

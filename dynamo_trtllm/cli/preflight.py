@@ -68,7 +68,8 @@ def as_json(report: Report) -> str:
         "gpu": report.gpu,
         "errors": report.count("error"),
         "warnings": report.count("warning"),
-        "findings": [{"role": role, **asdict(finding)} for role, finding in report.findings()],
+        # "cure" is the former name of "fix"; both are printed for one release
+        "findings": [{"role": role, **asdict(finding), "cure": finding.fix} for role, finding in report.findings()],
         "memory": [asdict(role_report.memory) for role_report in report.roles if role_report.memory is not None],
         "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
     }
@@ -94,7 +95,7 @@ def _findings(report: Report) -> Iterator[str]:
             f"{severity:<8} {role}: {finding.field}  [{rule}]",
             *(f"         {side}" for side in sides),
             f"         why: {finding.why}",
-            f"         fix: {finding.cure}",
+            f"         fix: {finding.fix}",
         ]
         yield "\n".join(lines)
 
@@ -308,7 +309,7 @@ def _rejected_argument(error: ConfigError, path: Path) -> Finding:
         field=error.field or "",
         value=str(path),
         why=error.message,
-        cure="change the argument in the message",
+        fix="change the argument in the message",
     )
 
 

@@ -89,7 +89,7 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def is_color_refused() -> bool:
+def is_color_disabled() -> bool:
     """Return True if NO_COLOR is set to a non-empty value (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 

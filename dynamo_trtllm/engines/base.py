@@ -52,7 +52,7 @@ class Finding:
     value: str  # its value and the source of the value
     other: str = ""  # what it conflicts with: another argument, the other role, the GPU or the model
     why: str
-    cure: str  # the fix
+    fix: str
 
 
 class Engine(Protocol):
@@ -111,7 +111,7 @@ class Pushes(Protocol):
 
 
 @runtime_checkable
-class HasTickets(Protocol):
+class ExportsKv(Protocol):
     """An engine whose prefill calls return KV transfer parameters."""
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:

@@ -241,7 +241,7 @@ class EngineSession(Protocol):
         ...
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """See `HasTickets.release`."""
+        """See `ExportsKv.release`."""
         ...
 
     async def drain(self) -> None: ...
@@ -253,7 +253,7 @@ S = TypeVar("S", bound=EngineSession)
 
 
 class ExternalEngine(ABC, Generic[S]):
-    """Implementation of `Engine`, `HasTickets` and `HasProgress` without `start`."""
+    """Implementation of `Engine`, `ExportsKv` and `HasProgress` without `start`."""
 
     def __init__(self, engine: str, library: str) -> None:
         """Initialize an engine that is not loaded.
@@ -345,7 +345,7 @@ class ExternalEngine(ABC, Generic[S]):
         return self._session
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """See `HasTickets.release`."""
+        """See `ExportsKv.release`."""
         _log.debug("KV transfer %s released: %s", ticket_id, outcome)
         if self._session is not None:
             self._session.release(ticket_id, outcome)

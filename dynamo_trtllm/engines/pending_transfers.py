@@ -108,7 +108,7 @@ class PendingTransfers:
             TransferExpired: the transfer has expired.
             TransferMismatch: names the field that differs.
         """
-        ticket, identity = ticket_of(request), self._identity
+        ticket, identity = transfer_params_of(request), self._identity
         params.check_params(
             ticket,
             engine=identity.engine,
@@ -151,7 +151,7 @@ class PendingTransfers:
         self._on_change()
 
 
-def ticket_of(request: GenerateRequest) -> KvTransferParams:
+def transfer_params_of(request: GenerateRequest) -> KvTransferParams:
     """Return the KV transfer parameters of a decode call. Raises RequestRejected if it has none."""
     if request.ticket is None:
         raise RequestRejected("a decode call needs KV transfer parameters", field="ticket")

@@ -29,7 +29,7 @@ class Violation:
     other: str = ""  # what the field conflicts with
     value: str = ""  # default: the field's value and source
     field: str = ""
-    cure: str = ""
+    fix: str = ""
     why: str = ""
 
 
@@ -41,7 +41,7 @@ class RoleRule(Generic[F]):
     severity: Severity
     field: str
     why: str
-    cure: str  # the fix
+    fix: str
     test: Callable[[F], Violation | None]  # None: the rule is satisfied
 
 
@@ -53,7 +53,7 @@ class PairRule(Generic[F]):
     severity: Severity
     field: str
     why: str
-    cure: str
+    fix: str
     test: Callable[[F, F], Violation | None]
 
 
@@ -80,5 +80,5 @@ def to_finding(rule: RoleRule[F] | PairRule[F], violation: Violation, value: str
         value=value,
         other=violation.other,
         why=violation.why or rule.why,
-        cure=violation.cure or rule.cure,
+        fix=violation.fix or rule.fix,
     )

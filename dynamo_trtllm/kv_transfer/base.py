@@ -89,7 +89,7 @@ class TransferBackend(Protocol):
         pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnRegion | None = None,
+        on_region: OnRegion | None = None,
     ) -> None:
         """Read a published transfer into own memory and notify its prefill worker.
 

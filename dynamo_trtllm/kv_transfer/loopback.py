@@ -92,7 +92,7 @@ class LoopbackBackend:
         pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnRegion | None = None,
+        on_region: OnRegion | None = None,
     ) -> None:
         """Read a transfer, see `TransferBackend.read`. `timeout_s` does not include the time of the copies."""
         try:
@@ -119,8 +119,8 @@ class LoopbackBackend:
                         theirs = combined(theirs, await entry.checksum.hashes(index))
                         if ours != theirs:
                             raise self.checksums.mismatch(ticket_id)
-                    if on_piece is not None:
-                        on_piece(index)
+                    if on_region is not None:
+                        on_region(index)
         except TimeoutError as exc:
             raise TransferTimeout(f"KV transfer {ticket_id}: the KV was not ready within {timeout_s:g} s") from exc
         publisher._entry(ticket_id)

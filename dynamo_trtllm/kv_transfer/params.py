@@ -97,7 +97,7 @@ class Destination(NamedTuple):
     """The memory that KV is read into, and the callback for each region (see `TransferBackend.read`)."""
 
     pieces: Sequence[MemoryRegion]
-    on_piece: OnRegion | None = None
+    on_region: OnRegion | None = None
 
 
 async def fetch(
@@ -117,6 +117,6 @@ async def fetch(
             raise TransferExpired(f"KV transfer {ticket.ticket_id} expired before this worker had space for its KV")
         raise timeout_error(ticket, first)
     try:
-        await backend.read(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)
+        await backend.read(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_region=to.on_region)
     except TransferTimeout as exc:
         raise timeout_error(ticket, first) from exc

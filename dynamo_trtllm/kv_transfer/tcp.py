@@ -279,7 +279,7 @@ class TcpBackend:
         pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnRegion | None = None,
+        on_region: OnRegion | None = None,
     ) -> None:
         try:
             facts = codec.decode(offer, _TcpOffer)
@@ -294,13 +294,13 @@ class TcpBackend:
         where = f"KV transfer {ticket_id}: prefill worker at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(request, pieces, on_piece)
+                await self._read(request, pieces, on_region)
         except TimeoutError as exc:
             raise TransferTimeout(f"{where} did not send all KV within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} closed the connection: {exc}") from exc
 
-    async def _read(self, request: _TcpRequest, pieces: Sequence[MemoryRegion], on_piece: OnRegion | None) -> None:
+    async def _read(self, request: _TcpRequest, pieces: Sequence[MemoryRegion], on_region: OnRegion | None) -> None:
         loop, facts = asyncio.get_running_loop(), request.facts
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -317,8 +317,8 @@ class TcpBackend:
                     checksum = await self._receive_checked(connection, request.ticket_id, region, checksum)
                 else:
                     await _receive(connection, view(region))
-                if on_piece is not None:
-                    on_piece(index)
+                if on_region is not None:
+                    on_region(index)
             await loop.sock_sendall(connection, _ACK)
 
     async def _receive_checked(

@@ -62,7 +62,7 @@ def replicas_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
     ]
 
 
-def next_to_drain(holding: Sequence[str], *, is_work_done: bool, are_all_back: bool) -> Sequence[str]:
+def next_to_drain(holding: Sequence[str], *, has_ready_replica: bool, are_dependents_ready: bool) -> Sequence[str]:
     """Return which dependents to drain now.
 
     If replicas of the dead worker are ready, dependents drain one after the other. Otherwise all drain at once, because
@@ -73,9 +73,9 @@ def next_to_drain(holding: Sequence[str], *, is_work_done: bool, are_all_back: b
         is_work_done: A replica of the dead worker is ready.
         are_all_back: All dependents are ready.
     """
-    if not is_work_done:
+    if not has_ready_replica:
         return holding
-    return holding[:1] if are_all_back else ()
+    return holding[:1] if are_dependents_ready else ()
 
 
 class DependentRestart:
@@ -118,7 +118,9 @@ class DependentRestart:
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
             changed = self._changed  # taken before the check, so that no later change is missed
             now = next_to_drain(
-                remaining, is_work_done=self._are_ready(replicas, any), are_all_back=self._are_ready(dependents, all)
+                remaining,
+                has_ready_replica=self._are_ready(replicas, any),
+                are_dependents_ready=self._are_ready(dependents, all),
             )
             for name in now:
                 holding[name].terminate()  # before any await, so that no other caller counts it as ready

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats, HasTickets, Push, Pushes
+from dynamo_trtllm.engines.base import Engine, EngineStats, ExportsKv, HasStats, Push, Pushes
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
 from dynamo_trtllm.messages import (
     Chunk,
@@ -36,7 +36,7 @@ from dynamo_trtllm.worker.admission import Admission
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
+FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
 
 _PHASES = {
     Role.PREFILL: {Phase.PREFILL},
@@ -140,7 +140,7 @@ class WorkerService:
     async def control(self, verb: Control) -> bytes:
         match verb:
             case ReleaseKv(ticket_id, outcome):
-                if isinstance(self._engine, HasTickets):
+                if isinstance(self._engine, ExportsKv):
                     self._engine.release(ticket_id, outcome)
                 return b""
             case GetFile(sha256, offset):
@@ -169,7 +169,7 @@ class WorkerService:
             raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
         with path.open("rb") as file:
             file.seek(offset)
-            return FileChunk(data=file.read(PIECE_BYTES), total_bytes=path.stat().st_size)
+            return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=path.stat().st_size)
 
 
 _LOG_EVERY_S = 3.0

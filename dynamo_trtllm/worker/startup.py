@@ -147,7 +147,7 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
 def format_finding(finding: Finding) -> str:
     """Return a preflight problem in one line."""
     against = f" against {finding.other}" if finding.other else ""
-    return f"{finding.field} {finding.value}{against}: {finding.why}; {finding.cure} [{finding.rule}]"
+    return f"{finding.field} {finding.value}{against}: {finding.why}; {finding.fix} [{finding.rule}]"
 
 
 async def start_engine(engine: Engine, health: Health) -> EngineInfo:

@@ -45,7 +45,7 @@ class Stuck(LoopbackBackend):
         pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnRegion | None = None,
+        on_region: OnRegion | None = None,
     ) -> None:
         try:
             async with asyncio.timeout(timeout_s):

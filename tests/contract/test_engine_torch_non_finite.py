@@ -153,7 +153,7 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
     async with started(prefill, decode):
         pool, arrived = pool_of(decode), []
 
-        async def partial(*args: Any, on_piece: Callable[[int], None], **kwargs: Any) -> None:
+        async def partial(*args: Any, on_region: Callable[[int], None], **kwargs: Any) -> None:
             pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.inf
             arrived.append(pool.used)
             raise RuntimeError("it broke off")

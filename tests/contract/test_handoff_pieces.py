@@ -41,7 +41,7 @@ async def test_fetch_when_pieces_become_ready_one_by_one_then_each_is_told_and_n
     offer = await holder.backend.publish("t", split(source, sizes), ready=begin)
     holder.backend.mark_ready("unknown", 1)
     to = split(target, sizes)
-    fetch = asyncio.create_task(reader.backend.read("t", offer, to, timeout_s=10, on_piece=hear))
+    fetch = asyncio.create_task(reader.backend.read("t", offer, to, timeout_s=10, on_region=hear))
     assert [await arrived.get() for _ in range(begin)] == list(range(begin))
     for ready in range(begin, len(sizes)):
         await asyncio.sleep(0.02)

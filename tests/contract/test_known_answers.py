@@ -74,15 +74,15 @@ class Damage:
         async def damaging(
             backend: TransferBackend, ticket_id: str, offer: bytes, pieces: list[MemoryRegion], **how: Any
         ) -> None:
-            on_piece = how.pop("on_piece", None)
+            on_region = how.pop("on_piece", None)
 
             def changed(index: int) -> None:
                 if backend is self.damaged and self.way is not None:
                     self.way(bytes_of(pieces[index]))
-                if on_piece is not None:
-                    on_piece(index)
+                if on_region is not None:
+                    on_region(index)
 
-            await fetch(backend, ticket_id, offer, pieces, on_piece=changed, **how)
+            await fetch(backend, ticket_id, offer, pieces, on_region=changed, **how)
 
         return damaging
 

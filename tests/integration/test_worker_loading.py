@@ -52,7 +52,7 @@ def clash(peer: Instance) -> Finding:
         value="32",
         other=f"decode worker {peer.id:x}: 16",
         why="blocks are copied as they are",
-        cure="set both to the same",
+        fix="set both to the same",
     )
 
 

@@ -64,7 +64,7 @@ class _MockTransfer(NamedTuple):
 
 
 class MockEngine:
-    """An `Engine` with `Pushes`, `HasTickets` and `HasStats` that simulates a model."""
+    """An `Engine` with `Pushes`, `ExportsKv` and `HasStats` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")

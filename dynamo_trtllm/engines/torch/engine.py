@@ -47,7 +47,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 class TorchEngine:
-    """An `Engine` with `HasTickets` and `HasStats` that runs transformers models.
+    """An `Engine` with `ExportsKv` and `HasStats` that runs transformers models.
 
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
     """
@@ -248,7 +248,7 @@ class TorchEngine:
                 f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
             )
         scatter = partial(self._memory.transfer_buffer.scatter, reserved.allocation, reserved.rows)
-        await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_piece=scatter)
+        await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_region=scatter)
 
     def _new_sequence(
         self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]
@@ -314,7 +314,7 @@ class TorchEngine:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """End a KV transfer. See `HasTickets.release`."""
+        """End a KV transfer. See `ExportsKv.release`."""
         _log.debug("KV transfer %s: %s", ticket_id, outcome)
         if self._kv_connector is not None:
             self._kv_connector.release(ticket_id)

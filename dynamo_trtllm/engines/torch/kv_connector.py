@@ -180,7 +180,7 @@ class KvConnector:
         return TransferTerms(engine_state.seed, engine_state.piece_bytes)
 
     async def fetch(
-        self, request: GenerateRequest, allocation: Allocation, timeout_s: float, *, on_piece: Callable[[int], None]
+        self, request: GenerateRequest, allocation: Allocation, timeout_s: float, *, on_region: Callable[[int], None]
     ) -> None:
         """Read the request's KV into `allocation`.
 
@@ -193,7 +193,7 @@ class KvConnector:
             DeadlineExceeded: The request's deadline passed first.
         """
         ticket = _ticket(request)
-        to = Destination([_region(piece) for piece in allocation.pieces], on_piece)
+        to = Destination([_region(piece) for piece in allocation.pieces], on_region)
         await fetch(self._backend, ticket, _engine_state(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
 
     def release(self, ticket_id: str) -> None:

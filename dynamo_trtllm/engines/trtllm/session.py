@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.external import EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity, ticket_of
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity, transfer_params_of
 from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.inflight import (
@@ -138,7 +138,7 @@ class TrtllmSession:
         if call.exports_kv:
             return self._transfers.context_params()
         if request.phase is Phase.DECODE:
-            ticket = ticket_of(request)
+            ticket = transfer_params_of(request)
             if call.max_tokens <= len(ticket.first_token_ids):
                 raise RequestRejected(
                     f"KV transfer {ticket.ticket_id} already has all requested tokens; nothing is left to decode"
@@ -149,7 +149,7 @@ class TrtllmSession:
     def _submit(
         self, request: GenerateRequest, call: TrtllmCall, disagg: dict[str, Any] | None
     ) -> TrtllmInflightRequest:
-        first = ticket_of(request).first_logprobs if request.phase is Phase.DECODE else ()
+        first = transfer_params_of(request).first_logprobs if request.phase is Phase.DECODE else ()
         cursor = TrtllmOutputCursor(
             stop_ids=call.stop_ids,
             end_id=call.sampling["end_id"],
@@ -223,7 +223,7 @@ class TrtllmSession:
         if self._failed is not None:
             return EngineFailed(self._failed.message)
         if inflight.bound is not None and not inflight.started:
-            return timeout_error(ticket_of(request), inflight.bound)
+            return timeout_error(transfer_params_of(request), inflight.bound)
         return DeadlineExceeded(f"the deadline of the request passed after {inflight.age_s():.1f} s in the engine")
 
     def _to_error(self, exc: Exception, inflight: TrtllmInflightRequest | None = None) -> DynamoError:
@@ -271,7 +271,7 @@ class TrtllmSession:
     # --- KV transfers and statistics -------------------------------------------------------------------
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """See `HasTickets.release`. After a fetch TensorRT-LLM itself frees the KV, without reporting it."""
+        """See `ExportsKv.release`. After a fetch TensorRT-LLM itself frees the KV, without reporting it."""
         self._transfers.release(ticket_id, outcome)
 
     def stats(self) -> EngineStats:

@@ -64,7 +64,7 @@ def _context_fits(facts: VllmFacts) -> Violation | None:
     wanted, known = facts.args.get("max_model_len"), facts.model.context_length
     if not isinstance(wanted, int) or not known or wanted <= known:
         return None
-    return Violation(other=f"the model's context of {known}", cure=f"set --max-seq-len to {known} or less")
+    return Violation(other=f"the model's context of {known}", fix=f"set --max-seq-len to {known} or less")
 
 
 def _prompts_fit_steps(facts: VllmFacts) -> Violation | None:
@@ -109,7 +109,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="tensor_parallel_size",
         why="each rank of tensor, pipeline and data parallelism needs its own GPU",
-        cure="make more GPUs visible (CUDA_VISIBLE_DEVICES), or lower a parallel size",
+        fix="make more GPUs visible (CUDA_VISIBLE_DEVICES), or lower a parallel size",
         test=_ranks_fit_gpus,
     ),
     RoleRule(
@@ -117,7 +117,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="tensor_parallel_size",
         why="vLLM gives every rank the same number of heads",
-        cure="choose a tensor_parallel_size that divides the number of heads",
+        fix="choose a tensor_parallel_size that divides the number of heads",
         test=_heads_divide,
     ),
     RoleRule(
@@ -125,7 +125,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="max_model_len",
         why="vLLM rejects it and does not start",
-        cure="set --max-seq-len to the model's context length or less",
+        fix="set --max-seq-len to the model's context length or less",
         test=_context_fits,
     ),
     RoleRule(
@@ -133,7 +133,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="max_num_batched_tokens",
         why="without chunked prefill a prompt must fit into one step, and vLLM does not start",
-        cure="remove enable_chunked_prefill, or raise --max-num-tokens",
+        fix="remove enable_chunked_prefill, or raise --max-num-tokens",
         test=_prompts_fit_steps,
     ),
     RoleRule(
@@ -141,7 +141,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="pipeline_parallel_size",
         why="NixlConnector supports only one pipeline stage",
-        cure="use --tensor-parallel-size in prefill and decode workers",
+        fix="use --tensor-parallel-size in prefill and decode workers",
         test=_pipeline_has_no_kv_transfer,
     ),
     RoleRule(
@@ -149,7 +149,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="moe_backend",
         why="these kernels for MXFP4 experts need a Blackwell GPU",
-        cure="remove moe_backend; vLLM then uses Triton's kernels on Hopper",
+        fix="remove moe_backend; vLLM then uses Triton's kernels on Hopper",
         test=_mxfp4_on_hopper,
     ),
     RoleRule(
@@ -157,7 +157,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="error",
         field="dtype",
         why="vLLM supports MXFP4 weights only with bfloat16 activations",
-        cure="remove dtype",
+        fix="remove dtype",
         test=_mxfp4_dtype,
     ),
     RoleRule(
@@ -165,7 +165,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="warning",
         field="enable_prefix_caching",
         why="every prompt is computed in full, including prefixes that were computed before",
-        cure="remove it, except for benchmarks",
+        fix="remove it, except for benchmarks",
         test=_prefix_caching_off,
     ),
     RoleRule(
@@ -173,7 +173,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         severity="warning",
         field="load_format",
         why="the model has random weights, so its output is meaningless",
-        cure="remove --load-format, except for benchmarks",
+        fix="remove --load-format, except for benchmarks",
         test=_dummy_weights,
     ),
 )
@@ -218,7 +218,7 @@ def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
         )
 
 
-def _differs(rule: str, field: str, value: str, other: str, cure: str) -> Finding:
+def _differs(rule: str, field: str, value: str, other: str, fix: str) -> Finding:
     return Finding(
         severity="error",
         rule=rule,
@@ -226,5 +226,5 @@ def _differs(rule: str, field: str, value: str, other: str, cure: str) -> Findin
         value=value,
         other=other,
         why="the two workers can't transfer KV to each other",
-        cure=cure,
+        fix=fix,
     )

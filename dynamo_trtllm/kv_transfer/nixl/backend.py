@@ -249,7 +249,7 @@ class NixlBackend:
         pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnRegion | None = None,
+        on_region: OnRegion | None = None,
     ) -> None:
         """Read a transfer, see `TransferBackend.read`.
 
@@ -266,7 +266,7 @@ class NixlBackend:
         self._require_running("fetching KV")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
         slot = self._validity_slots.acquire()
-        request = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
+        request = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_region, is_checked)
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
         step_now = facts.kind == "VRAM" and self._fetch_driver.peers.is_connected(facts)
         try:

@@ -120,7 +120,7 @@ class FetchRequest(NamedTuple):
     pieces: Sequence[MemoryRegion]
     slot: int
     deadline: float
-    on_piece: OnRegion | None
+    on_region: OnRegion | None
     is_checked: bool
 
 
@@ -250,8 +250,8 @@ class _FetchState:
         self._moved_at = time.monotonic()
         if self.request.is_checked:
             self._hashing.append(self.checksums.submit_all(self.request.pieces[index]))
-        if self.request.on_piece is not None:
-            self.request.on_piece(index)
+        if self.request.on_region is not None:
+            self.request.on_region(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, validity = self.ready, (yield from self._read_validity())

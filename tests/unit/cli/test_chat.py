@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.cli.chat import HELP, Chat, Notices, main, only_model
 from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Kind, Screen, Shown, error_text, events
 from dynamo_trtllm.config.commands import ChatConfig
-from dynamo_trtllm.config.load import is_color_refused, load
+from dynamo_trtllm.config.load import is_color_disabled, load
 from dynamo_trtllm.errors import ConfigError
 
 
@@ -275,4 +275,4 @@ def test_is_color_refused_when_no_color_is_set_then_by_any_text(
     monkeypatch.delenv("NO_COLOR", raising=False)
     if value is not None:
         monkeypatch.setenv("NO_COLOR", value)
-    assert is_color_refused() is refused
+    assert is_color_disabled() is refused

@@ -13,7 +13,7 @@ from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.worker.service import PIECE_BYTES
+from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES
 from tests.unit.frontend.pipeline_helpers import Cluster
 from tests.unit.frontend.plan_helpers import TemplateModels, harmony_model
 from tests.unit.frontend.registry_helpers import TEMPLATE, Frontend
@@ -63,7 +63,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     contents = {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps({}),
-        "chat_template.jinja": "{# " + "x" * (2 * PIECE_BYTES) + " #}" + TEMPLATE,
+        "chat_template.jinja": "{# " + "x" * (2 * FILE_CHUNK_BYTES) + " #}" + TEMPLATE,
     }
     for name, content in contents.items():
         (tmp_path / name).write_text(content)

@@ -24,7 +24,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.worker.service import PIECE_BYTES, digest
+from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, digest
 from tests.instances import CARD, make_instance
 from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
 from tests.waiting import SOON_S
@@ -97,7 +97,7 @@ async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pie
     await wait_served(frontend, "tiny")
     template = digest(files["chat_template.jinja"])
     offsets = [verb.offset for verb in holder.asked if verb.sha256 == template]
-    assert offsets == [0, PIECE_BYTES, 2 * PIECE_BYTES]
+    assert offsets == [0, FILE_CHUNK_BYTES, 2 * FILE_CHUNK_BYTES]
     assert prompt_ids(frontend) == [1, 2]
 
 

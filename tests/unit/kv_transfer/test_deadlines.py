@@ -42,7 +42,7 @@ class Slow:
         pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnRegion | None = None,
+        on_region: OnRegion | None = None,
     ) -> None:
         self.given_s = timeout_s
         if self.error is not None:

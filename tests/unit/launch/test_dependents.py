@@ -74,9 +74,12 @@ def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
     ],
 )
 def test_next_to_drain_when_another_prefill_worker_serves_then_one_after_the_other(
-    is_work_done: bool, are_all_back: bool, wanted: list[str]
+    has_ready_replica: bool, are_dependents_ready: bool, wanted: list[str]
 ) -> None:
-    assert list(next_to_drain(["a", "b"], is_work_done=is_work_done, are_all_back=are_all_back)) == wanted
+    assert (
+        list(next_to_drain(["a", "b"], has_ready_replica=has_ready_replica, are_dependents_ready=are_dependents_ready))
+        == wanted
+    )
 
 
 async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:

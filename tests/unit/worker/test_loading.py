@@ -61,7 +61,7 @@ def finding(severity: Any, number: int) -> Finding:
         value="1 (YAML file p.yaml)",
         other="2",
         why="one is not two",
-        cure="set it to 2",
+        fix="set it to 2",
     )
 
 

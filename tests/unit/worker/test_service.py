@@ -36,7 +36,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
+from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, WorkerService, digest
 from tests.instances import make_instance, make_transfer_params
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
@@ -227,7 +227,7 @@ async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> N
     assert desk.counted("requests_total") == {("ok", "whole"): 1}
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 17])
+@pytest.mark.parametrize("size_bytes", [0, 1, FILE_CHUNK_BYTES, FILE_CHUNK_BYTES + 1, 2 * FILE_CHUNK_BYTES + 17])
 async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size_bytes: int) -> None:
     content = bytes(range(251)) * (size_bytes // 251 + 1)
     path = tmp_path / "tokenizer.json"
@@ -238,12 +238,12 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
     while True:
         piece = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
         assert piece.total_bytes == size_bytes
-        assert len(piece.data) <= PIECE_BYTES
+        assert len(piece.data) <= FILE_CHUNK_BYTES
         data, pieces = data + piece.data, pieces + 1
         if len(data) >= piece.total_bytes:
             break
     assert hashlib.sha256(data).hexdigest() == sha256
-    assert pieces == max(1, -(-size_bytes // PIECE_BYTES))
+    assert pieces == max(1, -(-size_bytes // FILE_CHUNK_BYTES))
 
 
 async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ VALUE_RULES = (
         severity="error",
         field="ray_placement_config",
         why="TensorRT-LLM rejects Ray settings unless Ray starts the ranks",
-        cure="set orchestrator_type: ray, or remove the setting",
+        fix="set orchestrator_type: ray, or remove the setting",
         test=_ray_without_ray,
     ),
     RoleRule(
@@ -41,7 +41,7 @@ VALUE_RULES = (
         severity="warning",
         field="load_format",
         why="the weights are random, so the output is meaningless",
-        cure="remove load_format, except for benchmarks",
+        fix="remove load_format, except for benchmarks",
         test=_dummy_weights,
     ),
 )

@@ -72,7 +72,7 @@ def _moe_falls_back(facts: RoleFacts) -> Violation | None:
     if name == "TRTLLM" and 100 <= facts.gpu.sm < 120:
         return None
     better = "TRITON" if 90 <= facts.gpu.sm < 100 else "CUTLASS"
-    return Violation(other=_gpu(facts), cure=f"set it to {better}")
+    return Violation(other=_gpu(facts), fix=f"set it to {better}")
 
 
 def _moe_quantization(facts: RoleFacts) -> Violation | None:
@@ -89,7 +89,7 @@ def _moe_quantization(facts: RoleFacts) -> Violation | None:
     if fits:
         return None
     return Violation(
-        other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_fix(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
+        other=f"{algorithm} on {_gpu(facts)}", fix=_kernel_fix(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
     )
 
 
@@ -111,7 +111,7 @@ def _cutlass_on_hopper(facts: RoleFacts) -> Violation | None:
     hopper = facts.gpu is not None and 90 <= facts.gpu.sm < 100
     if not hopper or not _is_mxfp4(facts) or _MOE not in facts.args.leaves or moe_backend(facts) != "CUTLASS":
         return None
-    return Violation(other=_gpu(facts), cure="set it to TRITON" if facts.line >= (1, 1, 0) else "use 1.1.0 or newer")
+    return Violation(other=_gpu(facts), fix="set it to TRITON" if facts.line >= (1, 1, 0) else "use 1.1.0 or newer")
 
 
 def _consumer_blackwell(facts: RoleFacts) -> Violation | None:
@@ -149,7 +149,7 @@ RULES = (
         field=_MOE,
         why="only CUTLASS, TRITON and TRTLLM support the biases and the activation of gpt-oss's experts; loading fails "
         "with other backends",
-        cure="set it to TRTLLM on Blackwell, TRITON on Hopper",
+        fix="set it to TRTLLM on Blackwell, TRITON on Hopper",
         test=_moe_without_bias,
     ),
     RoleRule(
@@ -158,7 +158,7 @@ RULES = (
         field=_MOE,
         why="this backend does not support this quantization on this GPU: TensorRT-LLM falls back to CUTLASS and only "
         "logs it",
-        cure="set it to TRITON on Hopper, CUTLASS on other GPUs",
+        fix="set it to TRITON on Hopper, CUTLASS on other GPUs",
         test=_moe_falls_back,
     ),
     RoleRule(
@@ -166,7 +166,7 @@ RULES = (
         severity="error",
         field=_MOE,
         why="this backend has no kernels for this GPU: loading fails",
-        cure="set it to TRTLLM on data-center Blackwell, TRITON on Hopper, CUTLASS on RTX Blackwell; and unset "
+        fix="set it to TRTLLM on data-center Blackwell, TRITON on Hopper, CUTLASS on RTX Blackwell; and unset "
         "OVERRIDE_QUANT_ALGO",
         test=_moe_quantization,
     ),
@@ -175,7 +175,7 @@ RULES = (
         severity="note",
         field=_MOE,
         why="before 1.3 the default is CUTLASS on every GPU, which is slower for gpt-oss",
-        cure="set it to TRTLLM on Blackwell, TRITON on Hopper (1.1.0 or newer)",
+        fix="set it to TRTLLM on Blackwell, TRITON on Hopper (1.1.0 or newer)",
         test=_moe_unset,
     ),
     RoleRule(
@@ -183,7 +183,7 @@ RULES = (
         severity="note",
         field=_MOE,
         why="on Hopper CUTLASS runs MXFP4 with BF16 activations; NVIDIA's guide uses TRITON",
-        cure="set it to TRITON (1.1.0 or newer)",
+        fix="set it to TRITON (1.1.0 or newer)",
         test=_cutlass_on_hopper,
     ),
     RoleRule(
@@ -191,7 +191,7 @@ RULES = (
         severity="warning",
         field="model",
         why="gpt-oss reportedly fails on this architecture with an invalid argument in tinygemm2",
-        cure="test one request first, or use a data-center GPU",
+        fix="test one request first, or use a data-center GPU",
         test=_consumer_blackwell,
     ),
     RoleRule(
@@ -199,7 +199,7 @@ RULES = (
         severity="warning",
         field=_KV,
         why="this release ignores unknown KV types and only logs it",
-        cure="set it to auto or fp8",
+        fix="set it to auto or fp8",
         test=_kv_dtype_unknown,
     ),
     RoleRule(
@@ -207,7 +207,7 @@ RULES = (
         severity="error",
         field=_KV,
         why="the GPU does not support this KV type",
-        cure="set it to auto",
+        fix="set it to auto",
         test=_kv_dtype_gpu,
     ),
     RoleRule(
@@ -215,7 +215,7 @@ RULES = (
         severity="warning",
         field=_KV,
         why="NVIDIA publishes gpt-oss on Hopper only with KV type auto; the accuracy with fp8 is unverified",
-        cure="set it to auto, on both sides",
+        fix="set it to auto, on both sides",
         test=_fp8_kv_on_hopper,
     ),
 )
@@ -252,7 +252,7 @@ def _waiting_decode(facts: RoleFacts) -> Violation | None:
 def _first_set(facts: RoleFacts, names: tuple[str, ...]) -> Violation | None:
     for name in names:
         if (value := facts.variable(name)) not in _OFF:
-            return Violation(field=name, value=value, cure=f"unset {name}")
+            return Violation(field=name, value=value, fix=f"unset {name}")
     return None
 
 
@@ -262,7 +262,7 @@ ENVIRONMENT_RULES = (
         severity="error",
         field="UCX_TLS",
         why="without a CUDA transport UCX treats GPU memory as host memory and fails to register KV",
-        cure="unset it, or add cuda_copy and cuda_ipc",
+        fix="unset it, or add cuda_copy and cuda_ipc",
         test=_no_cuda_transport,
     ),
     RoleRule(
@@ -270,7 +270,7 @@ ENVIRONMENT_RULES = (
         severity="warning",
         field="ENABLE_PERFECT_ROUTER",
         why="this variable is for benchmarks: the output is meaningless",
-        cure="unset ENABLE_PERFECT_ROUTER, TLLM_OVERRIDE_LAYER_NUM and TRTLLM_DISAGG_BENCHMARK_GEN_ONLY",
+        fix="unset ENABLE_PERFECT_ROUTER, TLLM_OVERRIDE_LAYER_NUM and TRTLLM_DISAGG_BENCHMARK_GEN_ONLY",
         test=_wrong_answers,
     ),
     RoleRule(
@@ -278,7 +278,7 @@ ENVIRONMENT_RULES = (
         severity="warning",
         field="TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER",
         why="this transfer mode reportedly hangs or fails",
-        cure="unset TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER and TRTLLM_DISAGG_LAYERWISE",
+        fix="unset TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER and TRTLLM_DISAGG_LAYERWISE",
         test=_broken_transfers,
     ),
     RoleRule(
@@ -286,7 +286,7 @@ ENVIRONMENT_RULES = (
         severity="warning",
         field=_SYNCHRONOUS,
         why="this variable is for debugging: decode stops while it receives KV",
-        cure=f"unset {_SYNCHRONOUS}",
+        fix=f"unset {_SYNCHRONOUS}",
         test=_waiting_decode,
     ),
 )

@@ -14,7 +14,7 @@ def _buffer_multiple(facts: RoleFacts) -> Violation | None:
     buffer, block = facts.number(BUFFER), facts.block_tokens
     if buffer is None or buffer % block == 0:
         return None
-    return Violation(other=f"tokens_per_block {block}", cure=f"set it to {-(-buffer // block) * block}")
+    return Violation(other=f"tokens_per_block {block}", fix=f"set it to {-(-buffer // block) * block}")
 
 
 def _prompt_over_buffer(facts: RoleFacts) -> Violation | None:
@@ -24,7 +24,7 @@ def _prompt_over_buffer(facts: RoleFacts) -> Violation | None:
     why = "with NIXL such a prompt fails"
     if facts.transceiver != "NIXL":
         why = "each such prompt allocates another buffer, until memory runs out or the two sides differ"
-    return Violation(other=f"prompts of {isl} tokens", why=why, cure=f"set it to {-(-isl // block) * block}")
+    return Violation(other=f"prompts of {isl} tokens", why=why, fix=f"set it to {-(-isl // block) * block}")
 
 
 def _buffer_unset(facts: RoleFacts) -> Violation | None:
@@ -37,7 +37,7 @@ def _prompt_over_step(facts: RoleFacts) -> Violation | None:
     isl = facts.load.isl
     if not _needs_prompt_in_one_step(facts) or isl is None or isl <= facts.max_num_tokens:
         return None
-    return Violation(other=f"prompts of {isl} tokens", cure=f"set enable_chunked_prefill: true, or raise it to {isl}")
+    return Violation(other=f"prompts of {isl} tokens", fix=f"set enable_chunked_prefill: true, or raise it to {isl}")
 
 
 def _limit_over_step(facts: RoleFacts) -> Violation | None:
@@ -64,7 +64,7 @@ def _request_over_sequence(facts: RoleFacts) -> Violation | None:
     answer = 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1)
     if isl + answer <= longest:
         return None
-    return Violation(other=f"{isl} input and {answer} output tokens", cure=f"set it to at least {isl + answer}")
+    return Violation(other=f"{isl} input and {answer} output tokens", fix=f"set it to at least {isl + answer}")
 
 
 def _sequence_over_model(facts: RoleFacts) -> Violation | None:
@@ -72,7 +72,7 @@ def _sequence_over_model(facts: RoleFacts) -> Violation | None:
     context = facts.model.context_length if facts.model else 0
     if not context or longest is None or longest <= context:
         return None
-    return Violation(other=f"max_position_embeddings {context} of the model", cure=f"set it to at most {context}")
+    return Violation(other=f"max_position_embeddings {context} of the model", fix=f"set it to at most {context}")
 
 
 def _batch_over_step(facts: RoleFacts) -> Violation | None:
@@ -96,7 +96,7 @@ RULES = (
         severity="error",
         field=BUFFER,
         why="otherwise an assertion of TensorRT-LLM fails and every rank exits at start",
-        cure="make it a multiple of kv_cache_config.tokens_per_block",
+        fix="make it a multiple of kv_cache_config.tokens_per_block",
         test=_buffer_multiple,
     ),
     RoleRule(
@@ -105,7 +105,7 @@ RULES = (
         field=BUFFER,
         why="the KV of a prompt must fit the transfer buffer: with NIXL longer prompts fail, with UCX each allocates "
         "another buffer until memory runs out",
-        cure="raise it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
+        fix="raise it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
         test=_prompt_over_buffer,
     ),
     RoleRule(
@@ -113,7 +113,7 @@ RULES = (
         severity="warning",
         field=BUFFER,
         why="the release then chooses a size; prompts that are longer than it fail",
-        cure="set it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
+        fix="set it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
         test=_buffer_unset,
     ),
     RoleRule(
@@ -121,7 +121,7 @@ RULES = (
         severity="error",
         field="max_num_tokens",
         why="without chunked prefill a prompt must fit one step: longer prompts are rejected",
-        cure="set enable_chunked_prefill: true, or raise it to the longest prompt",
+        fix="set enable_chunked_prefill: true, or raise it to the longest prompt",
         test=_prompt_over_step,
     ),
     RoleRule(
@@ -130,7 +130,7 @@ RULES = (
         field="max_num_tokens",
         why="without chunked prefill a prompt must fit one step: longer prompts are rejected, although the other "
         "limits allow them",
-        cure="set enable_chunked_prefill: true, raise it, or lower max_seq_len",
+        fix="set enable_chunked_prefill: true, raise it, or lower max_seq_len",
         test=_limit_over_step,
     ),
     RoleRule(
@@ -138,7 +138,7 @@ RULES = (
         severity="error",
         field="max_seq_len",
         why="prompt and output together exceed it: the output is truncated or the prompt rejected",
-        cure="raise it to the tokens of prompt and output together",
+        fix="raise it to the tokens of prompt and output together",
         test=_request_over_sequence,
     ),
     RoleRule(
@@ -146,7 +146,7 @@ RULES = (
         severity="error",
         field="max_seq_len",
         why="the model does not support longer sequences, and TensorRT-LLM rejects them",
-        cure="lower it to the model's context length, or remove it",
+        fix="lower it to the model's context length, or remove it",
         test=_sequence_over_model,
     ),
     RoleRule(
@@ -154,7 +154,7 @@ RULES = (
         severity="warning",
         field="max_batch_size",
         why="each request in a decode step uses one token of max_num_tokens, so a batch of this size never runs",
-        cure="lower it, or raise max_num_tokens",
+        fix="lower it, or raise max_num_tokens",
         test=_batch_over_step,
     ),
     RoleRule(
@@ -162,7 +162,7 @@ RULES = (
         severity="warning",
         field=_GRAPH,
         why="CUDA graphs for batches above max_batch_size are skipped, or use memory and start-up time without effect",
-        cure="lower it to max_batch_size, or raise max_batch_size",
+        fix="lower it to max_batch_size, or raise max_batch_size",
         test=_graph_over_batch,
     ),
 )

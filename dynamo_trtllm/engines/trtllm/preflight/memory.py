@@ -201,7 +201,7 @@ MEMORY_RULES = (
         severity="error",
         field="tensor_parallel_size",
         why="the weights of one rank do not fit the GPU",
-        cure="raise tensor_parallel_size, or choose a larger GPU",
+        fix="raise tensor_parallel_size, or choose a larger GPU",
         test=_weights_over_memory,
     ),
     RoleRule(
@@ -209,7 +209,7 @@ MEMORY_RULES = (
         severity="warning",
         field=_FRACTION,
         why="weights and buffers leave hardly any memory for KV (estimate)",
-        cure="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
+        fix="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
         test=_no_memory_for_kv,
     ),
     RoleRule(
@@ -217,7 +217,7 @@ MEMORY_RULES = (
         severity="warning",
         field="max_seq_len",
         why="one request of max_seq_len tokens does not fit the KV memory",
-        cure="lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV if the GPU has it",
+        fix="lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV if the GPU has it",
         test=_request_over_pool,
     ),
     RoleRule(
@@ -225,7 +225,7 @@ MEMORY_RULES = (
         severity="warning",
         field=_FRACTION,
         why="the KV memory is too small for the given concurrency: requests queue",
-        cure="use more GPUs or workers of this role, fp8 KV if the GPU supports it, or lower concurrency",
+        fix="use more GPUs or workers of this role, fp8 KV if the GPU supports it, or lower concurrency",
         test=_load_over_kv,
     ),
     RoleRule(
@@ -233,7 +233,7 @@ MEMORY_RULES = (
         severity="note",
         field="max_batch_size",
         why="the given concurrency exceeds the batch: other requests queue or are in prefill",
-        cure="raise it if memory allows, or start more workers of this role",
+        fix="raise it if memory allows, or start more workers of this role",
         test=_load_over_batch,
     ),
 )

@@ -76,14 +76,14 @@ def _lengths(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     mine, theirs = prefill.max_seq_len, decode.max_seq_len
     if theirs is None or (mine is not None and mine <= theirs):
         return None
-    return _differs(decode, "max_seq_len", cure=f"set it to at most {theirs} on prefill")
+    return _differs(decode, "max_seq_len", fix=f"set it to at most {theirs} on prefill")
 
 
 def _buffers(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     mine, theirs = prefill.number(BUFFER), decode.number(BUFFER)
     if mine is None or theirs is None or mine == theirs:
         return None
-    return _differs(decode, BUFFER, cure=f"set it to {max(mine, theirs)} on both sides")
+    return _differs(decode, BUFFER, fix=f"set it to {max(mine, theirs)} on both sides")
 
 
 def _windows(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
@@ -124,8 +124,8 @@ def _leaves(facts: RoleFacts, section: str) -> dict[str, object]:
     return {key.removeprefix(inside): leaf.value for key, leaf in facts.args.leaves.items() if key.startswith(inside)}
 
 
-def _differs(decode: RoleFacts, field: str, *, cure: str = "") -> Violation:
-    return Violation(field=field, other=f"decode: {decode.shown(field)}", cure=cure)
+def _differs(decode: RoleFacts, field: str, *, fix: str = "") -> Violation:
+    return Violation(field=field, other=f"decode: {decode.shown(field)}", fix=fix)
 
 
 PAIR_RULES = (
@@ -134,7 +134,7 @@ PAIR_RULES = (
         severity="error",
         field="model",
         why="the KV of one model is invalid for another",
-        cure="use the same model folder on both sides",
+        fix="use the same model folder on both sides",
         test=_models,
     ),
     PairRule(
@@ -142,7 +142,7 @@ PAIR_RULES = (
         severity="warning",
         field="release",
         why="the format of the transfer metadata is internal to each release of TensorRT-LLM",
-        cure="install the same release on both sides",
+        fix="install the same release on both sides",
         test=_releases,
     ),
     PairRule(
@@ -150,7 +150,7 @@ PAIR_RULES = (
         severity="error",
         field="disaggregation_strategy",
         why="prefill and decode would wait for each other",
-        cure="use the same --disaggregation-strategy on both sides",
+        fix="use the same --disaggregation-strategy on both sides",
         test=_strategies,
     ),
     PairRule(
@@ -158,7 +158,7 @@ PAIR_RULES = (
         severity="error",
         field=BACKEND,
         why="different backends cannot connect: decode waits for KV that never arrives",
-        cure="set it to the same on both sides",
+        fix="set it to the same on both sides",
         test=_transceivers,
     ),
     PairRule(
@@ -166,7 +166,7 @@ PAIR_RULES = (
         severity="error",
         field="cache_transceiver_config.transceiver_runtime",
         why="the C++ and the Python transceiver are incompatible",
-        cure="set it to the same on both sides",
+        fix="set it to the same on both sides",
         test=_runtimes,
     ),
     PairRule(
@@ -174,7 +174,7 @@ PAIR_RULES = (
         severity="error",
         field="kv_cache_config.dtype",
         why="KV blocks are copied without conversion, and their size depends on the type",
-        cure="set it to the same on both sides",
+        fix="set it to the same on both sides",
         test=_kv_dtypes,
     ),
     PairRule(
@@ -182,7 +182,7 @@ PAIR_RULES = (
         severity="error",
         field="kv_cache_config.tokens_per_block",
         why="KV blocks are copied without conversion",
-        cure="set it to the same on both sides",
+        fix="set it to the same on both sides",
         test=_blocks,
     ),
     PairRule(
@@ -190,7 +190,7 @@ PAIR_RULES = (
         severity="error",
         field=_ATTENTION,
         why="each attention backend has its own KV layout, and blocks are copied without conversion",
-        cure="set it to TRTLLM on both sides",
+        fix="set it to TRTLLM on both sides",
         test=_attention,
     ),
     PairRule(
@@ -198,7 +198,7 @@ PAIR_RULES = (
         severity="error",
         field=_ATTENTION,
         why="only TRTLLM's KV is resharded between different tensor-parallel sizes; other backends returned wrong text",
-        cure="set it to TRTLLM on both sides, or use the same parallel sizes",
+        fix="set it to TRTLLM on both sides, or use the same parallel sizes",
         test=_parallel_needs_trtllm,
     ),
     PairRule(
@@ -206,7 +206,7 @@ PAIR_RULES = (
         severity="warning",
         field="pipeline_parallel_size",
         why="pipeline parallelism on prefill with tensor parallelism on decode may hang (known issue of 1.2)",
-        cure="use the same parallelism on both sides",
+        fix="use the same parallelism on both sides",
         test=_pipeline_to_tensor,
     ),
     PairRule(
@@ -214,7 +214,7 @@ PAIR_RULES = (
         severity="error",
         field="max_seq_len",
         why="prefill would accept requests that are too long for decode",
-        cure="set it on prefill to at most decode's value",
+        fix="set it on prefill to at most decode's value",
         test=_lengths,
     ),
     PairRule(
@@ -222,7 +222,7 @@ PAIR_RULES = (
         severity="warning",
         field=BUFFER,
         why="the smaller buffer limits which prompts can be transferred",
-        cure="set it to the same on both sides",
+        fix="set it to the same on both sides",
         test=_buffers,
     ),
     PairRule(
@@ -230,7 +230,7 @@ PAIR_RULES = (
         severity="error",
         field=_WINDOWS,
         why="the two sides would store different blocks of the same prompt",
-        cure="set it to the same on both sides",
+        fix="set it to the same on both sides",
         test=_windows,
     ),
     PairRule(
@@ -238,7 +238,7 @@ PAIR_RULES = (
         severity="error",
         field=_SPECULATIVE,
         why="draft tokens and the draft model's KV are part of the transfer, so both sides must have them",
-        cure="set it to the same on both sides, or remove it",
+        fix="set it to the same on both sides, or remove it",
         test=_speculative,
     ),
 )
@@ -306,7 +306,7 @@ def _lengths_fit(mine: RoleFacts, peer: Instance) -> bool:
 
 
 def _finding(difference: _Difference, peer: Instance, severity: Literal["error", "warning"]) -> Finding:
-    why, cure = PEER_RULES[difference.rule]
+    why, fix = PEER_RULES[difference.rule]
     return Finding(
         severity=severity,
         rule=difference.rule,
@@ -314,7 +314,7 @@ def _finding(difference: _Difference, peer: Instance, severity: Literal["error",
         value=difference.ours,
         other=f"{_name(peer)}: {difference.theirs}",
         why=why,
-        cure=cure,
+        fix=fix,
     )
 
 

@@ -46,7 +46,7 @@ def _kv_heads_copied(facts: RoleFacts) -> Violation | None:
 def _no_pipeline(facts: RoleFacts) -> Violation | None:
     if facts.model is None or facts.model.model_type != "gpt_oss" or facts.size(_PP) == 1:
         return None
-    return Violation(other="model_type gpt_oss", cure=f"remove it and use {_TP}")
+    return Violation(other="model_type gpt_oss", fix=f"remove it and use {_TP}")
 
 
 def _pipeline_reuse(facts: RoleFacts) -> Violation | None:
@@ -92,7 +92,7 @@ RULES = (
         severity="error",
         field=_EP,
         why="experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does not divide them",
-        cure=f"choose a divisor of {_TP}",
+        fix=f"choose a divisor of {_TP}",
         test=_experts_divide,
     ),
     RoleRule(
@@ -100,7 +100,7 @@ RULES = (
         severity="error",
         field="moe_tensor_parallel_size",
         why=f"the product of the MoE sizes must be {_TP}",
-        cure="set only moe_expert_parallel_size; the other is derived",
+        fix="set only moe_expert_parallel_size; the other is derived",
         test=_moe_split,
     ),
     RoleRule(
@@ -108,7 +108,7 @@ RULES = (
         severity="error",
         field=_TP,
         why="each rank needs the same number of attention heads",
-        cure="choose a divisor of the model's attention heads",
+        fix="choose a divisor of the model's attention heads",
         test=_heads_divide,
     ),
     RoleRule(
@@ -116,7 +116,7 @@ RULES = (
         severity="note",
         field=_TP,
         why="with more ranks than KV heads, the KV of each head is stored more than once",
-        cure="use fewer ranks per engine, or set enable_attention_dp: true",
+        fix="use fewer ranks per engine, or set enable_attention_dp: true",
         test=_kv_heads_copied,
     ),
     RoleRule(
@@ -124,7 +124,7 @@ RULES = (
         severity="error",
         field=_PP,
         why="TensorRT-LLM has no pipeline parallelism for gpt-oss: loading fails",
-        cure=f"remove it and use {_TP}",
+        fix=f"remove it and use {_TP}",
         test=_no_pipeline,
     ),
     RoleRule(
@@ -132,7 +132,7 @@ RULES = (
         severity="warning",
         field=_PP,
         why="1.0 may hang with pipeline parallelism and block reuse",
-        cure="set kv_cache_config.enable_block_reuse: false, or use 1.1.0 or newer",
+        fix="set kv_cache_config.enable_block_reuse: false, or use 1.1.0 or newer",
         test=_pipeline_reuse,
     ),
     RoleRule(
@@ -140,7 +140,7 @@ RULES = (
         severity="error",
         field=_EP,
         why="TensorRT-LLM does not implement expert and context parallelism together",
-        cure="remove one of the two",
+        fix="remove one of the two",
         test=_experts_and_context,
     ),
     RoleRule(
@@ -148,7 +148,7 @@ RULES = (
         severity="warning",
         field=_TP,
         why="each rank needs a GPU: the engine cannot start on this host alone",
-        cure="lower the parallel sizes, make more GPUs visible, or start it on several hosts with trtllm-llmapi-launch",
+        fix="lower the parallel sizes, make more GPUs visible, or start it on several hosts with trtllm-llmapi-launch",
         test=_more_ranks_than_gpus,
     ),
     RoleRule(
@@ -156,7 +156,7 @@ RULES = (
         severity="note",
         field=_BALANCE,
         why="it has no effect without attention data parallelism",
-        cure="set enable_attention_dp: true, or remove it",
+        fix="set enable_attention_dp: true, or remove it",
         test=_balance_without_attention_dp,
     ),
     RoleRule(
@@ -164,7 +164,7 @@ RULES = (
         severity="note",
         field=_BALANCE,
         why="it has no effect on a prefill worker, which has no decode steps to balance with",
-        cure="remove it",
+        fix="remove it",
         test=_balance_on_prefill,
     ),
     RoleRule(
@@ -172,7 +172,7 @@ RULES = (
         severity="note",
         field="enable_attention_dp",
         why="it has no effect with one rank",
-        cure="remove it, or raise tensor_parallel_size",
+        fix="remove it, or raise tensor_parallel_size",
         test=_attention_dp_alone,
     ),
 )

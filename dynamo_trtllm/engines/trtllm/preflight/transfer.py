@@ -58,7 +58,7 @@ def _short_timeout(facts: RoleFacts) -> Violation | None:
     needed = round(prompt * _TIMEOUT_MS_PER_TOKEN)
     if timeout >= needed:
         return None
-    return Violation(other=f"prompts of up to {prompt} tokens", cure=f"set it to at least {needed}, on both sides")
+    return Violation(other=f"prompts of up to {prompt} tokens", fix=f"set it to at least {needed}, on both sides")
 
 
 def _no_timeout(facts: RoleFacts) -> Violation | None:
@@ -151,7 +151,7 @@ RULES = (
         severity="error",
         field=BACKEND,
         why="without a transfer backend (unset or null) the first request of a prefill or decode worker fails",
-        cure="set it to NIXL or UCX, the same on both sides",
+        fix="set it to NIXL or UCX, the same on both sides",
         test=_no_transceiver,
     ),
     RoleRule(
@@ -159,7 +159,7 @@ RULES = (
         severity="note",
         field=BACKEND,
         why="an aggregated worker transfers no KV, but the buffers use memory",
-        cure="remove cache_transceiver_config",
+        fix="remove cache_transceiver_config",
         test=_idle_transceiver,
     ),
     RoleRule(
@@ -167,7 +167,7 @@ RULES = (
         severity="note",
         field=BACKEND,
         why="DEFAULT depends on environment variables, which may differ between the two sides",
-        cure="set it to NIXL or UCX",
+        fix="set it to NIXL or UCX",
         test=_default_transceiver,
     ),
     RoleRule(
@@ -175,7 +175,7 @@ RULES = (
         severity="warning",
         field=BACKEND,
         why="MPI is deprecated and needs both sides in one MPI world, but workers are separate",
-        cure="set it to NIXL or UCX",
+        fix="set it to NIXL or UCX",
         test=_mpi_transceiver,
     ),
     RoleRule(
@@ -183,7 +183,7 @@ RULES = (
         severity="error",
         field=_OVERLAP,
         why="up to 1.2.1 context-only requests are rejected while the overlap scheduler is on",
-        cure="set disable_overlap_scheduler: true on prefill",
+        fix="set disable_overlap_scheduler: true on prefill",
         test=_overlap_on_prefill,
     ),
     RoleRule(
@@ -191,7 +191,7 @@ RULES = (
         severity="error",
         field="max_beam_width",
         why="KV transfer does not support beam search",
-        cure="set it to 1, or remove it",
+        fix="set it to 1, or remove it",
         test=_beams,
     ),
     RoleRule(
@@ -200,7 +200,7 @@ RULES = (
         field=TIMEOUT,
         why="it covers the decode queue as well as the transfer: if it is too short, all long prompts fail (60 s did "
         "for 128 K tokens)",
-        cure="set it to at least 1 ms per prompt token; 600000 is known to work for 128 K tokens",
+        fix="set it to at least 1 ms per prompt token; 600000 is known to work for 128 K tokens",
         test=_short_timeout,
     ),
     RoleRule(
@@ -208,7 +208,7 @@ RULES = (
         severity="note",
         field=TIMEOUT,
         why="1.3 aborts a transfer after 60 s, queue time included; earlier releases have no limit",
-        cure="set it well above the longest decode queue time plus the transfer",
+        fix="set it well above the longest decode queue time plus the transfer",
         test=_no_timeout,
     ),
     RoleRule(
@@ -216,7 +216,7 @@ RULES = (
         severity="note",
         field=TIMEOUT,
         why="builds of the 1.2 line raised an exception in their timeout loop; 1.2.1 is unverified",
-        cure="remove it, or test it under load first",
+        fix="remove it, or test it under load first",
         test=_untested_timeout,
     ),
     RoleRule(
@@ -224,7 +224,7 @@ RULES = (
         severity="error",
         field=_REUSE,
         why="1.2.0 corrupts KV with chunked prefill and block reuse: the output is silently wrong",
-        cure="use 1.2.1, or set kv_cache_config.enable_block_reuse: false",
+        fix="use 1.2.1, or set kv_cache_config.enable_block_reuse: false",
         test=_chunks_with_reuse,
     ),
     RoleRule(
@@ -232,7 +232,7 @@ RULES = (
         severity="note",
         field=_REUSE,
         why="on 1.2 a block may be removed from the reuse tree before its transfer ends; decode then hangs",
-        cure="if requests hang, set kv_cache_config.enable_block_reuse: false on prefill",
+        fix="if requests hang, set kv_cache_config.enable_block_reuse: false on prefill",
         test=_reuse_on_prefill,
     ),
     RoleRule(
@@ -240,7 +240,7 @@ RULES = (
         severity="note",
         field=_REUSE,
         why="sliding-window layers limit block reuse, depending on the release",
-        cure="none needed; if you rely on prefix caching, measure the cached tokens",
+        fix="none needed; if you rely on prefix caching, measure the cached tokens",
         test=_reuse_with_windows,
     ),
     RoleRule(
@@ -248,7 +248,7 @@ RULES = (
         severity="warning",
         field=_HOST,
         why="host offload with chunked prefill reportedly deadlocks",
-        cure="remove host_cache_size, or set enable_chunked_prefill: false",
+        fix="remove host_cache_size, or set enable_chunked_prefill: false",
         test=_host_with_chunks,
     ),
     RoleRule(
@@ -256,7 +256,7 @@ RULES = (
         severity="warning",
         field=_HOST,
         why="before 1.2 host offload reportedly mixes tokens of other prompts into the output",
-        cure="remove host_cache_size, or use 1.2.1",
+        fix="remove host_cache_size, or use 1.2.1",
         test=_host_corrupts,
     ),
     RoleRule(
@@ -264,7 +264,7 @@ RULES = (
         severity="warning",
         field="speculative_config",
         why="speculative decoding with KV transfer is unverified, and it was inaccurate with the overlap scheduler",
-        cure="use aggregated workers, or check output and acceptance rate first",
+        fix="use aggregated workers, or check output and acceptance rate first",
         test=_speculative,
     ),
     RoleRule(
@@ -272,7 +272,7 @@ RULES = (
         severity="error",
         field="batched_logits_processor",
         why="TensorRT-LLM does not support logits processors with disaggregation",
-        cure="remove it, or use aggregated workers",
+        fix="remove it, or use aggregated workers",
         test=_logits_processor,
     ),
     RoleRule(
@@ -280,7 +280,7 @@ RULES = (
         severity="warning",
         field="enable_lora",
         why="TensorRT-LLM does not test LoRA with disaggregation",
-        cure="remove it, or check the output first",
+        fix="remove it, or check the output first",
         test=_lora,
     ),
     RoleRule(
@@ -288,7 +288,7 @@ RULES = (
         severity="error",
         field="cache_transceiver_config.enable_pipelined_transfer",
         why="it needs a strategy in which decode starts first; here prefill does",
-        cure="remove it",
+        fix="remove it",
         test=_pipelined,
     ),
     RoleRule(
@@ -296,7 +296,7 @@ RULES = (
         severity="note",
         field="kv_cache_config.use_kv_cache_manager_v2",
         why="with disaggregation TensorRT-LLM falls back to KV cache manager v1 unless the Python transceiver is used",
-        cure="remove it, or set cache_transceiver_config.transceiver_runtime: PYTHON with NIXL",
+        fix="remove it, or set cache_transceiver_config.transceiver_runtime: PYTHON with NIXL",
         test=_manager_v2,
     ),
     RoleRule(
@@ -304,7 +304,7 @@ RULES = (
         severity="warning",
         field="kv_cache_config.event_buffer_max_size",
         why="KV events report reusable blocks: without block reuse there are none",
-        cure="set it to 0, or set kv_cache_config.enable_block_reuse: true",
+        fix="set it to 0, or set kv_cache_config.enable_block_reuse: true",
         test=_events_without_reuse,
     ),
 )

@@ -75,7 +75,7 @@ async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow
     terms = reader.kv_connector.validate(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert terms == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
-    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, 10, on_piece=arrived.put_nowait))
+    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, 10, on_region=arrived.put_nowait))
     for number, copy in enumerate(copies):
         await asyncio.sleep(0.05)
         assert arrived.empty()

@@ -257,7 +257,7 @@ def test_check_when_something_is_found_then_field_both_values_sources_and_cure_a
     assert finding.value == "prefill: 32 (--override-engine-args)"
     assert finding.other == "decode: 64 (--override-engine-args)"
     assert finding.why
-    assert finding.cure
+    assert finding.fix
 
 
 def test_check_when_a_value_is_the_releases_default_then_its_source_says_so() -> None:
@@ -267,7 +267,7 @@ def test_check_when_a_value_is_the_releases_default_then_its_source_says_so() ->
 
 def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one() -> None:
     (finding,) = [f for f in check_role(facts(P, {T + "max_tokens_in_buffer": 9000})) if f.severity == "error"]
-    assert finding.cure == "set it to 9024"
+    assert finding.fix == "set it to 9024"
 
 
 def test_check_when_several_are_found_then_the_worst_comes_first() -> None:

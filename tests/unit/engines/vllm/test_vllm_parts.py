@@ -233,7 +233,7 @@ def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: di
     (found,) = preflight.findings(facts(**args), [])
     assert found.rule == rule
     assert found.field in args
-    assert found.cure
+    assert found.fix
 
 
 @pytest.mark.parametrize(
