@@ -70,8 +70,8 @@ def next_to_drain(holding: Sequence[str], *, has_ready_replica: bool, are_depend
 
     Args:
         holding: Dependents that still hold memory.
-        is_work_done: A replica of the dead worker is ready.
-        are_all_back: All dependents are ready.
+        has_ready_replica: A replica of the dead worker is ready.
+        are_dependents_ready: All dependents are ready.
     """
     if not has_ready_replica:
         return holding

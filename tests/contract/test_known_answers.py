@@ -74,7 +74,7 @@ class Damage:
         async def damaging(
             backend: TransferBackend, ticket_id: str, offer: bytes, pieces: list[MemoryRegion], **how: Any
         ) -> None:
-            on_region = how.pop("on_piece", None)
+            on_region = how.pop("on_region", None)
 
             def changed(index: int) -> None:
                 if backend is self.damaged and self.way is not None:

@@ -228,7 +228,7 @@ def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(make_cluste
 def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(lasting: Pair) -> None:
     frontend = Process("dynamo_trtllm.frontend", ["--http-port", "0"], lasting.cluster.env)
     try:
-        frontend.wait_for("model mock is served")
+        frontend.wait_for("model mock is ready")
         with running(lasting.cluster, SHORT, frontend) as stream:
             frontend.send(signal.SIGTERM)
             *_, last = stream.events

@@ -65,7 +65,7 @@ def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_work_done", "are_all_back", "wanted"),
+    ("has_ready_replica", "are_dependents_ready", "wanted"),
     [
         (False, True, ["a", "b"]),
         (False, False, ["a", "b"]),
