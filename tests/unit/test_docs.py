@@ -90,13 +90,19 @@ def test_troubleshooting_when_it_names_findings_and_codes_then_there_are_such() 
 GUIDES_ADVICE = {
     "CUDA out of memory": ("lower `--max-num-tokens`", "`free_gpu_memory_fraction` is too high", "expected format"),
     "Workers do not connect": (
-        "etcd and NATS must run",
+        "etcd or NATS does not run",
         "network between the containers",
         "`CUDA_VISIBLE_DEVICES` does not fit",
         "other processes use the GPUs",
-        "only one worker is listed",
+        "workers of only one role are listed",
     ),
-    "Performance": ("`nvidia-smi`", "one line per request", "batch sizes", "chunked prefill", "port 8000 must be free"),
+    "Performance": (
+        "`nvidia-smi`",
+        "one line per request",
+        "batch sizes",
+        "chunked prefill",
+        "another process uses port 8000",
+    ),
     "Containers": ("Container Toolkit", "restart the daemon", "the disk is full"),
     "Repetition, or an answer that does not stop": ('`"top_p": 1`',),
     "Hangs": (),

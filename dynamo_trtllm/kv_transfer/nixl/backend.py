@@ -62,7 +62,7 @@ class NixlBackend:
         """Open the NIXL agents and start the threads, see `TransferBackend.start`.
 
         Raises:
-            ConfigError: NIXL can't start its UCX back end.
+            ConfigError: NIXL can't start its UCX backend.
         """
         self._loop = asyncio.get_running_loop()
         self._on_fetched = on_fetched

@@ -146,7 +146,7 @@ class NixlBindings:
             The metadata for connecting to the agent and to the validity agent.
 
         Raises:
-            ConfigError: NIXL's UCX back end does not start.
+            ConfigError: NIXL's UCX backend does not start.
         """
         # NIXL's progress thread (1.5.1) uses a whole core as long as the agent lives. The backend's listener and the
         # readers' polling make progress instead.
@@ -161,7 +161,7 @@ class NixlBindings:
             validity_connection: bytes = validity_agent.get_partial_agent_metadata(page, True, _BACKENDS)
         except self.errors as exc:
             raise ConfigError(
-                f"transfer backend nixl can't start its UCX back end: {exc!r}; use transfer backend tcp"
+                f"transfer backend nixl can't start its UCX backend: {exc!r}; use transfer backend tcp"
             ) from exc
         self.agent, self.validity_agent = agent, validity_agent
         return connection, validity_connection
