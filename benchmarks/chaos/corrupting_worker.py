@@ -107,15 +107,15 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
 def _inject_nan(engine: TorchEngine) -> None:
     """Put one NaN into the KV of each further prompt before it is copied to the transfer buffer."""
     assert engine._memory is not None
-    pool, staging = engine._memory
-    assert staging is not None
-    gather = staging.gather
+    pool, transfer_buffer = engine._memory
+    assert transfer_buffer is not None
+    gather = transfer_buffer.gather
 
-    def gather_with_nan(parcel: Any, rows: Any) -> Any:
+    def gather_with_nan(allocation: Any, rows: Any) -> Any:
         pool.all_rows.view(pool.dtype)[int(rows[-1]), 0] = math.nan
-        return gather(parcel, rows)
+        return gather(allocation, rows)
 
-    setattr(staging, "gather", gather_with_nan)  # noqa: B010  # replaces a method
+    setattr(transfer_buffer, "gather", gather_with_nan)  # noqa: B010  # replaces a method
 
 
 @asynccontextmanager

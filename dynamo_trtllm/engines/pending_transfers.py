@@ -183,7 +183,7 @@ def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
         engine_state = codec.decode(ticket.engine_state, form)
     except BadFrame as exc:
         raise TransferMismatch(
-            f"KV transfer {ticket.ticket_id} comes from another engine: {exc}", field="opaque"
+            f"KV transfer {ticket.ticket_id}: its engine state can't be decoded: {exc}", field="opaque"
         ) from exc
     if engine_state.version != version:
         raise TransferMismatch(

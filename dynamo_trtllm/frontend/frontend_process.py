@@ -19,7 +19,7 @@ from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.control_pipe import ControlPipe
 from dynamo_trtllm.frontend.main import DESCRIPTION, serve
-from dynamo_trtllm.network.addresses import listen
+from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 

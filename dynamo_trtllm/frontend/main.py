@@ -20,7 +20,7 @@ from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import PeerProcesses, SingleProcess
 from dynamo_trtllm.frontend.startup_gate import StartupGate
 from dynamo_trtllm.http_server.connection import http_server
-from dynamo_trtllm.network.addresses import BACKLOG, listen, warn_if_exposed
+from dynamo_trtllm.network.listening import BACKLOG, listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h

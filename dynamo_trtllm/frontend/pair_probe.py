@@ -210,9 +210,9 @@ class PairProbes:
             )
         return _ProbeResult(
             "mismatch",
-            f"its answers to {_PROMPTS} prompts differ from those of an aggregated worker: KV arrives changed, stale "
-            "or not at all; check that both workers have the same build, model files and KV settings, and check the "
-            "transport between them",
+            f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the same requests alone: KV "
+            "arrives changed, stale or not at all; check that both workers have the same build, model files and KV "
+            "settings, and check the transport between them",
         )
 
     async def _ask(

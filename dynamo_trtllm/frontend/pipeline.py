@@ -141,7 +141,7 @@ class Pipeline:
                 _log.warning(
                     "request %s: %s, retrying (%s): %s",
                     short_id(request.request_id),
-                    "no call was made" if at is None else f"worker {at:x} failed",
+                    "no call was made" if at is None else f"call to worker {at:x} failed",
                     exc.code,
                     exc.message,
                 )

@@ -20,7 +20,7 @@ from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.control_pipe import ControlPipe
-from dynamo_trtllm.network.addresses import bind, listen
+from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
 from dynamo_trtllm.subprocesses.child import Child, decide, describe, spawn
 

@@ -23,7 +23,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
 from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
 from dynamo_trtllm.http_server.errors import to_response
-from dynamo_trtllm.network.addresses import Acceptor, allow_files
+from dynamo_trtllm.network.listening import Acceptor, allow_files
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application

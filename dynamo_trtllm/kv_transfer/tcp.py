@@ -28,7 +28,8 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
-from dynamo_trtllm.network.addresses import LOOPBACK, Acceptor
+from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.network.listening import Acceptor
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.connection import ConnectionLimits, HttpServer
-from dynamo_trtllm.network.addresses import BACKLOG, listen, warn_if_exposed
+from dynamo_trtllm.network.listening import BACKLOG, listen, warn_if_exposed
 
 _log = logging.getLogger(__name__)
 

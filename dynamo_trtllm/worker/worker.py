@@ -27,7 +27,8 @@ from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, Role, SamplingDefaults
-from dynamo_trtllm.network.addresses import address_towards, allow_files, is_wildcard, resolve_host
+from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
+from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import ServerHandle
 from dynamo_trtllm.request_plane.client import PlaneLimits

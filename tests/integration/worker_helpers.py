@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.main import serve
 from dynamo_trtllm.frontend.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
-from dynamo_trtllm.network.addresses import listen
+from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.router.view import ClusterView

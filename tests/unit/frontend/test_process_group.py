@@ -11,7 +11,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.frontend.process_group import combined_exit_status, process_argv, process_environ, reserve_port
-from dynamo_trtllm.network.addresses import bind, listen
+from dynamo_trtllm.network.listening import bind, listen
 
 HOST = "127.0.0.1"
 

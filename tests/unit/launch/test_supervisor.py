@@ -13,7 +13,7 @@ from dynamo_trtllm.launch import supervisor
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.readiness_checks import NotYet
 from dynamo_trtllm.launch.supervisor import LaunchFailed
-from dynamo_trtllm.network.addresses import bind
+from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.child import BAD_CONFIG
 from tests.unit.launch.supervisor_helpers import (
     ALL,

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from dynamo_trtllm.network.addresses import ACCEPTS_PER_TURN, Acceptor, allow_files, listen, warn_if_exposed
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listen, warn_if_exposed
 from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
