@@ -21,8 +21,9 @@ MOST_WAITING_BYTES: Final = 16 << 20  # stored rejected records whose instance i
 class InstanceCache:
     """Cache of valid and rejected instance records by key. An unchanged record produces no event.
 
-    An instance that is missing in a list has left, or the store lost its record and its worker will register again. So
-    it is removed only after lists have lacked it for `grace_s` seconds. A deleted record is removed at once.
+    A record that is missing in a list does not prove that its worker left: the store may have lost it, and the worker
+    will register again. So an instance is removed only after lists have lacked it for `grace_s` seconds. A deleted
+    record is removed at once.
 
     An instance id belongs to the first key with it. A later key with the same id is rejected, and is checked again when
     the first one is removed.
@@ -32,7 +33,9 @@ class InstanceCache:
         self._grace_s = grace_s
         self._records: dict[str, bytes] = {}
         self._owners: dict[int, str] = {}  # instance id -> key of the valid record
-        self._missing: dict[str, float] = {}  # key -> time from which a list without it removes it
+        self._missing: dict[
+            str, float
+        ] = {}  # key -> earliest time at which a list without the key removes its instance
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._waiting: dict[int, dict[str, bytes]] = {}  # instance id -> rejected records with the same id
         self._waiting_bytes = 0
@@ -142,7 +145,7 @@ class InstanceCache:
         return [Rejected(shown, None) for shown in unlisted]
 
     def _wait(self, instance_id: int, key: str, record: bytes) -> None:
-        """Store a rejected record until its id is free. Above the size limit, wait for the next list instead."""
+        """Store a rejected record until its id is free. Above the size limit it is not stored; the next list has it."""
         self._stop_waiting(key)
         if shown_key(key) in self._rejected and self._waiting_bytes + len(record) <= MOST_WAITING_BYTES:
             self._waiting.setdefault(instance_id, {})[key] = record

@@ -83,7 +83,8 @@ class PipelineOptions:
     limits: RecoveryLimits = field(default_factory=RecoveryLimits)
     hold_s: float = 0.0  # longest wait for a role that has no instance
     decode_fallback: bool = False  # without a prefill worker, decode workers run aggregated requests
-    # Probes test new and quarantined pairs. Without probes, requests test them, quarantined pairs after a while.
+    # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when the breaker's open
+    # time is over.
     has_probes: bool = False
 
 

@@ -101,7 +101,7 @@ class TransferBackend(Protocol):
             offer: The bytes that `publish` returned.
             pieces: Destination regions, with the sizes of the published regions, in the same order.
             timeout_s: The longest time for the read, in seconds.
-            on_piece: Called with the index of each region, in order, as soon as the region is complete. It runs on the
+            on_region: Called with the index of each region, in order, as soon as the region is complete. It runs on the
                 event loop or on a thread of the backend, never after this call has ended, and must be fast.
 
         Raises:

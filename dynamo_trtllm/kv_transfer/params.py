@@ -113,7 +113,8 @@ async def fetch(
     """
     first = first_deadline(ticket, limits, time.time())
     if first.left_s <= 0:
-        if first.error is TransferTimeout:  # no peer is at fault: the request waited too long for space
+        # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame, not the peer.
+        if first.error is TransferTimeout:
             raise TransferExpired(f"KV transfer {ticket.ticket_id} expired before this worker had space for its KV")
         raise timeout_error(ticket, first)
     try:

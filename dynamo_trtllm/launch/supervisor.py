@@ -223,7 +223,8 @@ class Supervisor:
             if process.is_terminating:  # by `dependents`
                 self._console.say(f"{spec.name} {describe(status)} as requested; restarting")
                 continue
-            # another process may have taken the port between the choice of the port and the start
+            # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
+            # says nothing about the configuration, so the process is restarted.
             lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
             decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
             if not decision.is_restart:
@@ -231,7 +232,8 @@ class Supervisor:
             self._console.say(f"{spec.name} {decision.text}")
             restarts.append(time.monotonic())
             may_be_mapped = may_be_mapped or process.is_ready
-            # a process that exits with 0 should have released it; if it did not, its successor fails to start
+            # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
+            # with another status, and then the dependents are restarted.
             if self._deployment.restart.readers_too and may_be_mapped and status != 0:
                 await dependents.restart_dependents(spec)
                 may_be_mapped = False

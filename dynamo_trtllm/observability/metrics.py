@@ -121,7 +121,7 @@ TABLE = (
     Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
     Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
     Metric("frontend", "migrations_total", "counter", "Requests migrated after the first token", ("model",)),
-    Metric("frontend", "canaries_total", "counter", "Probes of idle worker pairs by outcome", ("model", "code")),
+    Metric("frontend", "canaries_total", "counter", "Probes of worker pairs by outcome", ("model", "code")),
     Metric("frontend", "responses_not_stored_total", "counter", "Responses that could not be stored", ("code",)),
     Metric("worker", "requests_total", "counter", "Finished calls", ("phase", "code")),
     Metric("worker", "output_tokens_total", "counter", "Generated tokens", ("phase",)),

@@ -99,7 +99,7 @@ class EndpointServer:
             on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
-        self._messages: Counter[str] = Counter()  # by inbox, while its owner gets heartbeats
+        self._messages: Counter[str] = Counter()  # received messages by caller, while it gets heartbeats
         # inboxes of callers of wire version 2 or later that have streams or pending KV transfers
         self._report_readers: set[str] = set()
         self._latest_openings: dict[StreamKey, None] = {}  # keys of the latest requests, including ended ones
@@ -218,7 +218,7 @@ class EndpointServer:
         return PING
 
     def _heard_from(self, inbox: str) -> int:
-        """Return the number of messages of a caller."""
+        """Return a counter that changes whenever the caller is heard from. New streams and KV transfers count, too."""
         return self._messages[inbox]
 
     def _watch(self, inbox: str) -> None:
@@ -322,8 +322,8 @@ class EndpointServer:
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
-        # A caller that has its KV transfer parameters must prefill again. Without the abort, the KV of lost parameters
-        # would stay allocated until it expires.
+        # The caller may never have received the KV transfer parameters; then only their expiry would free the KV. A
+        # caller that did receive them must prefill again.
         if self._is_closed:
             return  # the service may be closed too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
@@ -374,7 +374,8 @@ class EndpointServer:
             outbox = self._outboxes[call.key.inbox] = FrameBatcher()
         outbox.put(frame)
         if not self._flush_due:
-            self._flush_due = True  # after one engine step all its streams send in one iteration; the next one flushes
+            # all streams of an engine step send in one event-loop iteration; the next one sends them as one batch
+            self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:

@@ -66,7 +66,7 @@ def select(
     # Requests are counted per key: an index over the decodes of all keys would skip prefills of this key.
     peers = [d for d in decodes if keys[d.id] == keys[decode.id]]
     index_in_key = round_robin_index // len(decodes) * len(peers) + peers.index(decode)
-    # Shift by one per round: otherwise two prefills and two decodes would use only two of their four pairs.
+    # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use two of four pairs.
     shifted = index_in_key + index_in_key // math.lcm(len(peers), len(prefills))
     return WorkerSelection(prefills[shifted % len(prefills)], decode)
 
@@ -92,7 +92,9 @@ def _partners(view: ModelView, decode: Instance) -> list[int]:
 
 def _all_open(model: str, breakers: PairBreakers, pairs: list[Pair]) -> NoInstances:
     reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in pairs)
-    return NoInstances(f"every pair of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health")
+    return NoInstances(
+        f"every pair (or aggregated worker) of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health"
+    )
 
 
 def differences(a: Instance, b: Instance) -> str:

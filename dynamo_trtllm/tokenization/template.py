@@ -206,7 +206,10 @@ class ChatTemplateRenderer:
         )
 
     def call_header(self, name: str | None) -> TokenIds | None:
-        """Return the header of a named call if the format of calls is known and the output begins with the answer."""
+        """Return the token ids that force a call of the tool `name`.
+
+        None: no name is given, the format of calls is unknown, or reasoning comes first (`deepseek_r1`).
+        """
         opening = _CALL_OPENINGS.get(self._tool_call_parser)
         if name is None or opening is None or self._reasoning_parser == "deepseek_r1":
             return None

@@ -85,7 +85,7 @@ class WorkerService:
         return self._stream(request, None)
 
     def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """Pass chunks to `push` if the engine supports it, and yield the others."""
+        """Yield the chunks that the engine does not pass to `push`. An engine without push support yields all."""
         return self._stream(request, push)
 
     async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:

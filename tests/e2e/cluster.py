@@ -137,8 +137,8 @@ class Cluster:
         return self._start("dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"], env)
 
     def workers(self) -> list[Process]:
-        """All that have been started."""
-        return self._processes[1:]
+        """Return the workers that run. A shared cluster also has some that another test has stopped."""
+        return [process for process in self._processes[1:] if not process.is_over]
 
     @contextmanager
     def client(self, timeout_s: float = START_TIMEOUT_S, frontend: Process | None = None) -> Iterator[httpx.Client]:

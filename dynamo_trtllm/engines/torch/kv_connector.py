@@ -186,7 +186,7 @@ class KvConnector:
 
         Args:
             timeout_s: The longest time for the read, in seconds. The request's deadline and the expiry may be earlier.
-            on_piece: See `TransferBackend.read`.
+            on_region: See `TransferBackend.read`.
 
         Raises:
             KvTransferError: The KV can't be read.

@@ -226,7 +226,7 @@ class VllmSession:
     def _drop_kv(self, call_id: str, expires_at: float) -> None:
         if time.monotonic() < expires_at:
             self._kv_releaser.post(call_id)
-        else:
+        else:  # a decode engine whose clock is behind may still read the KV
             self._kv_releaser.post_later(call_id)
 
     def _chunk(self, request: GenerateRequest, inflight: VllmInflightRequest, output: Any, step: EngineOutput) -> Chunk:

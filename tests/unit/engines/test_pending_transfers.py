@@ -122,6 +122,6 @@ async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatc
     with pytest.raises(TransferMismatch, match="3 at prefill and 4 at decode") as caught:
         decode_state(ticket, Form, 4)
     assert caught.value.field == "opaque.version"
-    with pytest.raises(TransferMismatch, match="engine state can.t be decoded"):
+    with pytest.raises(TransferMismatch, match="its engine state can't be decoded"):
         decode_state(book.written(codec.encode({"version": 3})), Form, 3)
     book.close()
