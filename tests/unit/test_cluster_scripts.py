@@ -17,11 +17,12 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.messages import Role
 
 FOLDER = Path(__file__).parents[2] / "scripts/launch"
-# Writes its own line and lives until it is told to end, as a server does; `python3` plays the frontend.
+# Writes its own line and lives until SIGTERM, as a server does; `python3` plays the frontend. It takes a moment to end and
+# writes a line for each SIGTERM, because a worker takes a second one as the order not to drain.
 STAND_IN = """\
 #!/usr/bin/env bash
-trap 'kill $!; echo "$me ended" >>"$LOG"; exit 143' TERM
 me=$(basename "$0")
+trap 'echo "$me ended" >>"$LOG"; kill $!; sleep 0.3; exit 143' TERM
 printf '%s %s pid=%s\\n' "$me" "${*@Q}" $$ >>"$LOG"
 sleep 60 &
 wait $!
