@@ -17,8 +17,8 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.messages import Role
 
 FOLDER = Path(__file__).parents[2] / "scripts/launch"
-# Writes its own line and lives until SIGTERM, as a server does; `python3` plays the frontend. It takes a moment to end and
-# writes a line for each SIGTERM, because a worker takes a second one as the order not to drain.
+# Writes its own line and lives until SIGTERM, as a server does; `python3` plays the frontend. It takes a moment to end
+# and writes a line for each SIGTERM, because a worker takes a second one as the order not to drain.
 STAND_IN = """\
 #!/usr/bin/env bash
 me=$(basename "$0")
