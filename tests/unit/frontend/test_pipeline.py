@@ -292,9 +292,7 @@ async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_re
     assert decode.requests == []
 
 
-async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_transfer_refused(
-    cluster: Cluster,
-) -> None:
+async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_kv_freed(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
