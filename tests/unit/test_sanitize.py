@@ -32,6 +32,6 @@ def test_text_with_credentials_then_they_are_masked_and_the_rest_stays(text: str
 
 
 @pytest.mark.parametrize("piece", ["a:", "://", "a@b:", "-----BEGIN A-----", "x,x:'"])
-def test_text_of_megabytes_then_masking_takes_time_in_proportion(region: str) -> None:
+def test_text_of_megabytes_then_masking_takes_time_in_proportion(piece: str) -> None:
     """A quadratic search would run into the suite's timeout."""
-    mask_credentials(region * 100_000 + "@")
+    mask_credentials(piece * 100_000 + "@")

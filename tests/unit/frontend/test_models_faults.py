@@ -28,10 +28,10 @@ from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend,
 
 
 class Sizes:
-    """A worker's service that answers each request for a file with what `region` makes of its offset."""
+    """A worker's service that answers each request for a file with what `piece` makes of its offset."""
 
-    def __init__(self, region: Callable[[int], FileChunk]) -> None:
-        self._piece = region
+    def __init__(self, piece: Callable[[int], FileChunk]) -> None:
+        self._piece = piece
         self.offsets: list[int] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -59,13 +59,13 @@ class Sizes:
 async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no_further_and_the_next_one_is(
     frontend: Frontend,
     files: dict[str, Path],
-    region: Callable[[int], FileChunk],
+    piece: Callable[[int], FileChunk],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
-    bad = Sizes(region)
+    bad = Sizes(piece)
     await frontend.add(1, card_of(files), service=bad)
     await until(lambda: "cannot be loaded yet" in caplog.text)
     assert said in caplog.text

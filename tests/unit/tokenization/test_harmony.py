@@ -270,7 +270,7 @@ def test_encode_when_decoded_then_text_is_back_and_no_control_token_was_made(
     assert renderer.decode(ids) == text
 
 
-def test_decode_when_ids_are_control_tokens_then_they_are_formatted(renderer: HarmonyRenderer) -> None:
+def test_decode_when_ids_are_control_tokens_then_they_are_spelled(renderer: HarmonyRenderer) -> None:
     assert renderer.decode(token_ids([200006, 200012, 201087])) == "<|start|><|call|><|reserved_201087|>"
     with pytest.raises(InvalidRequest, match="201088"):
         renderer.decode(token_ids([201088]))
@@ -284,6 +284,6 @@ def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(renderer: Ha
 def test_text_parser_when_character_is_split_then_it_comes_whole(renderer: HarmonyRenderer) -> None:
     ids = renderer.encode("a𒀀b")
     parser = renderer.text_parser()
-    regions = [parser.push(token_ids([token_id])).content for token_id in (*ids, 200002)]
-    assert "".join(regions) + parser.finish().content == "a𒀀b"
-    assert "" in regions[:-1]  # so the character was in fact split
+    pieces = [parser.push(token_ids([token_id])).content for token_id in (*ids, 200002)]
+    assert "".join(pieces) + parser.finish().content == "a𒀀b"
+    assert "" in pieces[:-1]  # so the character was in fact split

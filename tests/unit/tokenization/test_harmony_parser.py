@@ -150,10 +150,10 @@ def test_push_when_stream_is_well_formed_then_bodies_equal_those_of_openai_harmo
 
 def test_push_when_a_call_streams_then_name_comes_first_and_arguments_as_they_come(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
-    regions = [call for i in ids_of(f'{CALL_F}{{"place": "Rome"}}') for call in parser.push(token_ids([i])).tool_calls]
-    assert (regions[0].name, regions[0].arguments) == ("get_weather", "")
-    assert all(region.name is None and region.arguments and region.index == 0 for region in regions[1:])
-    assert len(regions) > 3
+    pieces = [call for i in ids_of(f'{CALL_F}{{"place": "Rome"}}') for call in parser.push(token_ids([i])).tool_calls]
+    assert (pieces[0].name, pieces[0].arguments) == ("get_weather", "")
+    assert all(piece.name is None and piece.arguments and piece.index == 0 for piece in pieces[1:])
+    assert len(pieces) > 3
 
 
 def test_push_when_content_streams_then_nothing_waits_but_half_characters(renderer: HarmonyRenderer) -> None:

@@ -42,7 +42,7 @@ def byte_level() -> bytes:
 def byte_fallback() -> bytes:
     """As Llama 2's: blanks are U+2581, a leading one is dropped, unknown characters are bytes."""
     words = ["▁the", "▁quick", "▁fox", "▁", "t", "h", "e", "f", "o", "x", "n", "d"]
-    vocab = {region: i for i, region in enumerate(["<unk>", *SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *words])}
+    vocab = {piece: i for i, piece in enumerate(["<unk>", *SPECIALS, *(f"<0x{b:02X}>" for b in range(256)), *words])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -74,8 +74,8 @@ def prompt(found: Mapping[str, bytes], *messages: Message, **more: object) -> st
 
 
 def streamed(parser: OutputParser, ids: list[int], step: int = 1) -> str:
-    regions = [parser.push(token_ids(ids[at : at + step])).content for at in range(0, len(ids), step)]
-    return "".join(regions) + parser.finish().content
+    pieces = [parser.push(token_ids(ids[at : at + step])).content for at in range(0, len(ids), step)]
+    return "".join(pieces) + parser.finish().content
 
 
 def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_are_tokens() -> None:
@@ -197,9 +197,9 @@ def test_text_parser_when_text_streams_then_it_is_whole_and_specials_are_left_ou
 def test_text_parser_when_character_is_split_then_no_part_of_it_is_shown(kind: str) -> None:
     made = renderer(files(kind))
     parser = made.text_parser()
-    regions = [parser.push(token_ids([i])).content for i in made.encode("the 𒀀")]
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(regions)
-    assert "" in regions
+    pieces = [parser.push(token_ids([i])).content for i in made.encode("the 𒀀")]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "" in pieces
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,7 +45,7 @@ TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
 class PlainEngine:
-    """Yields the chunks of its script and raises its exceptions. Has no tickets."""
+    """Yields the chunks of its script and raises its exceptions. Exports no KV."""
 
     def __init__(self, script: Sequence[Chunk | Exception] = ANSWER) -> None:
         self.script = script
@@ -146,7 +146,7 @@ async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(ro
 
 
 @pytest.mark.parametrize(
-    ("role", "phase", "ticket"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TRANSFER_PARAMS)]
+    ("role", "phase", "kv_params"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TRANSFER_PARAMS)]
 )
 async def test_generate_when_transfer_and_phase_disagree_then_refused(
     role: Role, phase: Phase, kv_params: KvTransferParams | None
@@ -234,16 +234,16 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
     path.write_bytes(content[:size_bytes])
     sha256 = digest(path)
     desk = Desk(PlainEngine(), files={sha256: path})
-    data, regions = b"", 0
+    data, chunks = b"", 0
     while True:
-        region = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
-        assert region.total_bytes == size_bytes
-        assert len(region.data) <= FILE_CHUNK_BYTES
-        data, regions = data + region.data, regions + 1
-        if len(data) >= region.total_bytes:
+        chunk = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
+        assert chunk.total_bytes == size_bytes
+        assert len(chunk.data) <= FILE_CHUNK_BYTES
+        data, chunks = data + chunk.data, chunks + 1
+        if len(data) >= chunk.total_bytes:
             break
     assert hashlib.sha256(data).hexdigest() == sha256
-    assert regions == max(1, -(-size_bytes // FILE_CHUNK_BYTES))
+    assert chunks == max(1, -(-size_bytes // FILE_CHUNK_BYTES))
 
 
 async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_path: Path) -> None:

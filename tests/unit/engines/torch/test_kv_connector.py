@@ -131,12 +131,12 @@ async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_mem
         """A staging memory on a GPU that is not there."""
 
         num_bytes = 1 << 20
-        region: Any = torch.empty(8, dtype=torch.uint8, device="meta")
+        memory: Any = torch.empty(8, dtype=torch.uint8, device="meta")
 
         checksum = None
 
         def move_to_host(self) -> None:
-            self.region = torch.empty(8, dtype=torch.uint8)
+            self.memory = torch.empty(8, dtype=torch.uint8)
 
     caplog.set_level(logging.INFO)
     backend = HostOnly()
