@@ -54,7 +54,7 @@ def main() -> None:
 def _make_parser(renderer: HarmonyRenderer, calls: Callable[[], ToolCallParser]) -> OutputParser:
     text = renderer.text_parser()
     return ChatOutputParser(
-        text, reasoning_parser=ReasoningParser(begins_inside=False), calls=calls(), prefill_ids=token_ids()
+        text, reasoning_parser=ReasoningParser(begins_inside=False), calls=calls(), forced_ids=token_ids()
     )
 
 

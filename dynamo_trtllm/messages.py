@@ -131,7 +131,7 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int
-    ticket_id: str
+    transfer_id: str = msgspec.field(name="ticket_id")
     engine: str
     model: str
     layout: KvLayout
@@ -156,7 +156,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: Sampling
     deadline: float  # seconds since the epoch
     phase: Phase = Phase.AGGREGATED
-    ticket: KvTransferParams | None = None  # set exactly when phase is DECODE
+    kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")  # set exactly when phase is DECODE
     # number of the last `token_ids` that are output tokens of another worker, which failed after it sent them
     num_resumed_output_tokens: int = msgspec.field(default=0, name="resumed_tokens")
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
@@ -186,7 +186,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
     finish_reason: FinishReason | None = None
-    ticket: KvTransferParams | None = None  # set exactly when finish_reason is KV_TRANSFER
+    kv_params: KvTransferParams | None = msgspec.field(
+        default=None, name="ticket"
+    )  # set exactly when finish_reason is KV_TRANSFER
     stats: PhaseTimings | None = None  # set on the terminal chunk
 
 
@@ -265,7 +267,7 @@ class ReleaseOutcome(StrEnum):
 class ReleaseKv(msgspec.Struct, frozen=True, tag="release"):
     """Let a prefill worker free the KV of one transfer."""
 
-    ticket_id: str
+    transfer_id: str = msgspec.field(name="ticket_id")
     outcome: ReleaseOutcome
 
 

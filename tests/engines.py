@@ -114,7 +114,7 @@ def ask(
     prompt: array[int],
     *,
     phase: Phase = Phase.AGGREGATED,
-    ticket: KvTransferParams | None = None,
+    kv_params: KvTransferParams | None = None,
     num_resumed_output_tokens: int = 0,
     **sampling: Any,
 ) -> GenerateRequest:
@@ -126,7 +126,7 @@ def ask(
         sampling=chosen,
         deadline=time.time() + 60,
         phase=phase,
-        ticket=ticket,
+        kv_params=kv_params,
         num_resumed_output_tokens=num_resumed_output_tokens,
     )
 
@@ -160,18 +160,18 @@ async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[in
 async def prefill_params(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
     last = (await collect(engine, ask(prompt, phase=Phase.PREFILL, **sampling)))[-1]
     assert last.finish_reason is FinishReason.KV_TRANSFER
-    assert last.ticket is not None
+    assert last.kv_params is not None
     assert list(last.token_ids) == []
-    return last.ticket
+    return last.kv_params
 
 
 async def prefill_then_decode(prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any) -> list[Chunk]:
     """Run the prefill and the decode phase like a frontend, and release the KV on the prefill engine."""
-    ticket = await prefill_params(prefill, prompt, **sampling)
+    kv_params = await prefill_params(prefill, prompt, **sampling)
     try:
-        return await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling))
+        return await collect(decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling))
     finally:
-        release(prefill, ticket, ReleaseOutcome.FETCHED)
+        release(prefill, kv_params, ReleaseOutcome.FETCHED)
 
 
 def stats(engine: Engine) -> EngineStats:
@@ -179,9 +179,9 @@ def stats(engine: Engine) -> EngineStats:
     return engine.stats()
 
 
-def release(engine: Engine, ticket: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED) -> None:
+def release(engine: Engine, kv_params: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED) -> None:
     assert isinstance(engine, ExportsKv)
-    engine.release(ticket.ticket_id, outcome)
+    engine.release(kv_params.transfer_id, outcome)
 
 
 async def check_stats(engine: Engine, **expected: int) -> None:

@@ -26,11 +26,11 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
     )
 
 
-def make_transfer_params(ticket_id: str, *, prefill_instance_id: int = 1, ttl_s: float = 60.0) -> KvTransferParams:
+def make_transfer_params(transfer_id: str, *, prefill_instance_id: int = 1, ttl_s: float = 60.0) -> KvTransferParams:
     """Return KV transfer parameters with one token, whose KV does not exist."""
     return KvTransferParams(
         version=1,
-        ticket_id=ticket_id,
+        transfer_id=transfer_id,
         engine="mock",
         model="tiny",
         layout=LAYOUT,

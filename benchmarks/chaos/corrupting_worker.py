@@ -49,7 +49,7 @@ class CorruptingService:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._plane.generate(self._healthy.subject, request)) as chunks:
             async for chunk in chunks:
-                if chunk.ticket is not None:
+                if chunk.kv_params is not None:
                     self.num_changed += 1
                     chunk = self._change(chunk)
                 yield chunk
@@ -144,9 +144,9 @@ async def _register(
 
 def expire_params(chunk: Chunk) -> Chunk:
     """Return the chunk with KV transfer parameters that expired an hour ago."""
-    assert chunk.ticket is not None
-    ticket = msgspec.structs.replace(chunk.ticket, expires_at=chunk.ticket.expires_at - _AN_HOUR_S)
-    return msgspec.structs.replace(chunk, ticket=ticket)
+    assert chunk.kv_params is not None
+    kv_params = msgspec.structs.replace(chunk.kv_params, expires_at=chunk.kv_params.expires_at - _AN_HOUR_S)
+    return msgspec.structs.replace(chunk, kv_params=kv_params)
 
 
 def set_unknown_finish_reason(chunk: Chunk) -> Chunk:
@@ -156,19 +156,19 @@ def set_unknown_finish_reason(chunk: Chunk) -> Chunk:
 
 def _offer(chunk: Chunk) -> dict[str, Any]:
     """Return the tcp offer in the chunk's KV transfer parameters, which is all of `engine_state` or its `offer`."""
-    assert chunk.ticket is not None
-    engine_state: dict[str, Any] = msgspec.msgpack.decode(chunk.ticket.engine_state)
+    assert chunk.kv_params is not None
+    engine_state: dict[str, Any] = msgspec.msgpack.decode(chunk.kv_params.engine_state)
     return msgspec.msgpack.decode(engine_state["offer"]) if "offer" in engine_state else engine_state
 
 
 def _change_offer(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
     """Return the chunk with these values changed in its tcp offer."""
-    assert chunk.ticket is not None
-    engine_state = msgspec.msgpack.decode(chunk.ticket.engine_state)
+    assert chunk.kv_params is not None
+    engine_state = msgspec.msgpack.decode(chunk.kv_params.engine_state)
     offer = _offer(chunk) | changes
     engine_state = engine_state | {"offer": msgspec.msgpack.encode(offer)} if "offer" in engine_state else offer
-    ticket = msgspec.structs.replace(chunk.ticket, engine_state=msgspec.msgpack.encode(engine_state))
-    return msgspec.structs.replace(chunk, ticket=ticket)
+    kv_params = msgspec.structs.replace(chunk.kv_params, engine_state=msgspec.msgpack.encode(engine_state))
+    return msgspec.structs.replace(chunk, kv_params=kv_params)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
     """The KV of one prompt. With `whole`, it is offered after all of it was gathered."""
 
     tokens: int
-    piece_bytes: int
+    region_bytes: int
     whole: bool = False
 
 
@@ -83,7 +83,7 @@ class TransferEnd:
 
     async def start(self, on_fetched: Any) -> None:
         await self.backend.start(on_fetched)
-        await self.backend.register(region_of(self.transfer_buffer.region))
+        await self.backend.register(region_of(self.transfer_buffer.memory))
 
     def rows(self, tokens: int, number: int | None = None) -> Tensor:
         """Return the rows of a prompt in scattered blocks of the pool. `number` selects the process, default this."""
@@ -112,7 +112,7 @@ class TransferEnd:
         found = {}
         for width in (torch.complex128, torch.int64, torch.bfloat16):
             pool = self.pool.all_rows.view(torch.uint8).view(width)
-            copy = self.transfer_buffer.region[:num_bytes].view(width).view(len(rows), -1)
+            copy = self.transfer_buffer.memory[:num_bytes].view(width).view(len(rows), -1)
             for name, way in {
                 "index_select": partial(torch.index_select, pool, 0, rows, out=copy),
                 "index_copy": partial(pool.index_copy_, 0, rows, copy),
@@ -188,7 +188,7 @@ class KvSource:
 
     async def _allocation(self, prompt: Prompt) -> Allocation:
         """Allocate transfer buffer memory. Waits until that of earlier prompts is released."""
-        while (allocation := self._end.transfer_buffer.allocate(prompt.tokens, prompt.piece_bytes)) is None:
+        while (allocation := self._end.transfer_buffer.allocate(prompt.tokens, prompt.region_bytes)) is None:
             self._freed.clear()
             await self._freed.wait()
         return allocation
@@ -204,8 +204,8 @@ class KvSource:
         if prompt.whole:
             await end.done()
             copied = []
-        pieces = [region_of(piece) for piece in allocation.pieces]
-        offer = await end.backend.publish(transfer_id, pieces, ready=0 if copied else None)
+        regions = [region_of(region) for region in allocation.regions]
+        offer = await end.backend.publish(transfer_id, regions, ready=0 if copied else None)
         self._connection.send((transfer_id, (offer, began, time.perf_counter())))
         for ready, event in enumerate(copied, start=1):
             await wait_event(event)
@@ -213,8 +213,8 @@ class KvSource:
 
     async def _bytes(self, transfer_id: str, num_bytes: int) -> None:
         """Offer contiguous memory of the transfer buffer."""
-        piece = region_of(self._end.transfer_buffer.region[:num_bytes])
-        self._connection.send((transfer_id, await self._end.backend.publish(transfer_id, [piece])))
+        region = region_of(self._end.transfer_buffer.memory[:num_bytes])
+        self._connection.send((transfer_id, await self._end.backend.publish(transfer_id, [region])))
 
     async def _copies(self, transfer_id: str, prompt: Prompt) -> None:
         """Send the seconds of a gather alone and of a scatter alone."""
@@ -237,7 +237,7 @@ class KvSource:
 
 
 def _scatter(transfer_buffer: TransferBuffer, allocation: Allocation, rows: Tensor) -> None:
-    for index in range(len(allocation.pieces)):
+    for index in range(len(allocation.regions)):
         transfer_buffer.scatter(allocation, rows, index)
 
 
@@ -282,13 +282,13 @@ class KvReader:
     async def prompt(self, prompt: Prompt, rows: Tensor) -> Times:
         """Transfer the KV of a prompt from the source's blocks into these rows."""
         end = self.end
-        allocation = end.transfer_buffer.allocate(prompt.tokens, prompt.piece_bytes)
+        allocation = end.transfer_buffer.allocate(prompt.tokens, prompt.region_bytes)
         assert allocation is not None, "the transfer buffer is too small for the transfers in flight"
         transfer_id, (offer, began, offered) = await self.ask("prompt", prompt)
         arrived = time.perf_counter()
-        pieces = [region_of(piece) for piece in allocation.pieces]
+        regions = [region_of(region) for region in allocation.regions]
         scatter = partial(end.transfer_buffer.scatter, allocation, rows)
-        await end.backend.read(transfer_id, offer, pieces, timeout_s=TIMEOUT_S, on_region=scatter)
+        await end.backend.read(transfer_id, offer, regions, timeout_s=TIMEOUT_S, on_region=scatter)
         fetched = time.perf_counter()
         ended = await end.done()
         end.transfer_buffer.free(allocation)
@@ -300,9 +300,9 @@ class KvReader:
 
     async def bytes(self, offers: Sequence[tuple[str, bytes]], num_bytes: int) -> float:
         """Fetch all offers at once. Return the seconds it took."""
-        piece = region_of(self.end.transfer_buffer.region[:num_bytes])
+        region = region_of(self.end.transfer_buffer.memory[:num_bytes])
         begun = time.perf_counter()
-        fetches = (self.end.backend.read(name, offer, [piece], timeout_s=TIMEOUT_S) for name, offer in offers)
+        fetches = (self.end.backend.read(name, offer, [region], timeout_s=TIMEOUT_S) for name, offer in offers)
         await asyncio.gather(*fetches)
         return time.perf_counter() - begun
 

@@ -25,7 +25,7 @@ CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # packaged in the wheel
 _log = logging.getLogger(__name__)
 
 
-class Sourced(NamedTuple):
+class SourcedValue(NamedTuple):
     """The value of one leaf and its source."""
 
     value: Any
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 class Merged(NamedTuple):
     """Merged leaves by dotted key, and a note for each value that a later source overrides."""
 
-    leaves: dict[str, Sourced]
+    leaves: dict[str, SourcedValue]
     notes: list[str]
 
 
@@ -52,7 +52,7 @@ def merge(layers: Iterable[Source]) -> Merged:
 
     Mappings are merged. Any other value replaces the earlier value or subtree.
     """
-    merged: dict[str, Sourced] = {}
+    merged: dict[str, SourcedValue] = {}
     defaults: set[str] = set()
     notes = []
     for layer in layers:
@@ -64,7 +64,7 @@ def merge(layers: Iterable[Source]) -> Merged:
                 if old.value != value and old.source not in defaults:
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
                     notes.append(f"{_source_name(layer.source)} {_text(value)} overrides {loser}")
-            merged[key] = Sourced(value, layer.source)
+            merged[key] = SourcedValue(value, layer.source)
         if layer.is_default:
             defaults.add(layer.source)
     return Merged(merged, notes)
@@ -78,7 +78,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def nested(merged: Mapping[str, Sourced]) -> dict[str, Any]:
+def nested(merged: Mapping[str, SourcedValue]) -> dict[str, Any]:
     """Return the merged leaves as a nested mapping."""
     result: dict[str, Any] = {}
     for key, leaf in merged.items():
@@ -98,7 +98,7 @@ def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _overridden_keys(merged: Mapping[str, Sourced], key: str) -> list[str]:
+def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
     """Return the leaves that a new `key` replaces: itself, those above it (now a mapping) and those below it."""
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
@@ -260,15 +260,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def as_yaml(leaves: Mapping[str, Sourced]) -> str:
+def as_yaml(leaves: Mapping[str, SourcedValue]) -> str:
     """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
-    return "".join(_yaml_lines(nested({key: Sourced(leaf, "") for key, leaf in leaves.items()}), ""))
+    return "".join(_yaml_lines(nested({key: SourcedValue(leaf, "") for key, leaf in leaves.items()}), ""))
 
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:
     for key, value in level.items():
         name = _flow(key)
-        if isinstance(value, Sourced):
+        if isinstance(value, SourcedValue):
             yield f"{indent}{name}: {_flow(value.value)}  # {value.source}\n"
         else:
             yield f"{indent}{name}:\n"

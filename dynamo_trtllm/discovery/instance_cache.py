@@ -57,7 +57,7 @@ class InstanceCache:
             listed: all records in the store, by key.
             now_s: time of the list, of any monotonic clock.
         """
-        events = self._forget_unlisted(listed)
+        events = self._clear_unlisted_rejected(listed)
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
                 events += self._remove(key)
@@ -74,23 +74,23 @@ class InstanceCache:
             instance = read_instance(key, record)
         except BadRecord as exc:
             self._stop_waiting(key)
-            return [*self._on_removed(key), *self._reject(key, str(exc))]
+            return [*self._replace(key), *self._reject(key, str(exc))]
         owner = self._owners.get(instance.id, key)
         if owner != key:
             reason = f"instance id {instance.id:x} is already registered under the key {shown_key(owner)}"
             events = self._reject(key, reason)
             self._wait(instance.id, key, record)
             return events
-        events = self._forget(key)
+        events = self._clear_rejected(key)
         self._records[key] = record
         self._owners[instance.id] = key
         return [*events, Added(instance)]
 
     def delete(self, key: str) -> list[CacheEvent]:
         """Return the events for a key that was deleted."""
-        return [*self._forget(key), *self._on_removed(key)]
+        return [*self._clear_rejected(key), *self._replace(key)]
 
-    def _on_removed(self, key: str) -> list[CacheEvent]:
+    def _replace(self, key: str) -> list[CacheEvent]:
         """Return the events for the removal of a key's instance. Another key with the same id may replace it."""
         self._missing.pop(key, None)
         events = self._remove(key)
@@ -127,13 +127,13 @@ class InstanceCache:
                 "%d etcd records rejected, not logging further ones; check which client writes them", MOST_REJECTED
             )
 
-    def _forget(self, key: str) -> list[CacheEvent]:
+    def _clear_rejected(self, key: str) -> list[CacheEvent]:
         """Return the events for a key that is no longer rejected."""
         self._stop_waiting(key)
         shown = shown_key(key) if self._rejected else ""
         return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
 
-    def _forget_unlisted(self, listed: Mapping[str, bytes]) -> list[CacheEvent]:
+    def _clear_unlisted_rejected(self, listed: Mapping[str, bytes]) -> list[CacheEvent]:
         if not self._rejected:
             return []
         for key in [key for waiting in self._waiting.values() for key in waiting if key not in listed]:

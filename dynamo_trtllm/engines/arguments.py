@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import CODE_SOURCE
-from dynamo_trtllm.config.layers import Merged, Source, Sourced
+from dynamo_trtllm.config.layers import Merged, Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 
@@ -43,8 +43,8 @@ class Described(NamedTuple):
     """An engine's arguments as `--print-config` prints them."""
 
     title: str  # the engine and its release
-    given: Mapping[str, Sourced]  # arguments that a source set
-    every: Mapping[str, Sourced]  # all arguments, with defaults
+    given: Mapping[str, SourcedValue]  # arguments that a source set
+    every: Mapping[str, SourcedValue]  # all arguments, with defaults
     notes: tuple[str, ...]
 
 
@@ -74,7 +74,7 @@ def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: s
     merged = _merged(config, schema, engine)
     checked = _checked(merged, schema, engine)
     every = {
-        name: merged.leaves.get(name, Sourced(getattr(checked, name), f"default ({engine})"))
+        name: merged.leaves.get(name, SourcedValue(getattr(checked, name), f"default ({engine})"))
         for name in schema.model_fields
     }
     return Described(f"the {engine} engine", merged.leaves, every, tuple(merged.notes))
@@ -111,7 +111,7 @@ def override_layer(config: WorkerConfig) -> Source:
 
 
 def _nest(key: str, value: Any) -> dict[str, Any]:
-    return layers.nested({key: Sourced(value, "")})
+    return layers.nested({key: SourcedValue(value, "")})
 
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:

@@ -114,7 +114,7 @@ class Pushes(Protocol):
 class ExportsKv(Protocol):
     """An engine whose prefill calls return KV transfer parameters."""
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
         ...
 

@@ -61,10 +61,10 @@ def chunk_of(step: EngineOutput, stats: PhaseTimings) -> Chunk:
     )
 
 
-def transfer_chunk(ticket: KvTransferParams, stats: PhaseTimings) -> Chunk:
+def transfer_chunk(kv_params: KvTransferParams, stats: PhaseTimings) -> Chunk:
     """Return the terminal chunk of a prefill call."""
-    stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
-    return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
+    stats = msgspec.structs.replace(stats, kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+    return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
 
 
 def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: int) -> PhaseTimings:
@@ -75,10 +75,10 @@ def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: in
         first_s: seconds until the first result. It includes the queue time of the library, which reports no split.
         cached_tokens: prompt tokens that came from the prefix cache.
     """
-    ticket = request.ticket
-    if ticket is None:
+    kv_params = request.kv_params
+    if kv_params is None:
         return PhaseTimings(prefill_s=first_s, cached_tokens=cached_tokens)
-    return PhaseTimings(kv_transfer_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+    return PhaseTimings(kv_transfer_s=first_s, kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
 
 
 _log = logging.getLogger(__name__)
@@ -210,13 +210,13 @@ class Counts(NamedTuple):
     kv_blocks_total: int = 0
 
 
-def engine_stats(counts: Counts, calls: int, tickets: PendingTransfers) -> EngineStats:
+def engine_stats(counts: Counts, calls: int, transfers: PendingTransfers) -> EngineStats:
     """Combine the library's counters with those of the session.
 
     Args:
         counts: counters of the library, which may be out of date.
         calls: number of calls in flight.
-        tickets: pending KV transfers.
+        transfers: pending KV transfers.
     """
     waiting = min(counts.waiting, calls)
     return EngineStats(
@@ -224,8 +224,8 @@ def engine_stats(counts: Counts, calls: int, tickets: PendingTransfers) -> Engin
         waiting=waiting,
         kv_blocks_used=counts.kv_blocks_used,
         kv_blocks_total=counts.kv_blocks_total,
-        tickets_held=len(tickets),
-        ticket_kv_blocks=tickets.kv_blocks,
+        tickets_held=len(transfers),
+        ticket_kv_blocks=transfers.kv_blocks,
     )
 
 
@@ -240,7 +240,7 @@ class EngineSession(Protocol):
         """See `Engine.check`."""
         ...
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """See `ExportsKv.release`."""
         ...
 
@@ -344,8 +344,8 @@ class ExternalEngine(ABC, Generic[S]):
             raise EngineNotReady(f"the {self._engine} engine has not been started")
         return self._session
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """See `ExportsKv.release`."""
-        _log.debug("KV transfer %s released: %s", ticket_id, outcome)
+        _log.debug("KV transfer %s released: %s", transfer_id, outcome)
         if self._session is not None:
-            self._session.release(ticket_id, outcome)
+            self._session.release(transfer_id, outcome)

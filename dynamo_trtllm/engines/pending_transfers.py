@@ -77,15 +77,15 @@ class PendingTransfers:
     def create(self, request: GenerateRequest, result: PrefillResult) -> KvTransferParams:
         """Return KV transfer parameters for a prefill call and register the transfer as pending."""
         identity, prompt_tokens = self._identity, len(request.token_ids)
-        ticket_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
-        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._awaiting_fetch[ticket_id] = _PendingTransfer(
+        transfer_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
+        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
+        self._awaiting_fetch[transfer_id] = _PendingTransfer(
             kv_blocks(identity.layout, prompt_tokens), result.abort, expiry
         )
         self._on_change()
         return KvTransferParams(
-            version=params.TICKET_VERSION,
-            ticket_id=ticket_id,
+            version=params.TRANSFER_PARAMS_VERSION,
+            transfer_id=transfer_id,
             engine=identity.engine,
             model=identity.model,
             layout=identity.layout,
@@ -108,28 +108,28 @@ class PendingTransfers:
             TransferExpired: the transfer has expired.
             TransferMismatch: names the field that differs.
         """
-        ticket, identity = transfer_params_of(request), self._identity
+        kv_params, identity = transfer_params_of(request), self._identity
         params.check_params(
-            ticket,
+            kv_params,
             engine=identity.engine,
             model=identity.model,
             layout=identity.layout,
             now=time.time(),
             kv_compat=identity.kv_compat,
         )
-        if ticket.prompt_tokens != len(request.token_ids):
+        if kv_params.prompt_tokens != len(request.token_ids):
             raise TransferMismatch(
-                f"KV transfer {ticket.ticket_id}: the prompt has {ticket.prompt_tokens} tokens at prefill and "
+                f"KV transfer {kv_params.transfer_id}: the prompt has {kv_params.prompt_tokens} tokens at prefill and "
                 f"{len(request.token_ids)} at decode; retry the request",
                 field="prompt_tokens",
             )
-        if not ticket.first_token_ids:
-            raise TransferMismatch(f"KV transfer {ticket.ticket_id} has no first token", field="first_token_ids")
-        return ticket
+        if not kv_params.first_token_ids:
+            raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
+        return kv_params
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Release a transfer; an unknown one is ignored. On ABORTED the engine frees the KV, if it can."""
-        pending = self._awaiting_fetch.pop(ticket_id, None)
+        pending = self._awaiting_fetch.pop(transfer_id, None)
         if pending is None:
             return
         pending.expiry.cancel()
@@ -137,11 +137,11 @@ class PendingTransfers:
             pending.abort()
         self._on_change()
 
-    def _expire(self, ticket_id: str) -> None:
+    def _expire(self, transfer_id: str) -> None:
         _log.warning(
-            "KV transfer %s expired after %.0f s without a fetch; check the decode workers", ticket_id, self._ttl_s
+            "KV transfer %s expired after %.0f s without a fetch; check the decode workers", transfer_id, self._ttl_s
         )
-        self.release(ticket_id, ReleaseOutcome.ABORTED)
+        self.release(transfer_id, ReleaseOutcome.ABORTED)
 
     def close(self) -> None:
         """Remove all transfers without releasing their KV: the engine is about to shut down."""
@@ -153,9 +153,9 @@ class PendingTransfers:
 
 def transfer_params_of(request: GenerateRequest) -> KvTransferParams:
     """Return the KV transfer parameters of a decode call. Raises RequestRejected if it has none."""
-    if request.ticket is None:
+    if request.kv_params is None:
         raise RequestRejected("a decode call needs KV transfer parameters", field="ticket")
-    return request.ticket
+    return request.kv_params
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,11 +168,11 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 F = TypeVar("F", bound=EngineState)
 
 
-def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
+def decode_state(kv_params: KvTransferParams, form: type[F], version: int) -> F:
     """Decode the engine state of KV transfer parameters.
 
     Args:
-        ticket: parameters from the prefill worker.
+        kv_params: parameters from the prefill worker.
         form: struct type of the engine.
         version: version of that type.
 
@@ -180,15 +180,15 @@ def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
         TransferMismatch: the state has another type or version.
     """
     try:
-        engine_state = codec.decode(ticket.engine_state, form)
+        engine_state = codec.decode(kv_params.engine_state, form)
     except BadFrame as exc:
         raise TransferMismatch(
-            f"KV transfer {ticket.ticket_id}: its engine state can't be decoded: {exc}", field="opaque"
+            f"KV transfer {kv_params.transfer_id}: its engine state can't be decoded: {exc}", field="opaque"
         ) from exc
     if engine_state.version != version:
         raise TransferMismatch(
-            f"KV transfer {ticket.ticket_id}: opaque.version is {engine_state.version} at prefill and {version} at "
-            "decode; run one version of dynamo_trtllm on both",
+            f"KV transfer {kv_params.transfer_id}: opaque.version is {engine_state.version} at prefill and "
+            f"{version} at decode; run one version of dynamo_trtllm on both",
             field="opaque.version",
         )
     return engine_state

@@ -24,7 +24,7 @@ class BackgroundControl:
 
     def release(self, prefill: Instance, params: KvTransferParams, outcome: ReleaseOutcome) -> None:
         """Let the prefill worker free the KV of a transfer."""
-        transfer_id = params.ticket_id
+        transfer_id = params.transfer_id
         self._post(prefill, ReleaseKv(transfer_id, outcome), f"KV of transfer {transfer_id} was not released")
 
     def release_slot(self, decode: Instance, slot: str | None) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
-from dynamo_trtllm.tokenization.base import NO_PREFILL
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS
 
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
@@ -80,7 +80,7 @@ def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does 
 class Constraints(NamedTuple):
     """The constraints on the output of a generation."""
 
-    prefill_ids: TokenIds = NO_PREFILL  # appended to the prompt as the beginning of the output
+    forced_ids: TokenIds = NO_FORCED_IDS  # appended to the prompt as the beginning of the output
     guided: StructuredOutput | None = None
 
 
@@ -132,23 +132,21 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     if tool.name in options.strict_tools:
         _check_guidable(options, "tool_choice", served)
         return Constraints(
-            prefill_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
+            forced_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
         )
     requested = options.sampling
     if "guided" in served.card.unsupported_features or requested.ignore_eos or requested.min_tokens:
-        return Constraints(prefill_ids=header)
-    return Constraints(
-        prefill_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),))
-    )
+        return Constraints(forced_ids=header)
+    return Constraints(forced_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),)))
 
 
 def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
     """Require a call of one of the tools. The common part of the headers is forced if the format allows it."""
     _check_guidable(options, "tool_choice", served)
-    prefill_ids = served.renderer.call_header(None) or NO_PREFILL
+    forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
     return Constraints(
-        prefill_ids=prefill_ids,
-        guided=StructuredOutput(alternatives=tuple(_alternatives(tools, prefill_ids, options, served))),
+        forced_ids=forced_ids,
+        guided=StructuredOutput(alternatives=tuple(_alternatives(tools, forced_ids, options, served))),
     )
 
 

@@ -106,7 +106,7 @@ class Pipeline:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self._background_control = BackgroundControl(plane)
-        self._withheld_at: asyncio.Event | None = None  # the view's `changed` when new pairs were last withheld
+        self._withheld_for_change: asyncio.Event | None = None  # the view's `changed` when new pairs were last withheld
 
     async def generate(
         self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
@@ -159,15 +159,15 @@ class Pipeline:
                 return self._select(retry_state, round_robin_index)
             except NoInstances as missing:
                 pause_s = retry_state.pause_s(hold_s) if retry_state.excluded else hold_s
-                untried = pairs_of(self._view.model(retry_state.request.model))
+                pairs = pairs_of(self._view.model(retry_state.request.model))
                 if pause_s is None or not retry_state.is_worth_waiting:
-                    if self._breakers.admit(untried):
+                    if self._breakers.admit(pairs):
                         continue  # a pair that was not probed yet is better than none
                     raise retry_state.error or missing from None
                 left_s = min(pause_s - (loop.time() - begun_s), retry_state.request.deadline - time.time())
                 if await _happens(changed, left_s):
                     continue
-                if self._breakers.admit(untried):
+                if self._breakers.admit(pairs):
                     continue
                 if not retry_state.excluded:
                     raise retry_state.error or missing from None
@@ -192,8 +192,8 @@ class Pipeline:
         if not self._options.has_probes:
             if self._breakers.any_open:
                 self._breakers.half_open(time.monotonic())
-        elif self._withheld_at is not self._view.changed:
-            self._withheld_at = self._view.changed
+        elif self._withheld_for_change is not self._view.changed:
+            self._withheld_for_change = self._view.changed
             for name in self._view.models():
                 self._breakers.withhold(pairs_of(self._view.model(name)))
 
@@ -267,11 +267,11 @@ class Pipeline:
         begun, params, tried = False, None, {decode.id}
         try:
             last = await self._prefill(prefill, request, trace)
-            params = last.ticket
+            params = last.kv_params
             if params is None:
                 yield last
                 return
-            call = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=params, reservation_id=slot)
+            call = msgspec.structs.replace(request, phase=Phase.DECODE, kv_params=params, reservation_id=slot)
             while not begun:
                 try:
                     async with aclosing(self._decode(prefill, decode, call, out)) as chunks:
@@ -306,7 +306,7 @@ class Pipeline:
         """Yield the chunks of a decode call. The first one shows that the KV has arrived, so its source is released."""
         trace = out.trace
         trace.decode_instance = decode.id
-        params = call.ticket
+        params = call.kv_params
         try:
             async with aclosing(self._plane.generate(decode.subject, call, out.sink)) as chunks:
                 async for chunk in chunks:
@@ -376,7 +376,7 @@ class Pipeline:
             async for chunk in chunks:
                 if chunk.finish_reason is None:
                     continue
-                if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.ticket is not None):
+                if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
                     raise StreamIncomplete(
                         f"prefill instance {instance.id:x} returned no KV transfer parameters; restart it"
                     )

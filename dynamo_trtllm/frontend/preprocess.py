@@ -89,8 +89,8 @@ def prepare_conversation(
     prompt = render_prompt(
         msgspec.structs.replace(conversation, tools=tools, answer_schema=schema or ""), served, options
     )
-    prefill_ids, guided = constraints_of(tools, options, served)
-    ids = prompt + prefill_ids
+    forced_ids, guided = constraints_of(tools, options, served)
+    ids = prompt + forced_ids
     sampling = _sampling(
         requested, _output_budget(requested.max_tokens or None, len(ids), served, options), served, options
     )
@@ -102,7 +102,7 @@ def prepare_conversation(
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            parser=renderer.chat_parser(prefill_ids=prefill_ids),
+            parser=renderer.chat_parser(forced_ids=forced_ids),
             stop=options.stop,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,

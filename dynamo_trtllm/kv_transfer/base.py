@@ -57,12 +57,12 @@ class TransferBackend(Protocol):
         """
         ...
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         """Make regions readable for every peer that has the returned bytes, until `unpublish`.
 
         Args:
-            ticket_id: The id of the transfer.
-            pieces: The regions, in order.
+            transfer_id: The id of the transfer.
+            regions: The regions, in order.
             ready: The number of regions at the front that hold their data; None: all. Readers wait for `mark_ready`
                 before they read the others.
 
@@ -74,32 +74,32 @@ class TransferBackend(Protocol):
         """
         ...
 
-    def mark_ready(self, ticket_id: str, ready: int) -> None:
+    def mark_ready(self, transfer_id: str, ready: int) -> None:
         """Report that the first `ready` regions hold their data. Unknown ids are ignored."""
         ...
 
-    async def unpublish(self, ticket_id: str) -> None:
+    async def unpublish(self, transfer_id: str) -> None:
         """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
         ...
 
     async def read(
         self,
-        ticket_id: str,
+        transfer_id: str,
         offer: bytes,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         *,
         timeout_s: float,
         on_region: OnRegion | None = None,
     ) -> None:
         """Read a published transfer into own memory and notify its prefill worker.
 
-        Nothing is written to `pieces` after this returns, raises or is cancelled. The data is valid only after this
+        Nothing is written to `regions` after this returns, raises or is cancelled. The data is valid only after this
         returns, because some backends compare the checksum of all regions last.
 
         Args:
-            ticket_id: The id of the transfer.
+            transfer_id: The id of the transfer.
             offer: The bytes that `publish` returned.
-            pieces: Destination regions, with the sizes of the published regions, in the same order.
+            regions: Destination regions, with the sizes of the published regions, in the same order.
             timeout_s: The longest time for the read, in seconds.
             on_region: Called with the index of each region, in order, as soon as the region is complete. It runs on the
                 event loop or on a thread of the backend, never after this call has ended, and must be fast.
@@ -133,33 +133,33 @@ def view(region: MemoryRegion) -> memoryview:
     return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
 
 
-def require_cpu(pieces: Sequence[MemoryRegion], backend: str) -> None:
+def require_cpu(regions: Sequence[MemoryRegion], backend: str) -> None:
     """Check that all regions are in host memory.
 
     Raises:
         TransferFailed: A region is on another device, which the error names.
     """
-    for region in pieces:
+    for region in regions:
         if region.device != "cpu":
             raise TransferFailed(
                 f"transfer backend {backend} supports CPU memory only, not {region.device}; use transfer backend nixl"
             )
 
 
-def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[MemoryRegion]) -> None:
+def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[MemoryRegion]) -> None:
     """Check that the destination regions have the sizes of the published ones, in bytes and in the same order.
 
     Raises:
         TransferFailed: They differ.
     """
-    ours = [region.num_bytes for region in pieces]
+    ours = [region.num_bytes for region in regions]
     if ours == list(theirs):
         return
     if len(ours) != len(theirs):
-        raise TransferFailed(f"KV transfer {ticket_id}: {len(theirs)} regions at prefill, {len(ours)} at decode")
+        raise TransferFailed(f"KV transfer {transfer_id}: {len(theirs)} regions at prefill, {len(ours)} at decode")
     at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
     raise TransferFailed(
-        f"KV transfer {ticket_id}: region {at} has {theirs[at]} bytes at prefill, {ours[at]} at decode"
+        f"KV transfer {transfer_id}: region {at} has {theirs[at]} bytes at prefill, {ours[at]} at decode"
     )
 
 

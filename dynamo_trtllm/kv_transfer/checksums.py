@@ -55,15 +55,15 @@ class Checksums:
         threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, "kv-checksum")  # starts threads on demand
 
-    def method(self, pieces: Sequence[MemoryRegion]) -> str:
+    def method(self, regions: Sequence[MemoryRegion]) -> str:
         """Return the name of the method for these regions, or "" if they get no checksum."""
         if self.mode == "off":
             return ""
-        if all(region.device == "cpu" for region in pieces):
+        if all(region.device == "cpu" for region in regions):
             return HOST
         return DEVICE if self.mode == "on" and self.device_checksum is not None else ""
 
-    def is_checked(self, ticket_id: str, theirs: str, pieces: Sequence[MemoryRegion]) -> bool:
+    def is_checked(self, transfer_id: str, theirs: str, regions: Sequence[MemoryRegion]) -> bool:
         """Return whether a fetch into these regions compares checksums.
 
         Args:
@@ -72,12 +72,12 @@ class Checksums:
         Raises:
             TransferFailed: The mode is "on" and checksums can't be compared.
         """
-        if theirs and theirs == self.method(pieces):
+        if theirs and theirs == self.method(regions):
             return True
         if self.mode == "on":
             raise TransferFailed(
-                f"KV transfer {ticket_id}: can't verify the KV, because the prefill worker sends checksum "
-                f"{theirs or 'none'!r} and this worker needs {self.method(pieces)!r}; run the same version on both "
+                f"KV transfer {transfer_id}: can't verify the KV, because the prefill worker sends checksum "
+                f"{theirs or 'none'!r} and this worker needs {self.method(regions)!r}; run the same version on both "
                 "workers, or set kv_checksums to auto"
             )
         return False
@@ -111,11 +111,11 @@ class Checksums:
         assert self.device_checksum is not None, "method() returns DEVICE only with a device_checksum"
         return self.device_checksum(block) % (1 << 64)
 
-    def mismatch(self, ticket_id: str) -> TransferFailed:
+    def mismatch(self, transfer_id: str) -> TransferFailed:
         """Count and log a wrong checksum, and return the error to raise."""
         self.mismatches += 1
         error = TransferFailed(
-            f"KV transfer {ticket_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the "
+            f"KV transfer {transfer_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the "
             "prefill worker's memory; if this repeats, check memory and network hardware"
         )
         _log.warning("%s", error.message)
@@ -152,11 +152,11 @@ class OfferChecksum:
     def __init__(
         self,
         checksums: Checksums,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         on_complete: Callable[[int | None], None] | None = None,
     ) -> None:
         self._checksums = checksums
-        self._blocks = [list(blocks(region)) for region in pieces]
+        self._blocks = [list(blocks(region)) for region in regions]
         self._on_complete = on_complete
         self._lock = threading.Lock()
         self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet

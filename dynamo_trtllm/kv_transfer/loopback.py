@@ -25,7 +25,7 @@ class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _LoopbackPublished:
-    pieces: tuple[MemoryRegion, ...]
+    regions: tuple[MemoryRegion, ...]
     ready: int  # regions that hold their data
     checksum: OfferChecksum | None = None
 
@@ -50,31 +50,31 @@ class LoopbackBackend:
     async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # host memory needs no registration
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        require_cpu(pieces, self.name)
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+        require_cpu(regions, self.name)
         if self._id not in self._open:
             raise TransferFailed("transfer backend loopback is not running; start it before publishing KV")
-        if ticket_id in self._published:
-            raise TransferFailed(f"KV transfer {ticket_id} is already published; unpublish it first")
-        method = self.checksums.method(pieces)
-        entry = _LoopbackPublished(tuple(pieces), len(pieces) if ready is None else ready)
+        if transfer_id in self._published:
+            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
+        method = self.checksums.method(regions)
+        entry = _LoopbackPublished(tuple(regions), len(regions) if ready is None else ready)
         if method:
-            entry.checksum = OfferChecksum(self.checksums, entry.pieces)
+            entry.checksum = OfferChecksum(self.checksums, entry.regions)
             entry.checksum.mark_ready(entry.ready)
-        self._published[ticket_id] = entry
-        sizes_bytes = [region.num_bytes for region in pieces]
+        self._published[transfer_id] = entry
+        sizes_bytes = [region.num_bytes for region in regions]
         return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
-    def mark_ready(self, ticket_id: str, ready: int) -> None:
-        entry = self._published.get(ticket_id)
+    def mark_ready(self, transfer_id: str, ready: int) -> None:
+        entry = self._published.get(transfer_id)
         if entry is not None:
             entry.ready = ready
             if entry.checksum is not None:
                 entry.checksum.mark_ready(ready)
             self._notify_readers()
 
-    async def unpublish(self, ticket_id: str) -> None:
-        entry = self._published.pop(ticket_id, None)
+    async def unpublish(self, transfer_id: str) -> None:
+        entry = self._published.pop(transfer_id, None)
         if entry is None:
             return
         self._notify_readers()
@@ -87,9 +87,9 @@ class LoopbackBackend:
 
     async def read(
         self,
-        ticket_id: str,
+        transfer_id: str,
         offer: bytes,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         *,
         timeout_s: float,
         on_region: OnRegion | None = None,
@@ -99,33 +99,33 @@ class LoopbackBackend:
             facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:
             raise TransferFailed(
-                f"KV transfer {ticket_id}: the offer was not created by transfer backend {self.name}"
+                f"KV transfer {transfer_id}: the offer was not created by transfer backend {self.name}"
             ) from exc
-        require_cpu(pieces, self.name)
-        require_sizes(ticket_id, facts.sizes_bytes, pieces)
+        require_cpu(regions, self.name)
+        require_sizes(transfer_id, facts.sizes_bytes, regions)
         publisher = self._open.get(facts.backend_id)
         if publisher is None:
-            raise TransferFailed(f"KV transfer {ticket_id}: its prefill engine is not in this process or is closed")
-        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+            raise TransferFailed(f"KV transfer {transfer_id}: its prefill engine is not in this process or is closed")
+        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
         ours = theirs = NOTHING
         try:
             async with asyncio.timeout(timeout_s):
-                for index, target in enumerate(pieces):
-                    entry = await publisher._with_ready(ticket_id, index)
-                    source = entry.pieces[index]
+                for index, target in enumerate(regions):
+                    entry = await publisher._with_ready(transfer_id, index)
+                    source = entry.regions[index]
                     ctypes.memmove(target.address, source.address, source.num_bytes)
                     if is_checked and entry.checksum is not None:
                         ours = combined(ours, await self._hashes(target))
                         theirs = combined(theirs, await entry.checksum.hashes(index))
                         if ours != theirs:
-                            raise self.checksums.mismatch(ticket_id)
+                            raise self.checksums.mismatch(transfer_id)
                     if on_region is not None:
                         on_region(index)
         except TimeoutError as exc:
-            raise TransferTimeout(f"KV transfer {ticket_id}: the KV was not ready within {timeout_s:g} s") from exc
-        publisher._entry(ticket_id)
+            raise TransferTimeout(f"KV transfer {transfer_id}: the KV was not ready within {timeout_s:g} s") from exc
+        publisher._entry(transfer_id)
         if publisher._on_fetched is not None:
-            asyncio.get_running_loop().call_soon(publisher._on_fetched, ticket_id)
+            asyncio.get_running_loop().call_soon(publisher._on_fetched, transfer_id)
 
     async def _hashes(self, region: MemoryRegion) -> list[int]:
         jobs = self.checksums.submit_all(region)
@@ -134,15 +134,15 @@ class LoopbackBackend:
         finally:
             await ended(jobs)
 
-    async def _with_ready(self, ticket_id: str, index: int) -> _LoopbackPublished:
-        while (entry := self._entry(ticket_id)).ready <= index:
+    async def _with_ready(self, transfer_id: str, index: int) -> _LoopbackPublished:
+        while (entry := self._entry(transfer_id)).ready <= index:
             await self._changed.wait()
         return entry
 
-    def _entry(self, ticket_id: str) -> _LoopbackPublished:
-        entry = self._published.get(ticket_id)
+    def _entry(self, transfer_id: str) -> _LoopbackPublished:
+        entry = self._published.get(transfer_id)
         if entry is None:
-            raise TransferFailed(f"KV transfer {ticket_id} is no longer published by its prefill worker")
+            raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
         return entry
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired,
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, TransferBackend
 from dynamo_trtllm.messages import KvLayout, KvTransferParams
 
-TICKET_VERSION = 1  # of KvTransferParams
+TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams
 
 # The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ where an engine allows
 # it (`kv_compat`).
@@ -18,7 +18,7 @@ EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "ten
 
 
 def check_params(
-    ticket: KvTransferParams,
+    kv_params: KvTransferParams,
     *,
     engine: str,
     model: str,
@@ -40,23 +40,24 @@ def check_params(
         TransferExpired: The transfer has expired.
     """
     pairs = [
-        ("version", ticket.version, TICKET_VERSION),
-        ("engine", ticket.engine, engine),
-        ("model", ticket.model, model),
+        ("version", kv_params.version, TRANSFER_PARAMS_VERSION),
+        ("engine", kv_params.engine, engine),
+        ("model", kv_params.model, model),
     ]
-    pairs += [(f"layout.{name}", getattr(ticket.layout, name), getattr(layout, name)) for name in EQUAL_LAYOUT]
+    pairs += [(f"layout.{name}", getattr(kv_params.layout, name), getattr(layout, name)) for name in EQUAL_LAYOUT]
     pairs += [
-        (name, ticket.kv_compat.get(name), kv_compat.get(name)) for name in sorted({*ticket.kv_compat, *kv_compat})
+        (name, kv_params.kv_compat.get(name), kv_compat.get(name))
+        for name in sorted({*kv_params.kv_compat, *kv_compat})
     ]
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise TransferMismatch(
-                f"KV transfer {ticket.ticket_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
+                f"KV transfer {kv_params.transfer_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
                 "start both workers with the same model and settings",
                 field=name,
             )
-    if ticket.expires_at <= now:
-        raise TransferExpired(f"KV transfer {ticket.ticket_id} expired {now - ticket.expires_at:.1f} s ago")
+    if kv_params.expires_at <= now:
+        raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago")
 
 
 class FetchLimits(NamedTuple):
@@ -77,31 +78,31 @@ class Deadline(NamedTuple):
     why: str
 
 
-def first_deadline(ticket: KvTransferParams, limits: FetchLimits, now: float) -> Deadline:
+def first_deadline(kv_params: KvTransferParams, limits: FetchLimits, now: float) -> Deadline:
     """Return the time limit that a fetch reaches first. `now`: seconds since the epoch."""
     timeout_s = limits.timeout_s
     bounds = (
         Deadline(limits.deadline - now, DeadlineExceeded, "the request's deadline passed"),
-        Deadline(ticket.expires_at - now, TransferTimeout, "it expired"),
+        Deadline(kv_params.expires_at - now, TransferTimeout, "it expired"),
         Deadline(timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
     return min(bounds, key=lambda each: each.left_s)
 
 
-def timeout_error(ticket: KvTransferParams, reached: Deadline) -> DynamoError:
+def timeout_error(kv_params: KvTransferParams, reached: Deadline) -> DynamoError:
     """Return the error of a fetch that has reached a time limit."""
-    return reached.error(f"KV transfer {ticket.ticket_id} did not finish before {reached.why}")
+    return reached.error(f"KV transfer {kv_params.transfer_id} did not finish before {reached.why}")
 
 
 class Destination(NamedTuple):
     """The memory that KV is read into, and the callback for each region (see `TransferBackend.read`)."""
 
-    pieces: Sequence[MemoryRegion]
+    regions: Sequence[MemoryRegion]
     on_region: OnRegion | None = None
 
 
 async def fetch(
-    backend: TransferBackend, ticket: KvTransferParams, offer: bytes, to: Destination, limits: FetchLimits
+    backend: TransferBackend, kv_params: KvTransferParams, offer: bytes, to: Destination, limits: FetchLimits
 ) -> None:
     """Read a transfer's KV within the request's time limits.
 
@@ -111,13 +112,15 @@ async def fetch(
         TransferExpired: The transfer expired before the fetch could start.
         TransferFailed: The read failed.
     """
-    first = first_deadline(ticket, limits, time.time())
+    first = first_deadline(kv_params, limits, time.time())
     if first.left_s <= 0:
         # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame, not the peer.
         if first.error is TransferTimeout:
-            raise TransferExpired(f"KV transfer {ticket.ticket_id} expired before this worker had space for its KV")
-        raise timeout_error(ticket, first)
+            raise TransferExpired(
+                f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
+            )
+        raise timeout_error(kv_params, first)
     try:
-        await backend.read(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_region=to.on_region)
+        await backend.read(kv_params.transfer_id, offer, to.regions, timeout_s=first.left_s, on_region=to.on_region)
     except TransferTimeout as exc:
-        raise timeout_error(ticket, first) from exc
+        raise timeout_error(kv_params, first) from exc

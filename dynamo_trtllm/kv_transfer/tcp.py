@@ -59,7 +59,7 @@ class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class _TcpPublished:
-    pieces: tuple[MemoryRegion, ...]
+    regions: tuple[MemoryRegion, ...]
     token: bytes
     ready: int  # regions that hold their data
     checksum: OfferChecksum | None
@@ -72,7 +72,7 @@ class _TcpPublished:
 
 
 class _TcpRequest(NamedTuple):
-    ticket_id: str
+    transfer_id: str
     facts: _TcpOffer
     magic: bytes
 
@@ -82,16 +82,16 @@ class _TcpRequest(NamedTuple):
         Raises:
             TransferFailed: The KV is not published, or differs from the offer.
         """
-        ticket_id, facts = self.ticket_id, self.facts
+        transfer_id, facts = self.transfer_id, self.facts
         if magic != self.magic:
             raise TransferFailed(
-                f"KV transfer {ticket_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
+                f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
             )
         if not is_published:
-            raise TransferFailed(f"KV transfer {ticket_id} is no longer published by its prefill worker")
+            raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
         if total_bytes != sum(facts.sizes_bytes):
             raise TransferFailed(
-                f"KV transfer {ticket_id}: its prefill worker sends {total_bytes} bytes, but published "
+                f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but published "
                 f"{sum(facts.sizes_bytes)}"
             )
 
@@ -143,19 +143,19 @@ class TcpBackend:
     async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # host memory needs no registration
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        require_cpu(pieces, self.name)
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+        require_cpu(regions, self.name)
         if self._listener is None:
             raise TransferFailed("transfer backend tcp is not running; start it before publishing KV")
-        if ticket_id in self._published:
-            raise TransferFailed(f"KV transfer {ticket_id} is already published; unpublish it first")
+        if transfer_id in self._published:
+            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
-        method = self.checksums.method(pieces)
-        entry = self._published[ticket_id] = _TcpPublished(
-            pieces=tuple(pieces),
+        method = self.checksums.method(regions)
+        entry = self._published[transfer_id] = _TcpPublished(
+            regions=tuple(regions),
             token=token,
-            ready=len(pieces) if ready is None else ready,
-            checksum=OfferChecksum(self.checksums, tuple(pieces)) if method else None,
+            ready=len(regions) if ready is None else ready,
+            checksum=OfferChecksum(self.checksums, tuple(regions)) if method else None,
         )
         if entry.checksum is not None:
             entry.checksum.mark_ready(entry.ready)
@@ -164,13 +164,13 @@ class TcpBackend:
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
                 token=token,
-                sizes_bytes=[region.num_bytes for region in pieces],
+                sizes_bytes=[region.num_bytes for region in regions],
                 checksum=method,
             )
         )
 
-    def mark_ready(self, ticket_id: str, ready: int) -> None:
-        entry = self._published.get(ticket_id)
+    def mark_ready(self, transfer_id: str, ready: int) -> None:
+        entry = self._published.get(transfer_id)
         if entry is not None:
             entry.ready = ready
             if entry.checksum is not None:
@@ -178,8 +178,8 @@ class TcpBackend:
             entry.advanced.set()
             entry.advanced = asyncio.Event()
 
-    async def unpublish(self, ticket_id: str) -> None:
-        entry = self._published.pop(ticket_id, None)
+    async def unpublish(self, transfer_id: str) -> None:
+        entry = self._published.pop(transfer_id, None)
         if entry is None:
             return
         try:
@@ -204,13 +204,13 @@ class TcpBackend:
             self._unasked[task] = None
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                    magic, ticket_id, token = await _read_request(connection)
+                    magic, transfer_id, token = await _read_request(connection)
                 self._unasked.pop(task, None)
-                entry = self._published.get(ticket_id)
+                entry = self._published.get(transfer_id)
                 if entry is None or not hmac.compare_digest(entry.token, token):
                     await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
                     return
-                await self._send(connection, magic, ticket_id, entry)
+                await self._send(connection, magic, transfer_id, entry)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
                 _log.debug("KV transfer over tcp: a connection ended early: %r", exc)
             finally:
@@ -251,16 +251,16 @@ class TcpBackend:
             )
             self._closed, self._logged_at = 0, now
 
-    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, entry: _TcpPublished) -> None:
+    async def _send(self, connection: socket.socket, magic: bytes, transfer_id: str, entry: _TcpPublished) -> None:
         reader = asyncio.current_task()
         assert reader is not None
         entry.readers.add(reader)  # `unpublish` cancels it before the memory is reused
         try:
             loop = asyncio.get_running_loop()
-            total_bytes = sum(region.num_bytes for region in entry.pieces)
+            total_bytes = sum(region.num_bytes for region in entry.regions)
             checksum = NOTHING
             await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
-            for index, region in enumerate(entry.pieces):
+            for index, region in enumerate(entry.regions):
                 await entry.until_ready(index)
                 await loop.sock_sendall(connection, view(region))
                 if magic == _CHECKED and entry.checksum is not None:
@@ -269,15 +269,15 @@ class TcpBackend:
             await _receive(connection, memoryview(bytearray(len(_ACK))))
         finally:
             entry.readers.discard(reader)
-        self._on_fetched(ticket_id)
+        self._on_fetched(transfer_id)
 
     # --- decode worker ---------------------------------------------------------------------------------------
 
     async def read(
         self,
-        ticket_id: str,
+        transfer_id: str,
         offer: bytes,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         *,
         timeout_s: float,
         on_region: OnRegion | None = None,
@@ -286,36 +286,38 @@ class TcpBackend:
             facts = codec.decode(offer, _TcpOffer)
         except BadFrame as exc:
             raise TransferFailed(
-                f"KV transfer {ticket_id}: the offer was not created by transfer backend {self.name}"
+                f"KV transfer {transfer_id}: the offer was not created by transfer backend {self.name}"
             ) from exc
-        require_cpu(pieces, self.name)
-        require_sizes(ticket_id, facts.sizes_bytes, pieces)
-        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
-        request = _TcpRequest(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
-        where = f"KV transfer {ticket_id}: prefill worker at {facts.host}:{facts.port}"
+        require_cpu(regions, self.name)
+        require_sizes(transfer_id, facts.sizes_bytes, regions)
+        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
+        request = _TcpRequest(transfer_id, facts, _CHECKED if is_checked else _PLAIN)
+        where = f"KV transfer {transfer_id}: prefill worker at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(request, pieces, on_region)
+                await self._read(request, regions, on_region)
         except TimeoutError as exc:
             raise TransferTimeout(f"{where} did not send all KV within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} closed the connection: {exc}") from exc
 
-    async def _read(self, request: _TcpRequest, pieces: Sequence[MemoryRegion], on_region: OnRegion | None) -> None:
+    async def _read(self, request: _TcpRequest, regions: Sequence[MemoryRegion], on_region: OnRegion | None) -> None:
         loop, facts = asyncio.get_running_loop(), request.facts
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             _prepare(connection)
             await loop.sock_connect(connection, (facts.host, facts.port))
-            ticket = request.ticket_id.encode()
-            await loop.sock_sendall(connection, _REQUEST.pack(request.magic, facts.token, len(ticket)) + ticket)
+            transfer_id = request.transfer_id.encode()
+            await loop.sock_sendall(
+                connection, _REQUEST.pack(request.magic, facts.token, len(transfer_id)) + transfer_id
+            )
             head = bytearray(_REPLY.size)
             await _receive(connection, memoryview(head))
             request.check_reply(*_REPLY.unpack(head))
             checksum = NOTHING
-            for index, region in enumerate(pieces):
+            for index, region in enumerate(regions):
                 if request.magic == _CHECKED:
-                    checksum = await self._receive_checked(connection, request.ticket_id, region, checksum)
+                    checksum = await self._receive_checked(connection, request.transfer_id, region, checksum)
                 else:
                     await _receive(connection, view(region))
                 if on_region is not None:
@@ -323,7 +325,7 @@ class TcpBackend:
             await loop.sock_sendall(connection, _ACK)
 
     async def _receive_checked(
-        self, connection: socket.socket, ticket_id: str, region: MemoryRegion, before: int
+        self, connection: socket.socket, transfer_id: str, region: MemoryRegion, before: int
     ) -> int:
         """Receive a region and return the checksum up to it. Each block is hashed while the next one arrives."""
         jobs = []
@@ -337,7 +339,7 @@ class TcpBackend:
         finally:
             await ended(jobs)
         if _CHECKSUM.pack(checksum) != theirs:
-            raise self.checksums.mismatch(ticket_id)
+            raise self.checksums.mismatch(transfer_id)
         return checksum
 
     async def aclose(self) -> None:
@@ -360,12 +362,12 @@ async def _read_request(connection: socket.socket) -> tuple[bytes, str, bytes]:
     """Return the magic, transfer id and token of a request."""
     head = bytearray(_REQUEST.size)
     await _receive(connection, memoryview(head))
-    magic, token, ticket_bytes = _REQUEST.unpack(head)
+    magic, token, id_bytes = _REQUEST.unpack(head)
     if magic not in (_PLAIN, _CHECKED):
         raise BadFrame("not a KV transfer request")
-    ticket = bytearray(ticket_bytes)
-    await _receive(connection, memoryview(ticket))
-    return magic, ticket.decode(errors="replace"), token
+    transfer_id = bytearray(id_bytes)
+    await _receive(connection, memoryview(transfer_id))
+    return magic, transfer_id.decode(errors="replace"), token
 
 
 async def _receive(connection: socket.socket, target: memoryview) -> None:

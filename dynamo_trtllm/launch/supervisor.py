@@ -201,7 +201,7 @@ class Supervisor:
             server = self._servers[at]
             name = server.log_path.stem
             status = await server.ended()
-            decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
+            decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_status_2_final=False)
             if not decision.is_restart:
                 raise LaunchFailed(f"{name} {decision.text}", decision.exit_status)
             self._console.say(f"{name} {decision.text}")
@@ -226,7 +226,9 @@ class Supervisor:
             # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
             # says nothing about the configuration, so the process is restarted.
             lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
-            decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
+            decision = decide(
+                self._deployment.restart, status, restarts, time.monotonic(), is_status_2_final=not lost_port
+            )
             if not decision.is_restart:
                 raise LaunchFailed(f"{spec.name} {decision.text}; last line: {last_line}", decision.exit_status)
             self._console.say(f"{spec.name} {decision.text}")

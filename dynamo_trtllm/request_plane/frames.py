@@ -333,7 +333,7 @@ class StreamBuffer:
 def _only_tokens(frame: Frame) -> Chunk | None:
     """Return the frame's chunk if it has only tokens and their log-probabilities, else None."""
     chunk = frame.chunk
-    if chunk is None or chunk.finish_reason is not None or chunk.ticket is not None or chunk.stats is not None:
+    if chunk is None or chunk.finish_reason is not None or chunk.kv_params is not None or chunk.stats is not None:
         return None
     return chunk
 

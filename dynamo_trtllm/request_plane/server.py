@@ -174,7 +174,7 @@ class EndpointServer:
         answer = Ack(ErrorPayload.of(InternalError("the control verb failed in the worker; see its log")))
         try:
             verb = decode(data, ControlRequest).verb
-            if isinstance(verb, ReleaseKv) and (key := self._pending_kv.key_of(verb.ticket_id)) is not None:
+            if isinstance(verb, ReleaseKv) and (key := self._pending_kv.key_of(verb.transfer_id)) is not None:
                 self._forget_transfer(key)
             answer = Ack(data=await self._service.control(verb))
         except DynamoError as exc:
@@ -256,8 +256,8 @@ class EndpointServer:
             async with aclosing(self._stream(call, request)) as chunks:
                 async for chunk in chunks:
                     self._send(call, Frame(call.key.stream, call.number, chunk))
-                    if chunk.ticket is not None:
-                        self._watch_transfer(call.key, chunk.ticket, call.number)
+                    if chunk.kv_params is not None:
+                        self._watch_transfer(call.key, chunk.kv_params, call.number)
                     call.ended = call.ended or chunk.finish_reason is not None
             self._fail(call, StreamIncomplete("the worker's stream ended without a terminal chunk"))
         except DynamoError as exc:
@@ -332,10 +332,10 @@ class EndpointServer:
 
     # --- pending KV transfers --------------------------------------------------------------------------
 
-    def _watch_transfer(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
+    def _watch_transfer(self, key: StreamKey, kv_params: KvTransferParams, frames: int) -> None:
         """Send heartbeats to the caller of a KV transfer until the KV is released or expires."""
         self._forget_expired()
-        self._pending_kv.put(key, ticket, frames)
+        self._pending_kv.put(key, kv_params, frames)
         self._watch(key.inbox)
 
     def _forget_expired(self) -> None:
@@ -343,17 +343,17 @@ class EndpointServer:
             self._forget_transfer(key)
 
     def _forget_transfer(self, key: StreamKey) -> KvTransferParams | None:
-        ticket = self._pending_kv.pop(key)
-        if ticket is not None:
+        kv_params = self._pending_kv.pop(key)
+        if kv_params is not None:
             self._unwatch(key.inbox)
-        return ticket
+        return kv_params
 
     def _abort_transfer(self, key: StreamKey) -> None:
         """Release the KV of a stream whose caller can't release it."""
-        ticket = self._forget_transfer(key)
-        if ticket is not None:
-            release = self._release(ReleaseKv(ticket.ticket_id, ReleaseOutcome.ABORTED))
-            self._own(asyncio.create_task(release, name=f"plane-abort-{ticket.ticket_id}"))
+        kv_params = self._forget_transfer(key)
+        if kv_params is not None:
+            release = self._release(ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED))
+            self._own(asyncio.create_task(release, name=f"plane-abort-{kv_params.transfer_id}"))
 
     async def _release(self, release: ReleaseKv) -> None:
         await self._service.control(release)

@@ -190,7 +190,7 @@ class RestartDecision:
 
 
 def decide(
-    config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_ours: bool = True
+    config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_status_2_final: bool = True
 ) -> RestartDecision:
     """Decide whether to restart a process that has ended.
 
@@ -199,10 +199,10 @@ def decide(
         status: exit status of the process, as in subprocess.
         restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
         now: current time in seconds.
-        is_ours: the process is a program of this package, for which status 2 means an invalid configuration.
+        is_status_2_final: Exit status 2 means an invalid configuration, as it does for programs of this package.
     """
     ended = describe(status)
-    if status == BAD_CONFIG and is_ours:
+    if status == BAD_CONFIG and is_status_2_final:
         return RestartDecision(is_restart=False, exit_status=BAD_CONFIG, text=ended)
     recent = len([time for time in restarts if now - time < config.window_s])
     if recent >= config.max_restarts:

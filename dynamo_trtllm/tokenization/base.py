@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo_trtllm.messages import Conversation, TokenIds, token_ids
 
-NO_PREFILL = token_ids()
+NO_FORCED_IDS = token_ids()
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 
@@ -73,11 +73,11 @@ class Renderer(Protocol):
         """Return the text of the ids, special tokens included."""
         ...
 
-    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
+    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
         """Return a parser for the output of a rendered conversation.
 
         Args:
-            prefill_ids: Ids that follow the rendered prompt, as if the model had generated them. They set the initial
+            forced_ids: Ids that follow the rendered prompt, as if the model had generated them. They set the initial
                 state of the parser and are not output, except that the name of a call is in the first delta.
         """
         ...

@@ -92,7 +92,7 @@ class ChatOutputParser:
         text: Parser that decodes tokens to content.
         reasoning_parser: Parser of the decoded text, or None.
         calls: Parser of the answer, or None.
-        prefill_ids: Ids that follow the prompt. Reasoning tokens among them are not counted.
+        forced_ids: Ids that follow the prompt. Reasoning tokens among them are not counted.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class ChatOutputParser:
         *,
         reasoning_parser: ReasoningParser | None,
         calls: ToolCallParser | None,
-        prefill_ids: TokenIds,
+        forced_ids: TokenIds,
     ) -> None:
         self._text = text
         self._reasoning_parser = reasoning_parser
         self._calls = calls
         self._out = DeltaBuilder()
-        self._add(prefill_ids)
+        self._add(forced_ids)
         self._out.reasoning_tokens = 0
 
     def push(self, token_ids: TokenIds) -> Delta:

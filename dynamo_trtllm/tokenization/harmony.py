@@ -20,7 +20,7 @@ import openai_harmony as oh
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import NO_PREFILL, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
 from dynamo_trtllm.tokenization.text import BytesTextParser, TokenizationCache, TokenTextCache
@@ -95,11 +95,11 @@ class HarmonyRenderer:
         except KeyError as exc:
             raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
 
-    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
+    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
         return HarmonyParser(
             self._token_bytes,
             self._token_texts,
-            prefill_ids=prefill_ids,
+            forced_ids=forced_ids,
             is_reasoning_split=self._is_reasoning_split,
             is_call_split=self._is_call_split,
         )

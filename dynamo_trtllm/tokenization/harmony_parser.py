@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import NO_PREFILL, TOOL_NAME, Delta, DeltaBuilder
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Delta, DeltaBuilder
 from dynamo_trtllm.tokenization.text import TokenTextCache
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL
 
@@ -131,7 +131,7 @@ class HarmonyParser:
     Args:
         token_bytes: Returns the bytes of a token; b"" for control tokens.
         texts: Token texts of the vocabulary.
-        prefill_ids: Ids that follow the prompt. They are not output.
+        forced_ids: Ids that follow the prompt. They are not output.
         is_reasoning_split: If False, reasoning is content.
         is_call_split: If False, the arguments of calls are content.
     """
@@ -141,7 +141,7 @@ class HarmonyParser:
         token_bytes: Callable[[int], bytes],
         texts: HarmonyTexts,
         *,
-        prefill_ids: TokenIds = NO_PREFILL,
+        forced_ids: TokenIds = NO_FORCED_IDS,
         is_reasoning_split: bool = True,
         is_call_split: bool = True,
     ) -> None:
@@ -157,7 +157,7 @@ class HarmonyParser:
         self._blanks = 0  # in the header
         self._calls = 0
         self._out = DeltaBuilder()
-        self._run(prefill_ids)
+        self._run(forced_ids)
         self._prefill_ids = len(self._header)  # number of tokens in the header that are not output
 
     def push(self, token_ids: TokenIds) -> Delta:

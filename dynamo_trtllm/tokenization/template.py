@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import NO_PREFILL, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.chat_output_parser import END_THINK, THINK, ChatOutputParser, ReasoningParser
 from dynamo_trtllm.tokenization.text import BytesTextParser, TokenTextCache, WindowTextParser
 from dynamo_trtllm.tokenization.tool_call_parser import (
@@ -192,7 +192,7 @@ class ChatTemplateRenderer:
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
-    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
+    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
         reasoning_parser = None
         if self._reasoning_parser != "none":
             reasoning_parser = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
@@ -202,7 +202,7 @@ class ChatTemplateRenderer:
             self._text_parser(self._hidden_in_chat),
             reasoning_parser=reasoning_parser,
             calls=calls,
-            prefill_ids=prefill_ids,
+            forced_ids=forced_ids,
         )
 
     def call_header(self, name: str | None) -> TokenIds | None:

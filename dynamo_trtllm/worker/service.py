@@ -133,15 +133,15 @@ class WorkerService:
             raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
         if request.phase not in self._phases:
             raise InvalidRequest(f"a {self._role} worker does not serve {request.phase} calls", field="phase")
-        if (request.phase is Phase.DECODE) != (request.ticket is not None):
-            has = "no" if request.ticket is None else "unexpected"
+        if (request.phase is Phase.DECODE) != (request.kv_params is not None):
+            has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     async def control(self, verb: Control) -> bytes:
         match verb:
-            case ReleaseKv(ticket_id, outcome):
+            case ReleaseKv(transfer_id, outcome):
                 if isinstance(self._engine, ExportsKv):
-                    self._engine.release(ticket_id, outcome)
+                    self._engine.release(transfer_id, outcome)
                 return b""
             case GetFile(sha256, offset):
                 return codec.encode(self._file_chunk(sha256, offset))

@@ -22,11 +22,11 @@ _OFFERED: deque[bytearray] = deque(maxlen=8)
 
 def split(buffer: bytearray, sizes: list[int]) -> list[MemoryRegion]:
     _OFFERED.append(buffer)
-    start, pieces = address_of(buffer), []
+    start, regions = address_of(buffer), []
     for size in sizes:
-        pieces.append(MemoryRegion(start, size))
+        regions.append(MemoryRegion(start, size))
         start += size
-    return pieces
+    return regions
 
 
 def say(**answer: object) -> None:
@@ -36,19 +36,19 @@ def say(**answer: object) -> None:
 
 async def main(name: str) -> None:
     backend = create_backend(name)
-    await backend.start(lambda ticket_id: say(fetched=ticket_id))
+    await backend.start(lambda transfer_id: say(fetched=transfer_id))
     held: dict[str, bytearray] = {}
     say(ready=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        verb, ticket_id, *sizes = line.split()
+        verb, transfer_id, *sizes = line.split()
         if verb == "offer":
             sizes_bytes = [int(size) for size in sizes]
-            buffer = held[ticket_id] = content(ticket_id, sum(sizes_bytes))
-            offer = await backend.publish(ticket_id, split(buffer, sizes_bytes))
+            buffer = held[transfer_id] = content(transfer_id, sum(sizes_bytes))
+            offer = await backend.publish(transfer_id, split(buffer, sizes_bytes))
             say(offer=offer.hex())
         else:
-            await backend.unpublish(ticket_id)
-            say(withdrawn=ticket_id)
+            await backend.unpublish(transfer_id)
+            say(withdrawn=transfer_id)
     await backend.aclose()
 
 

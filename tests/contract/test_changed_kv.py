@@ -28,18 +28,18 @@ class ChangingCarrier(LoopbackBackend):
         self.share = 0.0  # of each of the two
         self.faults: Counter[str] = Counter()
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        made = await super().publish(ticket_id, pieces, ready=ready)
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+        made = await super().publish(transfer_id, regions, ready=ready)
         drawn = self._random.random()
         if drawn < self.share:
-            piece = self._random.choice(pieces)
-            checksum = self._published[ticket_id].checksum
+            region = self._random.choice(regions)
+            checksum = self._published[transfer_id].checksum
             assert checksum is not None
-            await checksum.hashes(pieces.index(piece))
-            view(piece)[self._random.randrange(piece.num_bytes)] ^= 1 << self._random.randrange(8)
+            await checksum.hashes(regions.index(region))
+            view(region)[self._random.randrange(region.num_bytes)] ^= 1 << self._random.randrange(8)
             self.faults["changed"] += 1
         elif drawn < 2 * self.share:
-            await self.unpublish(ticket_id)
+            await self.unpublish(transfer_id)
             self.faults["missing"] += 1
         return made
 

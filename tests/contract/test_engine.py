@@ -126,17 +126,17 @@ async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(open
         await check_nothing_left(engine)
 
 
-async def test_prefill_when_one_token_is_wanted_then_there_is_no_ticket(open_engine: Open) -> None:
+async def test_prefill_when_one_token_is_wanted_then_there_is_no_transfer(open_engine: Open) -> None:
     engine = open_engine(Role.PREFILL)
     async with started(engine):
         (last,) = await collect(engine, ask(prompt_of(40), phase=Phase.PREFILL, max_tokens=1))
-        assert last.ticket is None
+        assert last.kv_params is None
         assert last.finish_reason is FinishReason.LENGTH
         assert len(last.token_ids) == 1
         await check_nothing_left(engine)
 
 
-async def test_two_legs_when_ticket_is_redeemed_then_tokens_equal_and_both_sides_are_empty(open_engine: Open) -> None:
+async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sides_are_empty(open_engine: Open) -> None:
     whole, prefill, decode = open_engine(), open_engine(Role.PREFILL), open_engine(Role.DECODE)
     async with started(whole, prefill, decode):
         chunks = await prefill_then_decode(prefill, decode, prompt_of(100), max_tokens=20)
@@ -174,51 +174,51 @@ async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_t
         await check_nothing_left(decode)
 
 
-async def test_ticket_when_held_then_blocks_stay_counted_until_release(open_engine: Open) -> None:
+async def test_transfer_when_held_then_blocks_stay_counted_until_release(open_engine: Open) -> None:
     engine = open_engine(Role.PREFILL)
     async with started(engine):
-        ticket = await prefill_params(engine, prompt_of(100))
+        kv_params = await prefill_params(engine, prompt_of(100))
         await check_stats(engine, tickets_held=1, kv_blocks_used=4)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await engine.drain()
         for _ in range(2):
-            release(engine, ticket)
+            release(engine, kv_params)
         await check_nothing_left(engine)
 
 
-async def test_ticket_when_it_expires_then_blocks_are_freed_and_decode_is_refused(open_engine: Open) -> None:
+async def test_transfer_when_it_expires_then_blocks_are_freed_and_decode_is_refused(open_engine: Open) -> None:
     prefill, decode = open_engine(Role.PREFILL, ttl_s=0.05), open_engine(Role.DECODE)
     async with started(prefill, decode):
-        ticket = await prefill_params(prefill, prompt_of(100))
+        kv_params = await prefill_params(prefill, prompt_of(100))
         await check_nothing_left(prefill)
         with pytest.raises(TransferExpired):
-            await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
+            await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params))
         await check_nothing_left(decode)
 
 
 async def test_decode_when_layout_differs_then_refused_by_name(open_engine: Open) -> None:
     prefill, decode = open_engine(Role.PREFILL), open_engine(Role.DECODE, kv_block_size=16)
     async with started(prefill, decode):
-        ticket = await prefill_params(prefill, prompt_of(100))
+        kv_params = await prefill_params(prefill, prompt_of(100))
         with pytest.raises(TransferMismatch) as caught:
-            await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
+            await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params))
         assert caught.value.field == "layout.block_tokens"
-        release(prefill, ticket)
+        release(prefill, kv_params)
         await check_nothing_left(decode)
         await check_nothing_left(prefill)
 
 
-async def test_decode_when_offer_is_gone_then_handoff_error_and_nothing_left(kind: str, open_engine: Open) -> None:
+async def test_decode_when_offer_is_gone_then_transfer_error_and_nothing_left(kind: str, open_engine: Open) -> None:
     if kind == "vllm":
         pytest.skip("NixlConnector reads without asking whether the KV is still held: see docs/vllm.md")
     prefill, decode = open_engine(Role.PREFILL), open_engine(Role.DECODE)
     async with started(prefill, decode):
-        ticket = await prefill_params(prefill, prompt_of(100))
-        release(prefill, ticket)
+        kv_params = await prefill_params(prefill, prompt_of(100))
+        release(prefill, kv_params)
         await prefill.drain()
         with pytest.raises(KvTransferError):
-            await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
+            await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params))
         await check_nothing_left(decode)
 
 
@@ -227,15 +227,15 @@ class Overwriting(LoopbackBackend):
 
     is_done = False
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
-        offer = await super().publish(ticket_id, pieces, **named)
-        checksum = self._published[ticket_id].checksum
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], **named: Any) -> bytes:
+        offer = await super().publish(transfer_id, regions, **named)
+        checksum = self._published[transfer_id].checksum
         assert checksum is not None
-        for index in range(len(pieces)):
+        for index in range(len(regions)):
             await checksum.hashes(index)
         if not self.is_done:
             self.is_done = True
-            view(pieces[-1])[-1] ^= 1
+            view(regions[-1])[-1] ^= 1
         return offer
 
 
@@ -261,14 +261,14 @@ async def test_cancel_when_tokens_flow_then_nothing_left(open_engine: Open, role
     async with started(prefill, engine):
         request = ask(prompt_of(100), max_tokens=500)
         if role is Role.DECODE:
-            ticket = await prefill_params(prefill, prompt_of(100), max_tokens=500)
-            request = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket)
+            kv_params = await prefill_params(prefill, prompt_of(100), max_tokens=500)
+            request = msgspec.structs.replace(request, phase=Phase.DECODE, kv_params=kv_params)
         async with aclosing(engine.generate(request)) as stream:
             for _ in range(3):
                 await anext(stream)
         await check_nothing_left(engine)
-        if request.ticket is not None:
-            release(prefill, request.ticket)
+        if request.kv_params is not None:
+            release(prefill, request.kv_params)
         await check_nothing_left(prefill)
 
 

@@ -40,9 +40,9 @@ class Stuck(LoopbackBackend):
 
     async def read(
         self,
-        ticket_id: str,
+        transfer_id: str,
         offer: bytes,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         *,
         timeout_s: float,
         on_region: OnRegion | None = None,
@@ -75,13 +75,13 @@ def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
     return TorchEngine(chosen, instance_id=2, backend=Stuck())
 
 
-async def test_tickets_when_held_then_the_blocks_that_they_hold_are_told(any_kind: str, gpt_oss: Path) -> None:
+async def test_transfers_when_held_then_the_blocks_that_they_hold_are_told(any_kind: str, gpt_oss: Path) -> None:
     engine = make(any_kind, gpt_oss, Role.PREFILL)
     async with started(engine):
-        tickets = [await prefill_params(engine, PROMPT) for _ in range(2)]
+        transfers = [await prefill_params(engine, PROMPT) for _ in range(2)]
         await check_stats(engine, tickets_held=2, ticket_kv_blocks=8)
-        for ticket in tickets:
-            release(engine, ticket)
+        for kv_params in transfers:
+            release(engine, kv_params)
         await check_nothing_left(engine)
         await check_stats(engine, ticket_kv_blocks=0)
 
@@ -96,12 +96,12 @@ async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_n
 ) -> None:
     prefill, decode = make(kind, gpt_oss, Role.PREFILL), stuck(kind, gpt_oss, handoff_timeout_s)
     async with started(prefill, decode):
-        ticket = await prefill_params(prefill, PROMPT)
-        leg = ask(PROMPT, phase=Phase.DECODE, ticket=ticket)
+        kv_params = await prefill_params(prefill, PROMPT)
+        leg = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params)
         begun = time.monotonic()
         with pytest.raises(error, match=said):
             await collect(decode, msgspec.structs.replace(leg, deadline=time.time() + seconds))
         assert time.monotonic() - begun < SOON_S
         await check_nothing_left(decode)
-        release(prefill, ticket)
+        release(prefill, kv_params)
         await check_nothing_left(prefill)

@@ -72,7 +72,7 @@ async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[i
 
 
 @pytest.mark.parametrize(("backend", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)])
-async def test_two_legs_at_every_boundary_then_equal_to_one_process(
+async def test_two_calls_at_every_boundary_then_equal_to_one_process(
     gpt_oss: Path, backend: str, temperature: float, of_one_process: dict[float, list[list[int]]]
 ) -> None:
     sampling = {"max_tokens": 12, "temperature": temperature, "seed": 11, "logprobs": 2}
@@ -90,7 +90,7 @@ async def test_two_legs_at_every_boundary_then_equal_to_one_process(
         await check_nothing_left(prefill)
 
 
-async def test_two_legs_when_cancelled_while_fetching_then_nothing_left(gpt_oss: Path) -> None:
+async def test_two_calls_when_cancelled_while_fetching_then_nothing_left(gpt_oss: Path) -> None:
     class Stuck(LoopbackBackend):
         async def read(self, *args: Any, **kwargs: Any) -> None:
             reached.set()
@@ -102,8 +102,8 @@ async def test_two_legs_when_cancelled_while_fetching_then_nothing_left(gpt_oss:
     config = WorkerConfig(model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE)
     prefill, decode = make("torch", gpt_oss, Role.PREFILL), TorchEngine(config, instance_id=3, backend=Stuck())
     async with started(prefill, decode):
-        ticket = await prefill_params(prefill, prompt_of(100))
-        task = asyncio.create_task(collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket)))
+        kv_params = await prefill_params(prefill, prompt_of(100))
+        task = asyncio.create_task(collect(decode, ask(prompt_of(100), phase=Phase.DECODE, kv_params=kv_params)))
         await reached.wait()
         assert stats(decode).kv_blocks_used == 4
         task.cancel()

@@ -93,7 +93,7 @@ async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_o
         await engine.check()
 
 
-async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_no_ticket(
+async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_no_transfer(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = torch_engine(llama, Role.PREFILL, prefill_chunk_tokens=16)
@@ -159,9 +159,9 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
             raise RuntimeError("it broke off")
 
         monkeypatch.setattr(decode._kv_connector, "fetch", partial)
-        ticket = await prefill_params(prefill, prompt(20))
+        kv_params = await prefill_params(prefill, prompt(20))
         with pytest.raises(RuntimeError, match="broke off"):
-            await collect(decode, ask(prompt(20), phase=Phase.DECODE, ticket=ticket))
+            await collect(decode, ask(prompt(20), phase=Phase.DECODE, kv_params=kv_params))
         await check_nothing_left(decode)
         assert arrived == [1]
         assert pool.is_finite(torch.arange(pool.num_blocks), pool.num_blocks * pool.block_tokens)

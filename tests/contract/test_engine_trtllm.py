@@ -184,20 +184,20 @@ async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_mad
 
     monkeypatch.setattr(engines.package.llmapi.LLM, "generate_async", noted)
     (last,) = await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL, max_tokens=1))
-    assert (last.finish_reason, last.ticket, len(last.token_ids)) == (FinishReason.LENGTH, None, 1)
+    assert (last.finish_reason, last.kv_params, len(last.token_ids)) == (FinishReason.LENGTH, None, 1)
     assert seen == [None]
 
 
 # --- Harmony's stop tokens, with the bundled model --------------------------------------------------------
 
 
-async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_ticket_is_left(package: Any) -> None:
+async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_transfer_is_left(package: Any) -> None:
     async with start_engines(package, resolve("tiny-gpt-oss")) as engines:
         for stop in HARMONY_STOPS:
             forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
             for engine, phase in ((engines.aggregated, Phase.AGGREGATED), (engines.prefill, Phase.PREFILL)):
                 (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
-                assert (list(last.token_ids), last.finish_reason, last.ticket) == ([stop], FinishReason.STOP, None)
+                assert (list(last.token_ids), last.finish_reason, last.kv_params) == ([stop], FinishReason.STOP, None)
                 await check_nothing_left(engine)
             on = await collect(engines.aggregated, ask(PROMPT, ignore_eos=True, **forced))
             assert tokens(on) == [stop] * 20
@@ -251,11 +251,11 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
 
 
 @pytest.mark.parametrize("theirs", RELEASES)
-async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(theirs: str, gpt_oss: Path) -> None:
+async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(theirs: str, gpt_oss: Path) -> None:
     with fake_tensorrt_llm(theirs):
         prefill = make("trtllm", gpt_oss, Role.PREFILL)
         async with started(prefill):
-            ticket = await prefill_params(prefill, PROMPT)
+            kv_params = await prefill_params(prefill, PROMPT)
             for ours in RELEASES:
                 if ours == theirs:
                     continue
@@ -263,10 +263,10 @@ async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(the
                     decode = make("trtllm", gpt_oss, Role.DECODE)
                     async with started(decode):
                         with pytest.raises(TransferMismatch) as caught:
-                            await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+                            await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
                         await check_nothing_left(decode)
                 assert caught.value.field == "release", ours
-            release(prefill, ticket)
+            release(prefill, kv_params)
             await check_nothing_left(prefill)
 
 
@@ -322,25 +322,25 @@ async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_nex
 
 
 @pytest.mark.parametrize(("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", TransferTimeout)])
-async def test_decode_when_the_kv_does_not_come_then_a_handoff_error(
+async def test_decode_when_the_kv_does_not_come_then_a_transfer_error(
     trap: str, error: type[DynamoError], engines: TrtllmEngines
 ) -> None:
-    ticket = await prefill_params(engines.prefill, PROMPT)
+    kv_params = await prefill_params(engines.prefill, PROMPT)
     with engines.turned(trap), pytest.raises(DynamoError) as caught:
-        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     assert isinstance(caught.value, (error, TransferFailed, DeadlineExceeded))
     await check_nothing_left(engines.decode)
-    release(engines.prefill, ticket)
+    release(engines.prefill, kv_params)
     await check_nothing_left(engines.prefill)
     await check_engines_idle(engines.package)
 
 
-async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_ticket(gpt_oss: Path, package: Any) -> None:
+async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(gpt_oss: Path, package: Any) -> None:
     prefill, decode = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4), make("trtllm", gpt_oss, Role.DECODE)
     async with started(prefill, decode):
-        ticket = await prefill_params(prefill, PROMPT)
+        kv_params = await prefill_params(prefill, PROMPT)
         with package.standin.traps.turned("transfer_hangs"), pytest.raises(TransferTimeout):
-            await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+            await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
         await check_nothing_left(decode)
         await check_nothing_left(prefill)
 

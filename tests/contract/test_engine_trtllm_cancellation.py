@@ -67,8 +67,8 @@ async def cancel_both_legs(engines: TrtllmEngines, max_tokens: int) -> None:
     prefilling.cancel()
     await asyncio.gather(prefilling, return_exceptions=True)
     for steps in (0, 1, 3):
-        ticket = await prefill_params(engines.prefill, PROMPT, max_tokens=max_tokens)
-        decoding = ask(PROMPT, phase=Phase.DECODE, ticket=ticket, max_tokens=max_tokens)
+        kv_params = await prefill_params(engines.prefill, PROMPT, max_tokens=max_tokens)
+        decoding = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params, max_tokens=max_tokens)
         async with aclosing(engines.decode.generate(decoding)) as stream:
             if steps == 0:
                 first = asyncio.ensure_future(anext(stream))
@@ -77,12 +77,12 @@ async def cancel_both_legs(engines: TrtllmEngines, max_tokens: int) -> None:
                 await asyncio.gather(first, return_exceptions=True)
             for _ in range(steps):
                 await anext(stream)
-        release(engines.prefill, ticket)
+        release(engines.prefill, kv_params)
 
 
-async def test_ticket_when_refused_then_the_vendor_is_asked_to_let_go(engines: TrtllmEngines) -> None:
-    ticket = await prefill_params(engines.prefill, PROMPT)
+async def test_transfer_when_refused_then_the_vendor_is_asked_to_let_go(engines: TrtllmEngines) -> None:
+    kv_params = await prefill_params(engines.prefill, PROMPT)
     await check_stats(engines.prefill, tickets_held=1, kv_blocks_used=3)
-    release(engines.prefill, ticket)
+    release(engines.prefill, kv_params)
     await check_nothing_left(engines.prefill)
     await check_engines_idle(engines.package)

@@ -111,7 +111,7 @@ def logprobs(chunks: list[Chunk]) -> list[int]:
     ],
     ids=["greedy", "seed", "penalty", "repetition", "form", "min_tokens"],
 )
-async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_aggregated_one(
+async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_aggregated_one(
     engines: Engines, prompt: Any, sampling: dict[str, Any]
 ) -> None:
     chosen = {"logprobs": 2, "max_tokens": 12, **sampling}
@@ -124,14 +124,14 @@ async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_aggregated_o
         await check_nothing_left(engine)
 
 
-async def test_two_legs_when_random_without_a_seed_then_the_answer_begins_with_the_tickets_token(
+async def test_two_calls_when_random_without_a_seed_then_the_answer_begins_with_the_transfers_token(
     engines: Engines,
 ) -> None:
     for prompt in (PROMPT, FULL):
-        ticket = await prefill_params(engines.prefill, prompt, temperature=1.0)
-        chunks = await collect(engines.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
-        release(engines.prefill, ticket, ReleaseOutcome.FETCHED)
-        assert tokens(chunks)[0] == ticket.first_token_ids[0]
+        kv_params = await prefill_params(engines.prefill, prompt, temperature=1.0)
+        chunks = await collect(engines.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0))
+        release(engines.prefill, kv_params, ReleaseOutcome.FETCHED)
+        assert tokens(chunks)[0] == kv_params.first_token_ids[0]
         assert len(tokens(chunks)) == 8
 
 
@@ -139,15 +139,15 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed
     stop = (await answer(engines.whole, PROMPT))[0]
     request = ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(stop,))
     (last,) = await collect(engines.prefill, request)
-    assert (last.finish_reason, tokens([last]), last.ticket) == (FinishReason.STOP, [stop], None)
+    assert (last.finish_reason, tokens([last]), last.kv_params) == (FinishReason.STOP, [stop], None)
     await check_nothing_left(engines.prefill)
     assert core_of(engines.prefill).leases == {}
 
 
 async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(engines: Engines) -> None:
-    ticket = await prefill_params(engines.prefill, PROMPT)
+    kv_params = await prefill_params(engines.prefill, PROMPT)
     await check_stats(engines.prefill, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
-    release(engines.prefill, ticket)
+    release(engines.prefill, kv_params)
     await check_nothing_left(engines.prefill)
     assert core_of(engines.prefill).leases == {}
 
@@ -160,47 +160,47 @@ async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(engines
         task.cancel()
         (result,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(result, list):
-            assert result[-1].ticket is not None
-            release(engines.prefill, result[-1].ticket)
+            assert result[-1].kv_params is not None
+            release(engines.prefill, result[-1].kv_params)
     await check_nothing_left(engines.prefill)
     assert core_of(engines.prefill).leases == {}
 
 
-async def test_decode_when_kv_does_not_come_then_timeout_of_the_handoff_and_nothing_left(folder: Path) -> None:
+async def test_decode_when_kv_does_not_come_then_timeout_of_the_transfer_and_nothing_left(folder: Path) -> None:
     with fake_vllm():
         prefill, decode = make("vllm", folder, Role.PREFILL, ttl_s=0.3), make("vllm", folder, Role.DECODE)
         async with started(prefill, decode):
-            ticket = await prefill_params(prefill, PROMPT)
+            kv_params = await prefill_params(prefill, PROMPT)
             core_of(decode).stuck = True
             began = time.monotonic()
             with pytest.raises(TransferTimeout, match="before it expired"):
-                await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+                await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
             assert time.monotonic() - began < 10
             await check_nothing_left(decode)
             await check_nothing_left(prefill)
 
 
 async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engines: Engines) -> None:
-    ticket = await prefill_params(engines.prefill, PROMPT)
+    kv_params = await prefill_params(engines.prefill, PROMPT)
     core_of(engines.prefill).die()
     with pytest.raises(TransferFailed):
-        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     await check_nothing_left(engines.decode)
 
 
-async def test_decode_when_its_kv_comes_after_the_ticket_expired_then_it_is_not_used(
+async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_not_used(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the engine process can tell: whoever ends late reads, in the worker's process, may be late too."""
-    ticket = await prefill_params(engines.prefill, PROMPT)
-    clock = SimpleNamespace(time=lambda: ticket.expires_at)
+    kv_params = await prefill_params(engines.prefill, PROMPT)
+    clock = SimpleNamespace(time=lambda: kv_params.expires_at)
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)
     with pytest.raises(TransferFailed):
-        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     (again,) = [chunk for chunk in await collect(engines.decode, ask(PROMPT)) if chunk.stats]
     assert again.stats is not None
     assert again.stats.cached_tokens == 0
-    release(engines.prefill, ticket)
+    release(engines.prefill, kv_params)
     await check_nothing_left(engines.decode)
 
 
@@ -291,15 +291,15 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Pat
         ({"engine_state": b"x"}, "opaque"),
     ],
 )
-async def test_decode_when_the_ticket_is_not_for_it_then_refused_by_field(
+async def test_decode_when_the_transfer_is_not_for_it_then_refused_by_field(
     engines: Engines, change: dict[str, Any], field: str
 ) -> None:
-    ticket = await prefill_params(engines.prefill, PROMPT)
-    changed = msgspec.structs.replace(ticket, **change)
+    kv_params = await prefill_params(engines.prefill, PROMPT)
+    changed = msgspec.structs.replace(kv_params, **change)
     with pytest.raises(TransferMismatch) as caught:
-        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=changed))
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=changed))
     assert caught.value.field == field
-    release(engines.prefill, ticket)
+    release(engines.prefill, kv_params)
 
 
 async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder: Path) -> None:

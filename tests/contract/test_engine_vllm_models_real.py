@@ -69,7 +69,7 @@ SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]  # with 
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seed"])
-async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
+async def test_two_calls_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
     windowed: Pair, sampling: dict[str, Any]
 ) -> None:
     """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
@@ -86,7 +86,7 @@ async def test_decode_when_kv_of_two_groups_cant_be_read_then_transfer_failed_an
     assert await all_failed_reads(windowed, count, how) == []
 
 
-async def test_two_legs_when_reads_fail_under_load_then_every_answer_is_right_once_prefilled_again(
+async def test_two_calls_when_reads_fail_under_load_then_every_answer_is_right_once_prefilled_again(
     windowed: Pair,
 ) -> None:
     prompts = [prompt_of(40 + 23 * n, 900 + n) for n in range(24)]
@@ -94,11 +94,11 @@ async def test_two_legs_when_reads_fail_under_load_then_every_answer_is_right_on
 
     async def legs(n: int) -> list[int]:
         if n % 3 == 0:
-            ticket = await prefill_params(windowed.prefill, prompts[n], max_tokens=24)
-            bad = spoiled(ticket, SPOILED[n // 3 % 2], peer="nobody")
+            kv_params = await prefill_params(windowed.prefill, prompts[n], max_tokens=24)
+            bad = spoiled(kv_params, SPOILED[n // 3 % 2], peer="nobody")
             with pytest.raises(TransferFailed):
-                await collect(windowed.decode, ask(prompts[n], phase=Phase.DECODE, ticket=bad, max_tokens=24))
-            release(windowed.prefill, ticket)
+                await collect(windowed.decode, ask(prompts[n], phase=Phase.DECODE, kv_params=bad, max_tokens=24))
+            release(windowed.prefill, kv_params)
         return tokens(await prefill_then_decode(windowed.prefill, windowed.decode, prompts[n], max_tokens=24))
 
     assert await asyncio.gather(*map(legs, range(len(prompts)))) == alone
@@ -124,7 +124,7 @@ async def test_failed_read_when_in_several_kv_groups_then_vllm_still_marks_no_bl
     assert "(req_block_ids,) =" in inspect.getsource(Scheduler._update_requests_with_invalid_blocks)
 
 
-async def test_two_legs_when_layers_see_by_chunks_then_no_prompt_length_loses_one(tmp_path: Path) -> None:
+async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_one(tmp_path: Path) -> None:
     """64 tokens in a chunk, 32 in a block: prompts that end with a chunk are the edge. The engine died of them once."""
     lengths = [*range(60, 70), *range(124, 132), *range(188, 196), 256, 320, 384]
     async with started(save_tiny_llama4(tmp_path / "chunked", chunk=64), block_size=32) as pair:
@@ -144,7 +144,7 @@ async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> li
     return found
 
 
-async def test_two_legs_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
+async def test_two_calls_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
     windowed: Pair,
 ) -> None:
     differ = []

@@ -54,7 +54,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
 
 
 @pytest.mark.parametrize("length", [5, 100, 128, 200, 256, 700])
-async def test_two_legs_when_greedy_then_the_answer_is_the_whole_one(pair: Pair, length: int) -> None:
+async def test_two_calls_when_greedy_then_the_answer_is_the_whole_one(pair: Pair, length: int) -> None:
     prompt = prompt_of(length, 3)
     legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=24)
     assert tokens(legs) == await answer(pair.prefill, prompt, max_tokens=24)
@@ -80,7 +80,7 @@ async def test_two_legs_when_greedy_then_the_answer_is_the_whole_one(pair: Pair,
     ],
     ids=["seed", "frequency", "presence", "logprobs", "min_tokens", "top", "ignore_eos"],
 )
-async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_whole_one(
+async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_whole_one(
     pair: Pair, length: int, sampling: dict[str, Any]
 ) -> None:
     prompt = prompt_of(length, 11)
@@ -96,16 +96,16 @@ async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_whole_one(
         assert [len(entry.top) for entry in told] == [3] * len(told)
 
 
-async def test_two_legs_when_random_without_a_seed_then_it_begins_with_the_tickets_token(pair: Pair) -> None:
+async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_transfers_token(pair: Pair) -> None:
     for length in (150, 256):
         prompt = prompt_of(length, 21)
-        ticket = await prefill_params(pair.prefill, prompt, temperature=1.0)
-        chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
-        release(pair.prefill, ticket, ReleaseOutcome.FETCHED)
-        assert tokens(chunks)[0] == ticket.first_token_ids[0]
+        kv_params = await prefill_params(pair.prefill, prompt, temperature=1.0)
+        chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0))
+        release(pair.prefill, kv_params, ReleaseOutcome.FETCHED)
+        assert tokens(chunks)[0] == kv_params.first_token_ids[0]
 
 
-async def test_two_legs_when_many_run_at_once_then_each_is_its_own(pair: Pair) -> None:
+async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) -> None:
     prompts = [prompt_of(40 + 23 * n, n) for n in range(24)]
     alone = [await answer(pair.prefill, prompt, max_tokens=16) for prompt in prompts]
     legs = await asyncio.gather(
@@ -120,16 +120,16 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held
     prompt = prompt_of(90, 31)
     stop = (await answer(pair.decode, prompt))[0]
     (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL, stop_token_ids=(stop,)))
-    assert (last.finish_reason, last.ticket) == (FinishReason.STOP, None)
+    assert (last.finish_reason, last.kv_params) == (FinishReason.STOP, None)
     await check_nothing_left(pair.prefill)
 
 
 async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(pair: Pair) -> None:
-    ticket = await prefill_params(pair.prefill, prompt_of(300, 41))
+    kv_params = await prefill_params(pair.prefill, prompt_of(300, 41))
     await check_stats(pair.prefill, tickets_held=1)
     assert stats(pair.prefill).kv_blocks_used > 0
     began = time.monotonic()
-    release(pair.prefill, ticket)
+    release(pair.prefill, kv_params)
     await check_nothing_left(pair.prefill)
     assert time.monotonic() - began < 10  # the lease is of 65 s
 
@@ -142,16 +142,16 @@ async def test_decode_when_kv_cant_be_read_then_transfer_failed_and_nothing_of_i
     assert await all_failed_reads(pair, count, how) == []
 
 
-async def test_cancel_when_at_any_moment_of_either_leg_then_every_block_is_free(pair: Pair) -> None:
+async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free(pair: Pair) -> None:
     async def legs(n: int) -> None:
         prompt = prompt_of(100 + n * 37 % 700, n)
-        ticket = await prefill_params(pair.prefill, prompt, max_tokens=100)
+        kv_params = await prefill_params(pair.prefill, prompt, max_tokens=100)
         outcome = ReleaseOutcome.ABORTED
         try:
-            await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, max_tokens=100))
+            await collect(pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, max_tokens=100))
             outcome = ReleaseOutcome.FETCHED
         finally:
-            release(pair.prefill, ticket, outcome)
+            release(pair.prefill, kv_params, outcome)
 
     tasks = [asyncio.create_task(legs(n)) for n in range(40)]
     for n, task in enumerate(tasks):
@@ -195,14 +195,14 @@ async def test_manifest_when_compared_with_the_package_then_equal() -> None:
     assert made == read
 
 
-async def test_handshakes_when_a_port_was_chosen_then_tickets_name_it_and_the_key_of_compiled_code_does_not(
+async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_key_of_compiled_code_does_not(
     pair: Pair,
 ) -> None:
     import vllm.envs
 
-    ticket = await prefill_params(pair.prefill, prompt_of(40, 5))
-    port = unpack(ticket).params["remote_port"]
-    release(pair.prefill, ticket)
+    kv_params = await prefill_params(pair.prefill, prompt_of(40, 5))
+    port = unpack(kv_params).params["remote_port"]
+    release(pair.prefill, kv_params)
     assert vllm.envs.compile_factors()["VLLM_NIXL_SIDE_CHANNEL_PORT"] != port
 
 

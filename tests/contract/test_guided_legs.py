@@ -63,7 +63,7 @@ def check_schema(text: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_guided_when_run_over_two_legs_then_the_same_json_as_in_one(folder: Path, temperature: float) -> None:
+async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(folder: Path, temperature: float) -> None:
     whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
     async with started(whole, prefill, decode):
         for seed in range(2):
@@ -103,7 +103,9 @@ async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturb
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-async def test_penalty_when_run_over_two_legs_then_the_first_token_counts_at_decode(folder: Path, penalty: str) -> None:
+async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_decode(
+    folder: Path, penalty: str
+) -> None:
     """The biases make 7 win, then 11 as long as 7 is penalized."""
     whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
     async with started(whole, prefill, decode):

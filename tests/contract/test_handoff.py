@@ -65,7 +65,9 @@ async def test_fetch_when_no_bytes_are_offered_then_holder_is_told(sides: Start)
 async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
-    offers = {ticket: await holder.backend.publish(ticket, split(source, [5000])) for ticket in ("gone", "kept")}
+    offers = {
+        kv_params: await holder.backend.publish(kv_params, split(source, [5000])) for kv_params in ("gone", "kept")
+    }
     await holder.backend.unpublish("gone")
     with pytest.raises(TransferFailed, match="gone"):
         await reader.backend.read("gone", offers["gone"], split(target, [5000]), timeout_s=10)
@@ -75,7 +77,7 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_ticket_was_offered_anew_then_the_old_offer_fails(sides: Start) -> None:
+async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
     old = await holder.backend.publish("t", split(source, [5000]))
@@ -108,7 +110,7 @@ async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, of
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_offer_when_ticket_is_offered_already_then_transfer_failed(sides: Start) -> None:
+async def test_offer_when_transfer_is_offered_already_then_transfer_failed(sides: Start) -> None:
     holder = await sides()
     source = content("a", 10)
     await holder.backend.publish("t", split(source, [10]))
@@ -120,7 +122,7 @@ async def test_offer_when_ticket_is_offered_already_then_transfer_failed(sides: 
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_ticket_is_free(sides: Start) -> None:
+async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_transfer_is_free(sides: Start) -> None:
     holder = await sides()
     with pytest.raises(TransferFailed, match="tape"):
         await holder.backend.publish("t", [MemoryRegion(4096, 10, "tape:0")])
@@ -131,17 +133,17 @@ async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_ticke
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) -> None:
     one, two = await sides(), await sides()
-    tickets = [(f"t{i}", *((one, two) if i % 2 else (two, one))) for i in range(8)]
-    sources = {ticket: content(ticket, 300_001) for ticket, _, _ in tickets}
-    targets = {ticket: bytearray(300_001) for ticket in sources}
+    transfers = [(f"t{i}", *((one, two) if i % 2 else (two, one))) for i in range(8)]
+    sources = {kv_params: content(kv_params, 300_001) for kv_params, _, _ in transfers}
+    targets = {kv_params: bytearray(300_001) for kv_params in sources}
 
-    async def move(ticket: str, holder: StartedBackend, reader: StartedBackend) -> None:
-        offer = await holder.backend.publish(ticket, split(sources[ticket], [300_000, 1]))
-        await reader.backend.read(ticket, offer, split(targets[ticket], [300_000, 1]), timeout_s=10)
+    async def move(kv_params: str, holder: StartedBackend, reader: StartedBackend) -> None:
+        offer = await holder.backend.publish(kv_params, split(sources[kv_params], [300_000, 1]))
+        await reader.backend.read(kv_params, offer, split(targets[kv_params], [300_000, 1]), timeout_s=10)
 
     async with asyncio.TaskGroup() as group:
-        for ticket in tickets:
-            group.create_task(move(*ticket))
+        for kv_params in transfers:
+            group.create_task(move(*kv_params))
     assert targets == sources
     assert sorted(await one.wait_fetched(4)) == ["t1", "t3", "t5", "t7"]
     assert sorted(await two.wait_fetched(4)) == ["t0", "t2", "t4", "t6"]
@@ -151,7 +153,7 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kind: str) -> None:
     tasks, threads = len(asyncio.all_tasks()), own_threads()
     backend = create_backend(kind)
-    await backend.start(lambda ticket_id: None)
+    await backend.start(lambda transfer_id: None)
     source, target = content("a", 100), bytearray(100)
     offer = await backend.publish("t", split(source, [100]))
     if kind != "nixl":  # an agent does not read from itself
@@ -186,8 +188,8 @@ class Holder:
         self._process.stdin.write((" ".join(map(str, words)) + "\n").encode())
         return await self.answer()
 
-    async def publish(self, ticket_id: str, *sizes: int) -> bytes:
-        return bytes.fromhex((await self.ask("offer", ticket_id, *sizes))["offer"])
+    async def publish(self, transfer_id: str, *sizes: int) -> bytes:
+        return bytes.fromhex((await self.ask("offer", transfer_id, *sizes))["offer"])
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -237,12 +239,12 @@ def open_sockets() -> int:
 async def test_fetch_when_holder_is_another_process_then_bytes_arrive_and_it_is_told(kind: str, sides: Start) -> None:
     reader = await sides()
     async with holder_process(kind) as holder:
-        for ticket in ("t0", "t1", "t2"):
-            offer = await holder.publish(ticket, *ODD)
+        for kv_params in ("t0", "t1", "t2"):
+            offer = await holder.publish(kv_params, *ODD)
             target = bytearray(sum(ODD))
-            await reader.backend.read(ticket, offer, split(target, ODD), timeout_s=10)
-            assert target == content(ticket, sum(ODD))
-            assert await holder.answer() == {"fetched": ticket}
+            await reader.backend.read(kv_params, offer, split(target, ODD), timeout_s=10)
+            assert target == content(kv_params, sum(ODD))
+            assert await holder.answer() == {"fetched": kv_params}
         await holder.ask("withdraw", "t2")
         with pytest.raises(TransferFailed):
             await reader.backend.read("t2", offer, split(target, ODD), timeout_s=10)

@@ -41,7 +41,7 @@ async def start(kind: str) -> AsyncIterator[Start]:
 
         async def started(mode: ChecksumMode = "auto") -> TransferBackend:
             backend = create_backend(kind, kv_checksums=mode)
-            await backend.start(lambda ticket_id: None)
+            await backend.start(lambda transfer_id: None)
             stack.push_async_callback(backend.aclose)
             return backend
 

@@ -84,19 +84,19 @@ async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
 @pytest.mark.parametrize("in_region", [True, False])
 async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(in_region: bool) -> None:
     holder = NixlBackend()
-    await holder.start(lambda ticket_id: None)
+    await holder.start(lambda transfer_id: None)
     source = content("a", SIZE)
-    (piece,) = split(source, [SIZE])
+    (region,) = split(source, [SIZE])
     if in_region:
-        await holder.register(piece)
-    for ticket_id in ("t", "u"):
-        await holder.publish(ticket_id, [piece])
+        await holder.register(region)
+    for transfer_id in ("t", "u"):
+        await holder.publish(transfer_id, [region])
     holder._registering.submit(time.sleep, 0.1)
     closing = asyncio.create_task(holder.aclose())
     await asyncio.sleep(0)
     await holder.unpublish("t")
     assert not holder._published
-    assert not holder._bindings.regions
+    assert not holder._bindings.registered
     await closing
     await holder.unpublish("u")
 

@@ -72,17 +72,17 @@ class Damage:
 
     def _damaging(self, fetch: Any) -> Any:
         async def damaging(
-            backend: TransferBackend, ticket_id: str, offer: bytes, pieces: list[MemoryRegion], **how: Any
+            backend: TransferBackend, transfer_id: str, offer: bytes, regions: list[MemoryRegion], **how: Any
         ) -> None:
             on_region = how.pop("on_region", None)
 
             def changed(index: int) -> None:
                 if backend is self.damaged and self.way is not None:
-                    self.way(bytes_of(pieces[index]))
+                    self.way(bytes_of(regions[index]))
                 if on_region is not None:
                     on_region(index)
 
-            await fetch(backend, ticket_id, offer, pieces, on_region=changed, **how)
+            await fetch(backend, transfer_id, offer, regions, on_region=changed, **how)
 
         return damaging
 

@@ -29,10 +29,10 @@ from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t1"))
+    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
 
 
-async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: PlanePair) -> None:
+async def test_close_when_a_transfer_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: PlanePair) -> None:
     async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
             yield chunk
@@ -46,11 +46,11 @@ async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refu
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: PlanePair) -> None:
+async def test_close_when_a_transfer_was_taken_then_it_is_the_callers_to_release(bench: PlanePair) -> None:
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
-        assert (await anext(chunks)).ticket is not None
+        assert (await anext(chunks)).kv_params is not None
     await asyncio.sleep(0.7)  # two pings: the caller is there
     assert service.verbs == []
     with pytest.raises(TransferExpired):

@@ -26,8 +26,8 @@ class StartedBackend:
         self.threads: list[int] = []
         self._changed = asyncio.Event()
 
-    def on_fetched(self, ticket_id: str) -> None:
-        self.fetched.append(ticket_id)
+    def on_fetched(self, transfer_id: str) -> None:
+        self.fetched.append(transfer_id)
         self.threads.append(threading.get_ident())
         self._changed.set()
 

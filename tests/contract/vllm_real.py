@@ -37,14 +37,14 @@ class Pair(NamedTuple):
 SPOILED = ("dead port", "blocks out of range")
 
 
-def spoiled(ticket: KvTransferParams, how: str, peer: str) -> KvTransferParams:
+def spoiled(kv_params: KvTransferParams, how: str, peer: str) -> KvTransferParams:
     """A ticket whose KV can't be read. `peer`: of a dead port, the engine that is said to listen there."""
-    params = wire.unpack(ticket).params
+    params = wire.unpack(kv_params).params
     if how == "dead port":
         params |= {"remote_engine_id": peer, "remote_host": "127.0.0.1", "remote_port": free_ports(1, "127.0.0.1")}
     else:
         params |= {"remote_block_ids": [[block + 10**6 for block in group] for group in params["remote_block_ids"]]}
-    return msgspec.structs.replace(ticket, engine_state=wire.pack(params, release="any", seed=None))
+    return msgspec.structs.replace(kv_params, engine_state=wire.pack(params, release="any", seed=None))
 
 
 async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str) -> list[str]:
@@ -55,15 +55,17 @@ async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[
 
     async def read(n: int, prompt: array[int]) -> list[str]:
         wrong = []
-        ticket = await prefill_params(prefill, prompt, **free)
+        kv_params = await prefill_params(prefill, prompt, **free)
         try:
-            chunks = await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=spoiled(ticket, how, peer), **free))
+            chunks = await collect(
+                decode, ask(prompt, phase=Phase.DECODE, kv_params=spoiled(kv_params, how, peer), **free)
+            )
             wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")
         except TransferFailed:
             pass
-        leg = ask(prompt, phase=Phase.DECODE, ticket=ticket, **free) if n % 2 else ask(prompt, **free)
+        leg = ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **free) if n % 2 else ask(prompt, **free)
         chunks = await collect(decode, leg)
-        release(prefill, ticket, ReleaseOutcome.FETCHED if n % 2 else ReleaseOutcome.ABORTED)
+        release(prefill, kv_params, ReleaseOutcome.FETCHED if n % 2 else ReleaseOutcome.ABORTED)
         stats, expected = chunks[-1].stats, await answer(prefill, prompt, **free)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:
             wrong.append(f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected}, {stats}")

@@ -44,17 +44,17 @@ class Scene:
     def subject(self, role: Role) -> str:
         return next(instance.subject for instance in self.side.view.instances() if instance.role is role)
 
-    async def ticket(self) -> KvTransferParams:
+    async def kv_params(self) -> KvTransferParams:
         """Of a prefill leg whose decode leg never comes."""
         leg = request(max_tokens=8, phase=Phase.PREFILL)
         async with aclosing(self.side.plane.generate(self.subject(Role.PREFILL), leg)) as stream:
             last = [chunk async for chunk in stream][-1]
-        assert last.ticket is not None
-        return last.ticket
+        assert last.kv_params is not None
+        return last.kv_params
 
-    async def release(self, ticket: KvTransferParams) -> None:
+    async def release(self, kv_params: KvTransferParams) -> None:
         await self.side.plane.control(
-            self.subject(Role.PREFILL), ReleaseKv(ticket.ticket_id, ReleaseOutcome.ABORTED), timeout_s=SOON_S
+            self.subject(Role.PREFILL), ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED), timeout_s=SOON_S
         )
 
     async def until_nothing_is_left(self) -> None:
@@ -163,16 +163,16 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(
             await made.run(request(max_tokens=5))
 
 
-async def test_prefill_when_tickets_hold_their_share_of_kv_then_refused_until_one_is_gone(
+async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_one_is_gone(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
     async with scene(servers, running_workers, prefill=small) as made:
-        tickets = [await made.ticket() for _ in range(3)]
+        transfers = [await made.kv_params() for _ in range(3)]
         with pytest.raises(Overloaded, match="3 pending KV transfers hold 12 of 16 KV blocks"):
             await made.run(request(max_tokens=5))
-        for ticket in tickets:
-            await made.release(ticket)
+        for kv_params in transfers:
+            await made.release(kv_params)
         await running_workers.wait_idle()
         assert len(tokens(await made.run(request(max_tokens=5)))) == 5
 
@@ -218,7 +218,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
         assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill leg was done over once
 
 
-async def test_deadline_when_it_passes_between_ticket_and_decode_leg_then_the_ticket_is_free(
+async def test_deadline_when_it_passes_between_transfer_and_decode_call_then_the_transfer_is_free(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     """The decode worker has the leg and has not begun it."""

@@ -135,7 +135,7 @@ async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
         assert len(tokens(await made.run(request(max_tokens=5, prompt=4)))) == 5
 
 
-async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv_is_free_at_once(
+async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_kv_is_free_at_once(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     async with scene(etcd_server, nats_server, running_workers) as made:
@@ -146,7 +146,7 @@ async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv
         feed, seen = inbox.feed, []
 
         def cancelling(batch: Batch) -> None:
-            if any(frame.chunk is not None and frame.chunk.ticket is not None for frame in batch.frames):
+            if any(frame.chunk is not None and frame.chunk.kv_params is not None for frame in batch.frames):
                 seen.append(made.prefill.stats().tickets_held)
                 running.cancel()
             feed(batch)
@@ -159,7 +159,7 @@ async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv
         await until(lambda: made.left() == before, SOON_S, made.left)
 
 
-async def test_ticket_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
+async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Long before it expires: the worker asks whether its holder is there."""

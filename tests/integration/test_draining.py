@@ -28,16 +28,16 @@ from tests.waiting import SOON_S
 STEP = {"step_s": 0.01}
 
 
-async def ticket_of(side: FrontendSide, running_workers: RunningWorkers) -> KvTransferParams:
+async def transfer_params_of(side: FrontendSide, running_workers: RunningWorkers) -> KvTransferParams:
     """Of the one prefill worker, for `request(max_tokens=8)`."""
     (prefill, *_) = [i for i in side.view.instances() if i.role is Role.PREFILL]
     async with aclosing(side.plane.generate(prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
-        ticket = [chunk async for chunk in stream][-1].ticket
-    assert ticket is not None
-    return ticket
+        kv_params = [chunk async for chunk in stream][-1].kv_params
+    assert kv_params is not None
+    return kv_params
 
 
-async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed_and_ends_the_wait(
+async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetched_and_ends_the_wait(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -46,11 +46,11 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         (decode,) = side.view.model("tiny").decode
-        ticket = await ticket_of(side, running_workers)
+        kv_params = await transfer_params_of(side, running_workers)
         running_workers.workers[0].stop()
         await side.until_instances(1)
         await until(lambda: "running requests: 0, pending KV transfers: 1" in caplog.text, SOON_S)
-        leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, ticket=ticket)
+        leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, kv_params=kv_params)
         async with aclosing(side.plane.generate(decode.subject, leg)) as stream:
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
@@ -58,7 +58,7 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed
         await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
 
 
-async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_waited_for_until_it_expires(
+async def test_prefill_worker_when_it_drains_then_a_transfer_that_nobody_wants_is_waited_for_until_it_expires(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP)
@@ -66,13 +66,13 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         begun_s = time.monotonic()
-        await ticket_of(side, running_workers)
+        await transfer_params_of(side, running_workers)
         running_workers.workers[0].stop()
         await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
         assert 1.4 < time.monotonic() - begun_s < SOON_S
 
 
-async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_ticket_is_redeemed_on_another_worker(
+async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_transfer_is_fetched_on_another_worker(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """The prompt takes a second; the decode worker that was chosen leaves meanwhile."""
@@ -128,7 +128,7 @@ async def test_worker_when_it_stops_while_nats_is_away_then_it_ends_in_time(
     start_pairs(chosen, running_workers)
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
-        await ticket_of(side, running_workers)
+        await transfer_params_of(side, running_workers)
         await asyncio.to_thread(getattr(nats, hurt))
         begun_s = time.monotonic()
         for worker in running_workers.workers:

@@ -127,7 +127,7 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
     assert len(tokens(chunks)) == 60
 
 
-async def test_stop_when_a_ticket_is_held_then_the_drain_is_bounded(etcd_server: str, nats_server: str) -> None:
+async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(etcd_server: str, nats_server: str) -> None:
     chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, disaggregation_mode=Role.PREFILL)
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
@@ -137,7 +137,7 @@ async def test_stop_when_a_ticket_is_held_then_the_drain_is_bounded(etcd_server:
         leg = request(max_tokens=8, phase=Phase.PREFILL)
         async with aclosing(side.plane.generate(instance.subject, leg)) as stream:
             last = [chunk async for chunk in stream][-1]
-        assert last.ticket is not None
+        assert last.kv_params is not None
         begun_s = time.monotonic()
         worker.stop()
         await serving

@@ -79,14 +79,14 @@ class MockEngine:
         self._scheduler = MockScheduler(args)
         self._streams = 0
         self._awaiting_fetch: dict[str, _MockTransfer] = {}
-        self._num_tickets = 0
+        self._num_transfers = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
         self._unpublish_tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
-        await self._backend.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.FETCHED))
+        await self._backend.start(lambda transfer_id: self.release(transfer_id, ReleaseOutcome.FETCHED))
         self._step_task = asyncio.create_task(self._scheduler.run(), name="mock-engine-steps")
         return EngineInfo(
             engine="mock",
@@ -114,8 +114,8 @@ class MockEngine:
         sequence = MockSequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
         try:
             self._scheduler.add(sequence)  # raises for a rejected request before any token is sent
-            if request.ticket is not None:
-                yield await self._import_kv(sequence, request.ticket)
+            if request.kv_params is not None:
+                yield await self._import_kv(sequence, request.kv_params)
             left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.num_output_tokens
             sequence.push = push
             self._scheduler.schedule(sequence, left)
@@ -138,38 +138,39 @@ class MockEngine:
     def _prompt_blocks(self, prompt_tokens: int) -> int:
         return -(-prompt_tokens // self._args.kv_block_size)
 
-    async def _import_kv(self, sequence: MockSequence, ticket: KvTransferParams) -> Chunk:
+    async def _import_kv(self, sequence: MockSequence, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
-        params.check_params(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
-        if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
+        params.check_params(kv_params, engine="mock", model=self._model, layout=self._layout, now=time.time())
+        if len(kv_params.first_token_ids) >= sequence.request.sampling.max_tokens:
             raise RequestRejected(
-                f"KV transfer {ticket.ticket_id} has all requested tokens; increase max_tokens to decode more"
+                f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens to decode more"
             )
         kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
-        if ticket.kv_bytes != kv_bytes:  # check before allocating this much memory
+        if kv_params.kv_bytes != kv_bytes:  # check before allocating this much memory
             raise TransferMismatch(
-                f"KV transfer {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
+                f"KV transfer {kv_params.transfer_id}: kv_bytes is {kv_params.kv_bytes} at prefill and "
+                f"{kv_bytes} at decode",
                 field="kv_bytes",
             )
         kv = array("I", bytes(kv_bytes))
-        region = MemoryRegion(kv.buffer_info()[0], ticket.kv_bytes)
+        region = MemoryRegion(kv.buffer_info()[0], kv_params.kv_bytes)
         limits = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
-        await fetch(self._backend, ticket, ticket.engine_state, Destination([region]), limits)
+        await fetch(self._backend, kv_params, kv_params.engine_state, Destination([region]), limits)
         sequence.seed = _seed_of(kv)
         sequence.prefill_left = 0
-        sequence.num_output_tokens = len(ticket.first_token_ids)
-        return Chunk(token_ids=ticket.first_token_ids)
+        sequence.num_output_tokens = len(kv_params.first_token_ids)
+        return Chunk(token_ids=kv_params.first_token_ids)
 
     async def _last(self, sequence: MockSequence, token: int) -> Chunk:
         request = sequence.request
         stats = PhaseTimings(
             queue_s=max(0.0, (sequence.started or sequence.created_at) - sequence.created_at),
-            kv_bytes=request.ticket.kv_bytes if request.ticket else 0,
-            transport=self._backend.name if request.ticket else "",
+            kv_bytes=request.kv_params.kv_bytes if request.kv_params else 0,
+            transport=self._backend.name if request.kv_params else "",
         )
         if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
-            ticket = await self._export_kv(sequence, token)
-            return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
+            kv_params = await self._export_kv(sequence, token)
+            return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
         return Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats)
 
     async def _export_kv(self, sequence: MockSequence, first: int) -> KvTransferParams:
@@ -177,21 +178,21 @@ class MockEngine:
         blocks = self._prompt_blocks(prompt)
         kv = _kv_of(sequence.seed, blocks)
         kv_bytes = len(kv) * kv.itemsize
-        self._num_tickets += 1
-        ticket_id = f"{self._instance_id:x}-{self._num_tickets}"
+        self._num_transfers += 1
+        transfer_id = f"{self._instance_id:x}-{self._num_transfers}"
         loop = asyncio.get_running_loop()
         expires_at = time.time() + self._ticket_ttl_s
-        expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.ABORTED)
-        self._awaiting_fetch[ticket_id] = _MockTransfer(blocks, kv, expiry)
+        expiry = loop.call_later(self._ticket_ttl_s, self.release, transfer_id, ReleaseOutcome.ABORTED)
+        self._awaiting_fetch[transfer_id] = _MockTransfer(blocks, kv, expiry)
         self._scheduler.transfer_ownership(sequence, blocks)
         try:
-            engine_state = await self._backend.publish(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
+            engine_state = await self._backend.publish(transfer_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
         except BaseException:  # also if cancelled: the backend may have published this memory
-            self.release(ticket_id, ReleaseOutcome.ABORTED)
+            self.release(transfer_id, ReleaseOutcome.ABORTED)
             raise
         return KvTransferParams(
-            version=params.TICKET_VERSION,
-            ticket_id=ticket_id,
+            version=params.TRANSFER_PARAMS_VERSION,
+            transfer_id=transfer_id,
             engine="mock",
             model=self._model,
             layout=self._layout,
@@ -204,18 +205,18 @@ class MockEngine:
             engine_state=engine_state,
         )
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        pending = self._awaiting_fetch.pop(ticket_id, None)
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        pending = self._awaiting_fetch.pop(transfer_id, None)
         if pending is None:
             return
         pending.expiry.cancel()
-        task = asyncio.get_running_loop().create_task(self._unpublish(ticket_id, pending))
+        task = asyncio.get_running_loop().create_task(self._unpublish(transfer_id, pending))
         self._unpublish_tasks.add(task)
         task.add_done_callback(self._unpublished)
 
-    async def _unpublish(self, ticket_id: str, pending: _MockTransfer) -> None:
+    async def _unpublish(self, transfer_id: str, pending: _MockTransfer) -> None:
         """Unpublish the memory and free its blocks. `pending` keeps the memory alive until then."""
-        await self._backend.unpublish(ticket_id)
+        await self._backend.unpublish(transfer_id)
         self._scheduler.free_blocks(pending.blocks)
 
     def _unpublished(self, task: asyncio.Task[None]) -> None:
@@ -246,8 +247,8 @@ class MockEngine:
         if self._step_task is not None:
             self._step_task.cancel()
             await asyncio.gather(self._step_task, return_exceptions=True)
-        for ticket_id in list(self._awaiting_fetch):
-            self.release(ticket_id, ReleaseOutcome.ABORTED)
+        for transfer_id in list(self._awaiting_fetch):
+            self.release(transfer_id, ReleaseOutcome.ABORTED)
         await asyncio.gather(*self._unpublish_tasks)
         await self._backend.aclose()
 

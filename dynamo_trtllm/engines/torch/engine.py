@@ -287,7 +287,7 @@ class TorchEngine:
             seq.seed = request.sampling.seed & _MASK_64
         if request.phase is Phase.DECODE and self._kv_connector is not None and self._memory is not None:
             kv_bytes = self._memory.pool.moved_bytes(prompt_tokens)
-            seq.seed, seq.piece_bytes = self._kv_connector.validate(request, info.layout, kv_bytes=kv_bytes)
+            seq.seed, seq.region_bytes = self._kv_connector.validate(request, info.layout, kv_bytes=kv_bytes)
         return seq
 
     async def _compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher | None:
@@ -313,11 +313,11 @@ class TorchEngine:
         if self._scheduler is not None and self._ended is None:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """End a KV transfer. See `ExportsKv.release`."""
-        _log.debug("KV transfer %s: %s", ticket_id, outcome)
+        _log.debug("KV transfer %s: %s", transfer_id, outcome)
         if self._kv_connector is not None:
-            self._kv_connector.release(ticket_id)
+            self._kv_connector.release(transfer_id)
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:

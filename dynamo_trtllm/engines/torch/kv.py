@@ -85,8 +85,8 @@ class KvPool:
             blocks: The block numbers of the sequence, int64 [blocks].
             tokens: The number of tokens whose KV is in the blocks.
         """
-        pieces = torch.split(self.rows(blocks, tokens), max(1, _CHECKED_BYTES // self.row_bytes))
-        ends = [torch.stack(torch.aminmax(self.all_rows[some].view(self.dtype))) for some in pieces]
+        parts = torch.split(self.rows(blocks, tokens), max(1, _CHECKED_BYTES // self.row_bytes))
+        ends = [torch.stack(torch.aminmax(self.all_rows[some].view(self.dtype))) for some in parts]
         return bool(torch.stack(ends).isfinite().all())
 
     def finite_keys(self, slots: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class _TorchState(msgspec.Struct, frozen=True):
 
     offer: bytes  # from `TransferBackend.publish`
     seed: int  # of the request's random draws, unsigned 64 bits
-    piece_bytes: int  # each region has as many whole rows as fit into this, but at least one
+    # each region has as many whole rows as fit into this, but at least one
+    region_bytes: int = msgspec.field(name="piece_bytes")
 
 
 class _ExportedKv(NamedTuple):
@@ -54,7 +55,7 @@ class TransferTerms(NamedTuple):
     """The values of KV transfer parameters that the decode sequence needs."""
 
     seed: int
-    piece_bytes: int
+    region_bytes: int
 
 
 class KvConnector:
@@ -94,13 +95,13 @@ class KvConnector:
         self._backend.checksums.device_checksum = transfer_buffer.checksum
         await self._backend.start(self.release)
         try:
-            await self._backend.register(_region(transfer_buffer.region))
+            await self._backend.register(_region(transfer_buffer.memory))
         except TransferFailed as exc:
-            if transfer_buffer.region.device.type == "cpu":
+            if transfer_buffer.memory.device.type == "cpu":
                 raise
             _log.warning("KV transfer uses pinned host memory, which is slower: %s", exc.message)
             await asyncio.to_thread(transfer_buffer.move_to_host)
-            await self._backend.register(_region(transfer_buffer.region))
+            await self._backend.register(_region(transfer_buffer.memory))
         _log.info("KV transfer over %s: transfer buffer of %d MiB", self._backend.name, transfer_buffer.num_bytes >> 20)
 
     async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone, layout: KvLayout) -> Chunk:
@@ -108,22 +109,22 @@ class KvConnector:
 
         From this call on the connector retires the sequence, also if the call fails.
         """
-        ticket_id = f"{self._instance_id:x}-{next(self._numbers)}"
+        transfer_id = f"{self._instance_id:x}-{next(self._numbers)}"
         expires_at = time.time() + self._ttl_s
-        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._awaiting_fetch[ticket_id] = _ExportedKv(seq, expiry)
-        pieces = [_region(piece) for piece in prefill_done.allocation.pieces]
-        kv_bytes = sum(piece.num_bytes for piece in pieces)
+        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
+        self._awaiting_fetch[transfer_id] = _ExportedKv(seq, expiry)
+        regions = [_region(region) for region in prefill_done.allocation.regions]
+        kv_bytes = sum(region.num_bytes for region in regions)
         try:
-            offer = await self._backend.publish(ticket_id, pieces, ready=0 if prefill_done.copied else None)
+            offer = await self._backend.publish(transfer_id, regions, ready=0 if prefill_done.copied else None)
         except BaseException:
-            self.release(ticket_id)
+            self.release(transfer_id)
             raise
-        self._follow(ticket_id, prefill_done.copied)
+        self._follow(transfer_id, prefill_done.copied)
         device = "cuda" if prefill_done.copied else "cpu"
-        ticket = KvTransferParams(
-            version=params.TICKET_VERSION,
-            ticket_id=ticket_id,
+        kv_params = KvTransferParams(
+            version=params.TRANSFER_PARAMS_VERSION,
+            transfer_id=transfer_id,
             engine="torch",
             model=self._model,
             layout=layout,
@@ -138,10 +139,10 @@ class KvConnector:
         )
         stats = prefill_done.first.stats
         if stats is not None:
-            stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
-        return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
+            stats = msgspec.structs.replace(stats, kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
 
-    def _follow(self, ticket_id: str, copied: Sequence[torch.cuda.Event]) -> None:
+    def _follow(self, transfer_id: str, copied: Sequence[torch.cuda.Event]) -> None:
         """Mark each region as ready when its copy is done. A thread waits for the copies."""
         if copied:
             loop = asyncio.get_running_loop()
@@ -149,7 +150,7 @@ class KvConnector:
             def follow() -> None:
                 for ready, event in enumerate(copied, start=1):
                     event.synchronize()
-                    loop.call_soon_threadsafe(self._backend.mark_ready, ticket_id, ready)
+                    loop.call_soon_threadsafe(self._backend.mark_ready, transfer_id, ready)
 
             self._copying.submit(follow).add_done_callback(_log_copy_error)
 
@@ -161,23 +162,24 @@ class KvConnector:
             TransferExpired: They have expired.
             RequestRejected: The request has none.
         """
-        ticket = _ticket(request)
-        params.check_params(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
+        kv_params = _kv_params(request)
+        params.check_params(kv_params, engine="torch", model=self._model, layout=layout, now=time.time())
         here = {"prompt_tokens": len(request.token_ids), "kv_bytes": kv_bytes}
         for name, ours in here.items():
-            if getattr(ticket, name) != ours:
-                theirs = getattr(ticket, name)
+            if getattr(kv_params, name) != ours:
+                theirs = getattr(kv_params, name)
                 raise TransferMismatch(
-                    f"KV transfer {ticket.ticket_id}: {name} is {theirs} at prefill and {ours} at decode", field=name
+                    f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours} at decode",
+                    field=name,
                 )
-        if not ticket.first_token_ids:
-            raise TransferMismatch(f"KV transfer {ticket.ticket_id} has no first token", field="first_token_ids")
-        engine_state = _engine_state(ticket)
-        if not 0 < engine_state.piece_bytes <= max(REGION_BYTES.values()):
+        if not kv_params.first_token_ids:
+            raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
+        engine_state = _engine_state(kv_params)
+        if not 0 < engine_state.region_bytes <= max(REGION_BYTES.values()):
             raise TransferMismatch(
-                f"KV transfer {ticket.ticket_id} has regions of {engine_state.piece_bytes} bytes", field="opaque"
+                f"KV transfer {kv_params.transfer_id} has regions of {engine_state.region_bytes} bytes", field="opaque"
             )
-        return TransferTerms(engine_state.seed, engine_state.piece_bytes)
+        return TransferTerms(engine_state.seed, engine_state.region_bytes)
 
     async def fetch(
         self, request: GenerateRequest, allocation: Allocation, timeout_s: float, *, on_region: Callable[[int], None]
@@ -192,29 +194,33 @@ class KvConnector:
             KvTransferError: The KV can't be read.
             DeadlineExceeded: The request's deadline passed first.
         """
-        ticket = _ticket(request)
-        to = Destination([_region(piece) for piece in allocation.pieces], on_region)
-        await fetch(self._backend, ticket, _engine_state(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
+        kv_params = _kv_params(request)
+        to = Destination([_region(region) for region in allocation.regions], on_region)
+        await fetch(
+            self._backend, kv_params, _engine_state(kv_params).offer, to, FetchLimits(request.deadline, timeout_s)
+        )
 
-    def release(self, ticket_id: str) -> None:
+    def release(self, transfer_id: str) -> None:
         """End a KV transfer. Unknown ids are ignored."""
-        pending = self._awaiting_fetch.pop(ticket_id, None)
+        pending = self._awaiting_fetch.pop(transfer_id, None)
         if pending is None:
             return
         pending.expiry.cancel()
-        task = asyncio.get_running_loop().create_task(self._unpublish(ticket_id, pending), name=f"withdraw-{ticket_id}")
+        task = asyncio.get_running_loop().create_task(
+            self._unpublish(transfer_id, pending), name=f"withdraw-{transfer_id}"
+        )
         self._unpublish_tasks.add(task)
         task.add_done_callback(self._unpublish_tasks.discard)
 
-    def _expire(self, ticket_id: str) -> None:
-        _log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", ticket_id, self._ttl_s)
-        self.release(ticket_id)
+    def _expire(self, transfer_id: str) -> None:
+        _log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", transfer_id, self._ttl_s)
+        self.release(transfer_id)
 
-    async def _unpublish(self, ticket_id: str, pending: _ExportedKv) -> None:
+    async def _unpublish(self, transfer_id: str, pending: _ExportedKv) -> None:
         try:
-            await self._backend.unpublish(ticket_id)
+            await self._backend.unpublish(transfer_id)
         except DynamoError as exc:
-            _log.warning("KV transfer %s: unpublishing failed: %s", ticket_id, exc)
+            _log.warning("KV transfer %s: unpublishing failed: %s", transfer_id, exc)
         finally:
             self._retire(pending.seq)
 
@@ -229,8 +235,8 @@ class KvConnector:
 
     async def aclose(self) -> None:
         """End all KV transfers, then close the backend."""
-        for ticket_id in list(self._awaiting_fetch):
-            self.release(ticket_id)
+        for transfer_id in list(self._awaiting_fetch):
+            self.release(transfer_id)
         await asyncio.gather(*self._unpublish_tasks)
         await self._backend.aclose()
         await asyncio.to_thread(self._copying.shutdown)
@@ -241,18 +247,18 @@ def _log_copy_error(copying: Future[None]) -> None:
         _log.error("copying KV to the transfer buffer failed on the GPU: %s", exc)
 
 
-def _ticket(request: GenerateRequest) -> KvTransferParams:
-    if request.ticket is None:
+def _kv_params(request: GenerateRequest) -> KvTransferParams:
+    if request.kv_params is None:
         raise RequestRejected("a decode call needs KV transfer parameters (ticket)", field="ticket")
-    return request.ticket
+    return request.kv_params
 
 
-def _engine_state(ticket: KvTransferParams) -> _TorchState:
+def _engine_state(kv_params: KvTransferParams) -> _TorchState:
     try:
-        return codec.decode(ticket.engine_state, _TorchState)
+        return codec.decode(kv_params.engine_state, _TorchState)
     except BadFrame as exc:
         raise TransferMismatch(
-            f"KV transfer {ticket.ticket_id} was not created by a torch engine", field="opaque"
+            f"KV transfer {kv_params.transfer_id} was not created by a torch engine", field="opaque"
         ) from exc
 
 

@@ -114,26 +114,26 @@ class Scheduler:
 
     def install(self, seq: TorchSequence) -> None:
         """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
-        ticket = seq.request.ticket
-        if seq not in self._reserved or seq.blocks is None or ticket is None:
+        kv_params = seq.request.kv_params
+        if seq not in self._reserved or seq.blocks is None or kv_params is None:
             return  # it was dropped in the meantime
         self._reserved.remove(seq)
         self._free_allocation(seq)
         if not self._pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
             self._drop(seq)
-            worker = ticket.prefill_instance_id
-            text = f"KV transfer {ticket.ticket_id}: the KV has NaN or infinity; check prefill worker {worker:x}"
+            worker = kv_params.prefill_instance_id
+            text = f"KV transfer {kv_params.transfer_id}: the KV has NaN or infinity; check prefill worker {worker:x}"
             self._events.append((seq, NonFiniteKv(text)))
             return
-        seq.prefilled = seq.prompt_tokens
-        seq.last_token = ticket.first_token_ids[-1]
-        seq.num_output_tokens = len(ticket.first_token_ids)
+        seq.num_computed_tokens = seq.prompt_tokens
+        seq.last_token = kv_params.first_token_ids[-1]
+        seq.num_output_tokens = len(kv_params.first_token_ids)
         if seq.logits_processor is not None:
-            for token_id in ticket.first_token_ids:
+            for token_id in kv_params.first_token_ids:
                 seq.logits_processor.accept_token(token_id)
         seq.ready_at = time.monotonic()
-        first = Chunk(token_ids=ticket.first_token_ids, logprobs=ticket.first_logprobs)
+        first = Chunk(token_ids=kv_params.first_token_ids, logprobs=kv_params.first_logprobs)
         if seq.num_output_tokens < seq.max_new_tokens:
             self._decoding.append(seq)
         else:  # the decode call has a lower token limit than the prefill call
@@ -231,7 +231,7 @@ class Scheduler:
             seq = self._waiting[0]
             is_fetched = seq.request.phase is Phase.DECODE and self._transfer_buffer is not None
             if is_fetched and seq.allocation is None:
-                seq.allocation = self._allocate(seq, seq.piece_bytes)
+                seq.allocation = self._allocate(seq, seq.region_bytes)
                 if seq.allocation is None:
                     return
             seq.blocks = self._pool.reserve(seq.kv_tokens)
@@ -249,9 +249,9 @@ class Scheduler:
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
 
-    def _allocate(self, seq: TorchSequence, piece_bytes: int) -> Allocation | None:
+    def _allocate(self, seq: TorchSequence, region_bytes: int) -> Allocation | None:
         buffer = self._transfer_buffer
-        return buffer.allocate(seq.prompt_tokens, piece_bytes) if buffer is not None else None
+        return buffer.allocate(seq.prompt_tokens, region_bytes) if buffer is not None else None
 
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
@@ -270,30 +270,30 @@ class Scheduler:
         chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
         ids = [seq.last_token for seq in decoding]
         for seq, count in chunks:
-            ids += seq.request.token_ids[seq.prefilled : seq.prefilled + count]
+            ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
         step = ForwardBatch(
             self._pool.keys,
             self._pool.values,
-            [SequenceSlice(_blocks(seq), seq.prefilled, 1) for seq in decoding],
-            [SequenceSlice(_blocks(seq), seq.prefilled, count) for seq, count in chunks],
+            [SequenceSlice(_blocks(seq), seq.num_computed_tokens, 1) for seq in decoding],
+            [SequenceSlice(_blocks(seq), seq.num_computed_tokens, count) for seq, count in chunks],
         )
         if step.partial_blocks:
             self._pool.scrub(torch.cat(step.partial_blocks))
         for seq, count in [*((seq, 1) for seq in decoding), *chunks]:
-            seq.prefilled += count
-        finished = [seq for seq, _ in chunks if seq.prefilled == seq.prompt_tokens]
+            seq.num_computed_tokens += count
+        completed_prefills = [seq for seq, _ in chunks if seq.num_computed_tokens == seq.prompt_tokens]
         rows = list(range(len(decoding)))
         at = len(decoding)
         for seq, count in chunks:
             at += count
-            if seq.prefilled == seq.prompt_tokens:
+            if seq.num_computed_tokens == seq.prompt_tokens:
                 rows.append(at - 1)
         logits = self._forward(ids, step, rows)
         finite = self._finite(step, decoding, chunks)
-        sampled = [*decoding, *finished]
+        sampled = [*decoding, *completed_prefills]
         if sampled:
             metadata = [_sampling_metadata(seq) for seq in sampled]
-            self._update_from_output(decoding, finished, sample(logits, metadata, finite))
+            self._update_from_output(decoding, completed_prefills, sample(logits, metadata, finite))
 
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
@@ -306,14 +306,14 @@ class Scheduler:
             chunk = written[at : at + count].all(dim=0, keepdim=True)
             seq.finite = chunk if seq.finite is None else seq.finite & chunk
             at += count
-            if seq.prefilled == seq.prompt_tokens:
+            if seq.num_computed_tokens == seq.prompt_tokens:
                 rows.append(seq.finite)
         return torch.cat(rows)
 
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned = []
         for seq in self._prefilling:
-            count = min(budget, self._limits.prefill_chunk_tokens, seq.prompt_tokens - seq.prefilled)
+            count = min(budget, self._limits.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
             if count <= 0:
                 break
             planned.append((seq, count))
@@ -334,13 +334,13 @@ class Scheduler:
         return logits
 
     def _update_from_output(
-        self, decoding: list[TorchSequence], finished: list[TorchSequence], choices: list[SampledToken | None]
+        self, decoding: list[TorchSequence], completed_prefills: list[TorchSequence], choices: list[SampledToken | None]
     ) -> None:
         now = time.monotonic()
         for seq, choice in zip(decoding, choices, strict=False):
             seq.stepped_at = seq.stepped_at or now
             self._emit(seq, choice)
-        for seq, choice in zip(finished, choices[len(decoding) :], strict=True):
+        for seq, choice in zip(completed_prefills, choices[len(decoding) :], strict=True):
             seq.ready_at = now
             self._prefilling.remove(seq)
             self._decoding.append(seq)
@@ -352,7 +352,7 @@ class Scheduler:
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
         _log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
-        self._pool.scrub(_blocks(seq)[: self._pool.blocks_for(seq.prefilled)])
+        self._pool.scrub(_blocks(seq)[: self._pool.blocks_for(seq.num_computed_tokens)])
         self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"
         self._events.append((seq, NonFinite(text)))

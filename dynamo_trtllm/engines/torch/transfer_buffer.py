@@ -76,7 +76,7 @@ class Allocation(NamedTuple):
 
     begin: int  # offset in the buffer, in bytes
     num_bytes: int
-    pieces: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
+    regions: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
 
 
 class Range(NamedTuple):
@@ -97,7 +97,7 @@ class TransferBuffer:
         self._free = [Range(0, num_bytes)]  # in ascending order; adjacent ranges are merged
         self._leaving: deque[tuple[Range, torch.cuda.Event]] = deque()  # freed, but in use by a copy until the event
         self.num_bytes = num_bytes
-        self.region = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
+        self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
         self._bounce: Tensor | None = None  # staging memory on the GPU, if the buffer is in host memory
         self._checking: torch.cuda.Stream | None = None  # for checksums, parallel to the steps
         self._bouncing = threading.Lock()  # copies through `_bounce` are queued one after the other
@@ -107,9 +107,9 @@ class TransferBuffer:
 
         Call it before the first `allocate`.
         """
-        self.region = torch.empty(0)  # free the old buffer first: both may not fit
+        self.memory = torch.empty(0)  # free the old buffer first: both may not fit
         torch.cuda.empty_cache()
-        self.region = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
         self._bounce = torch.empty(
             max(REGION_BYTES["cuda"], self._pool.row_bytes), dtype=torch.uint8, device=self._pool.device
         )
@@ -125,12 +125,12 @@ class TransferBuffer:
 
     # --- places ----------------------------------------------------------------------------------------
 
-    def allocate(self, tokens: int, piece_bytes: int) -> Allocation | None:
+    def allocate(self, tokens: int, region_bytes: int) -> Allocation | None:
         """Allocate space for the KV of a prompt.
 
         Args:
             tokens: The length of the prompt.
-            piece_bytes: The size of a region in bytes. It is rounded down to whole rows, but is at least one row.
+            region_bytes: The size of a region in bytes. It is rounded down to whole rows, but is at least one row.
 
         Returns:
             The space, or None while too little is free.
@@ -144,7 +144,7 @@ class TransferBuffer:
             self._reap(wait=True)
         row = self._pool.row_bytes
         return Allocation(
-            begin, aligned, torch.split(self.region[begin : begin + wanted], max(1, piece_bytes // row) * row)
+            begin, aligned, torch.split(self.memory[begin : begin + wanted], max(1, region_bytes // row) * row)
         )
 
     def free(self, allocation: Allocation) -> None:
@@ -194,22 +194,22 @@ class TransferBuffer:
             On a GPU one event per region, which reports that its copy is done. On CPU an empty list: copies are done.
         """
         events, begin = [], 0
-        for piece in allocation.pieces:
-            end = begin + len(piece) // self._pool.row_bytes
-            self._gather(piece, rows[begin:end])
+        for region in allocation.regions:
+            end = begin + len(region) // self._pool.row_bytes
+            self._gather(region, rows[begin:end])
             begin = end
             if (event := self.mark()) is not None:
                 events.append(event)
         return events
 
-    def _gather(self, piece: Tensor, rows: Tensor) -> None:
+    def _gather(self, region: Tensor, rows: Tensor) -> None:
         if self._bounce is None:
-            torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(piece))
+            torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(region))
             return
         with self._bouncing:
-            passing = self._bounce[: len(piece)]
+            passing = self._bounce[: len(region)]
             torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(passing))
-            piece.copy_(passing, non_blocking=True)
+            region.copy_(passing, non_blocking=True)
 
     def scatter(self, allocation: Allocation, rows: Tensor, index: int) -> None:
         """Queue the copy of region `index` of an allocation into the pool.
@@ -217,21 +217,21 @@ class TransferBuffer:
         Args:
             rows: The rows of the whole allocation: indices into `KvPool.all_rows`, int64 [rows].
         """
-        piece = allocation.pieces[index]
-        begin = index * (len(allocation.pieces[0]) // self._pool.row_bytes)  # only the last region may be smaller
-        some = rows[begin : begin + len(piece) // self._pool.row_bytes]
+        region = allocation.regions[index]
+        begin = index * (len(allocation.regions[0]) // self._pool.row_bytes)  # only the last region may be smaller
+        some = rows[begin : begin + len(region) // self._pool.row_bytes]
         if self._bounce is None:
-            self._pool.all_rows.index_copy_(0, some, self._as_rows(piece))
+            self._pool.all_rows.index_copy_(0, some, self._as_rows(region))
             return
         with self._bouncing:
-            passing = self._bounce[: len(piece)]
-            passing.copy_(piece, non_blocking=True)
+            passing = self._bounce[: len(region)]
+            passing.copy_(region, non_blocking=True)
             self._pool.all_rows.index_copy_(0, some, self._as_rows(passing))
 
-    def checksum(self, piece: MemoryRegion) -> int:
+    def checksum(self, region: MemoryRegion) -> int:
         """Return the checksum of a region whose copies are done. Thread-safe; blocks the caller."""
-        begin = piece.address - self.region.data_ptr()
-        memory = self.region[begin : begin + piece.num_bytes]
+        begin = region.address - self.memory.data_ptr()
+        memory = self.memory[begin : begin + region.num_bytes]
         if memory.device.type != "cuda":
             return checksum(memory)
         with torch.cuda.device(memory.device):
@@ -239,9 +239,9 @@ class TransferBuffer:
             with torch.cuda.stream(self._checking):
                 return checksum(memory)
 
-    def _as_rows(self, piece: Tensor) -> Tensor:
+    def _as_rows(self, region: Tensor) -> Tensor:
         """Return the bytes of a region as rows of the pool, [rows, elements]."""
-        return piece.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])
+        return region.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])
 
     def mark(self) -> torch.cuda.Event | None:
         """Record an event after all work queued so far on the device's default stream.

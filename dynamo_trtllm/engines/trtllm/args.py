@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.layers import Source, Sourced
+from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, override_layer
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
@@ -171,7 +171,7 @@ class TrtllmArgs:
     release: ApiManifest
     profile: KernelProfile  # applied before TensorRT-LLM is imported
     values: Mapping[str, Any]  # nested, for `LLM(model, backend="pytorch", **values)`
-    leaves: Mapping[str, Sourced]  # values that were set and their sources, by dotted key
+    leaves: Mapping[str, SourcedValue]  # values that were set and their sources, by dotted key
     notes: tuple[str, ...]  # lines to log: overridden values, deprecated keys, unchecked keys
 
     def get(self, key: str) -> Any:
@@ -240,7 +240,7 @@ def described(config: WorkerConfig, release: ApiManifest) -> Described:
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
     keys = [key for key in schema.every_key(release, args.values) if key not in _OURS]
-    every = {key: Sourced(args.get(key), f"default ({release.name})") for key in keys}
+    every = {key: SourcedValue(args.get(key), f"default ({release.name})") for key in keys}
     sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
     every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
     order = {key: i for i, key in enumerate(release.fields(schema.ROOT))}
@@ -258,12 +258,12 @@ def _own(given: Sequence[Source], release: ApiManifest) -> Source:
     return Source(values, _ADAPTER)
 
 
-def _without_postprocessing(leaves: dict[str, Sourced], notes: list[str]) -> None:
+def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -> None:
     """Disable postprocessing workers: they replace the results whose tokens and KV transfer parameters are read."""
     leaf = leaves.get("num_postprocess_workers")
     if leaf is not None and leaf.value:
         notes.append(f"num_postprocess_workers {leaf.value} ({leaf.source}) was changed to 0: the frontend detokenizes")
-        leaves["num_postprocess_workers"] = Sourced(0, _ADAPTER)
+        leaves["num_postprocess_workers"] = SourcedValue(0, _ADAPTER)
 
 
 def _translated(layer: Source, notes: list[str]) -> Source:
@@ -286,10 +286,12 @@ def _is_mxfp4(model_path: str) -> bool:
         return True
 
 
-def _advice(wanted: Mapping[str, Sourced], given: Sequence[Source], release: ApiManifest, notes: list[str]) -> Source:
+def _advice(
+    wanted: Mapping[str, SourcedValue], given: Sequence[Source], release: ApiManifest, notes: list[str]
+) -> Source:
     """Return a profile's arguments, without those that the release lacks or that another source sets by another key."""
     decided = layers.merge(given).leaves
-    applied: dict[str, Sourced] = {}
+    applied: dict[str, SourcedValue] = {}
     source = next((leaf.source for leaf in wanted.values()), "")
     for key, leaf in wanted.items():
         if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(key):

@@ -138,10 +138,10 @@ class TrtllmSession:
         if call.exports_kv:
             return self._transfers.context_params()
         if request.phase is Phase.DECODE:
-            ticket = transfer_params_of(request)
-            if call.max_tokens <= len(ticket.first_token_ids):
+            kv_params = transfer_params_of(request)
+            if call.max_tokens <= len(kv_params.first_token_ids):
                 raise RequestRejected(
-                    f"KV transfer {ticket.ticket_id} already has all requested tokens; nothing is left to decode"
+                    f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
                 )
             return self._transfers.import_kv(request, self._bindings.logprob)
         return None
@@ -162,11 +162,11 @@ class TrtllmSession:
         except (self._bindings.request_error, *VENDOR_ERRORS) as exc:
             raise self._to_error(exc) from exc
         inflight = TrtllmInflightRequest(request, call, result, cursor)
-        if request.ticket is None:
+        if request.kv_params is None:
             inflight.due_in(request.deadline - time.time())
         else:  # TensorRT-LLM does not separate queue time from transfer time
             inflight.bound = first_deadline(
-                request.ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time()
+                request.kv_params, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time()
             )
             inflight.due_in(inflight.bound.left_s)
         self._inflight.add(inflight)
@@ -185,11 +185,11 @@ class TrtllmSession:
             )
         try:
             params = self._transferred(inflight)
-            ticket = self._transfers.export_kv(request, params, step.logprobs, inflight.abort)
+            kv_params = self._transfers.export_kv(request, params, step.logprobs, inflight.abort)
         except DynamoError:
             inflight.abort()
             raise
-        return transfer_chunk(ticket, self._stats_of(inflight))
+        return transfer_chunk(kv_params, self._stats_of(inflight))
 
     def _transferred(self, inflight: TrtllmInflightRequest) -> dict[str, Any]:
         params = inflight.result.outputs[0].disaggregated_params
@@ -270,9 +270,9 @@ class TrtllmSession:
 
     # --- KV transfers and statistics -------------------------------------------------------------------
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """See `ExportsKv.release`. After a fetch TensorRT-LLM itself frees the KV, without reporting it."""
-        self._transfers.release(ticket_id, outcome)
+        self._transfers.release(transfer_id, outcome)
 
     def stats(self) -> EngineStats:
         """See `HasStats`. An idle engine has no iterations, so the used KV blocks of the last one are ignored."""

@@ -69,28 +69,28 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
     return codec.encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=plain))
 
 
-def unpack(ticket: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
+def unpack(kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
     """Decode engine state to arguments of DisaggregatedParams.
 
     Args:
-        ticket: parameters from the prefill worker.
+        kv_params: parameters from the prefill worker.
         known: fields that DisaggregatedParams has in the installed release.
         logprob: TensorRT-LLM's log-probability class, if the release has one.
 
     Raises:
         TransferMismatch: names the field that is unknown or missing.
     """
-    engine_state = decode_state(ticket, _TrtllmState, ENGINE_STATE_VERSION)
+    engine_state = decode_state(kv_params, _TrtllmState, ENGINE_STATE_VERSION)
     unknown = sorted(set(engine_state.params) - set(known))
     if unknown:
         raise TransferMismatch(
-            f"KV transfer {ticket.ticket_id}: the decode worker's DisaggregatedParams has no {unknown[0]}, which "
+            f"KV transfer {kv_params.transfer_id}: the decode worker's DisaggregatedParams has no {unknown[0]}, which "
             f"prefill's TensorRT-LLM {engine_state.release} sent; run one release on both",
             field=unknown[0],
         )
     missing = [name for name in _NEEDED if name not in engine_state.params]
     if missing:
-        raise TransferMismatch(f"KV transfer {ticket.ticket_id} has no {missing[0]}", field=missing[0])
+        raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no {missing[0]}", field=missing[0])
     return {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
-from dynamo_trtllm.config.layers import Source, Sourced
+from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, override_layer
 from dynamo_trtllm.engines.vllm import manifest
@@ -102,7 +102,7 @@ class VllmArgs:
     """The merged and checked arguments of one worker."""
 
     values: Mapping[str, Any]  # nested, for `AsyncEngineArgs(model=..., **values)`
-    leaves: Mapping[str, Sourced]  # set values by dotted key, with the source that won
+    leaves: Mapping[str, SourcedValue]  # set values by dotted key, with the source that won
     notes: tuple[str, ...]  # lines to log
 
     def get(self, key: str) -> Any:
@@ -147,10 +147,10 @@ def described(config: WorkerConfig) -> Described:
         ConfigError: See `vllm_args`.
     """
     args = vllm_args(config)
-    every: dict[str, Sourced] = {}
+    every: dict[str, SourcedValue] = {}
     for name, field in manifest.classes()[manifest.ROOT].items():
         set_here = {key: leaf for key, leaf in args.leaves.items() if key == name or key.startswith(f"{name}.")}
-        every |= set_here or {name: Sourced(field.default, f"default (vLLM {manifest.VERSION})")}
+        every |= set_here or {name: SourcedValue(field.default, f"default (vLLM {manifest.VERSION})")}
     return Described(f"vLLM {manifest.VERSION}", args.leaves, every, args.notes)
 
 
@@ -196,7 +196,7 @@ def _check(layer: Source) -> None:
             raise ConfigError(f"{layer.source}: {key} is {value!r}: expected {span}", field=key)
 
 
-def _experts(config: WorkerConfig, leaves: Mapping[str, Sourced]) -> Sourced | None:
+def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> SourcedValue | None:
     """Return whether expert parallelism is on, from --expert-parallel-size.
 
     vLLM distributes experts over all ranks or none.
@@ -223,7 +223,7 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, Sourced]) -> Sourced | N
             f"{source} is {wanted}, but enable_expert_parallel is {set_here.value} ({set_here.source}); set only one",
             field="expert_parallel_size",
         )
-    return Sourced(wanted > 1, source)
+    return SourcedValue(wanted > 1, source)
 
 
 _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")

@@ -115,7 +115,7 @@ class VllmSession:
         cursor = VllmOutputCursor(
             alternatives=request.sampling.logprobs,
             first=call.first,
-            first_logprobs=() if request.ticket is None else request.ticket.first_logprobs,
+            first_logprobs=() if request.kv_params is None else request.kv_params.first_logprobs,
         )
         is_exported = False
         try:
@@ -141,10 +141,10 @@ class VllmSession:
 
     def _submit(self, request: GenerateRequest) -> VllmInflightRequest:
         inflight = VllmInflightRequest(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
-        ticket = request.ticket
-        if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not report when the KV transfer starts
-            limit = first_deadline(ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time())
-            inflight.due_in(limit.left_s, lambda: timeout_error(ticket, limit))
+        kv_params = request.kv_params
+        if request.phase is Phase.DECODE and kv_params is not None:  # vLLM does not report when the KV transfer starts
+            limit = first_deadline(kv_params, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time())
+            inflight.due_in(limit.left_s, lambda: timeout_error(kv_params, limit))
         else:
             self._due_at_deadline(request, inflight)
         self._inflight.add(inflight)
@@ -214,14 +214,14 @@ class VllmSession:
     ) -> Chunk:
         """Return the terminal chunk of a prefill call."""
         expires_at = time.monotonic() + self._times.ticket_ttl_s
-        ticket = self._transfers.export_kv(
+        kv_params = self._transfers.export_kv(
             request,
             output.kv_transfer_params,
             step,
             seed=call.seed,
             abort=lambda: self._drop_kv(inflight.call_id, expires_at),
         )
-        return transfer_chunk(ticket, _stats(inflight, output))
+        return transfer_chunk(kv_params, _stats(inflight, output))
 
     def _drop_kv(self, call_id: str, expires_at: float) -> None:
         if time.monotonic() < expires_at:
@@ -273,13 +273,13 @@ class VllmSession:
 
     # --- KV transfers and statistics -------------------------------------------------------------------
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """End a KV transfer.
 
         If the KV was fetched, this updates only the bookkeeping: the decode engine's connector notifies this engine's
         connector, which frees the KV.
         """
-        self._transfers.release(ticket_id, outcome)
+        self._transfers.release(transfer_id, outcome)
 
     def stats(self, counts: Counts) -> EngineStats:
         """Return the statistics. `counts`: of the engine's last step."""

@@ -70,13 +70,13 @@ class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
 
 
-def unpack(ticket: KvTransferParams) -> Unpacked:
+def unpack(kv_params: KvTransferParams) -> Unpacked:
     """Decode the engine's part of KV transfer parameters.
 
     Raises:
         TransferMismatch: It is from another engine or version. The error names the field.
     """
-    engine_state = decode_state(ticket, _VllmState, ENGINE_STATE_VERSION)
+    engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
     return Unpacked(params=msgspec.structs.asdict(engine_state.params), seed=engine_state.seed)
 
 
@@ -119,10 +119,10 @@ class VllmTransfers(PendingTransfers):
             TransferMismatch: They do not fit this engine.
             TransferExpired: They have expired.
         """
-        ticket = self.validate(request)
-        unpacked = unpack(ticket)
-        params = unpacked.params | {EXPIRES_AT: ticket.expires_at}
-        return FetchedKv(first_token=ticket.first_token_ids[0], seed=unpacked.seed, kv_transfer_params=params)
+        kv_params = self.validate(request)
+        unpacked = unpack(kv_params)
+        params = unpacked.params | {EXPIRES_AT: kv_params.expires_at}
+        return FetchedKv(first_token=kv_params.first_token_ids[0], seed=unpacked.seed, kv_transfer_params=params)
 
 
 _log = logging.getLogger(__name__)

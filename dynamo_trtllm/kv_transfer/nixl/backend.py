@@ -20,7 +20,14 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
-from dynamo_trtllm.kv_transfer.nixl.bindings import NixlBindings, NixlOffer, Region, descriptor_of, kind_of, use_devices
+from dynamo_trtllm.kv_transfer.nixl.bindings import (
+    NixlBindings,
+    NixlOffer,
+    RegisteredMemory,
+    descriptor_of,
+    kind_of,
+    use_devices,
+)
 from dynamo_trtllm.kv_transfer.nixl.fetch import FetchDriver, FetchRequest
 from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
@@ -92,43 +99,43 @@ class NixlBackend:
     def _register(self, region: MemoryRegion) -> None:
         """Register a region. Runs on the registration thread."""
         with self._bindings.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
-            self._bindings.regions.append(Region(region, *self._bindings.register([region])))
+            self._bindings.registered.append(RegisteredMemory(region, *self._bindings.register([region])))
 
     # --- prefill worker --------------------------------------------------------------------------------------
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         self._require_running("publishing KV")
-        if ticket_id in self._published:
-            raise TransferFailed(f"KV transfer {ticket_id} is already published; unpublish it first")
+        if transfer_id in self._published:
+            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
         slot = self._validity_slots.acquire()
-        nonce = self._validity_slots.activate(slot, len(pieces) if ready is None else ready)
-        live = [piece for piece in pieces if piece.num_bytes]
+        nonce = self._validity_slots.activate(slot, len(regions) if ready is None else ready)
+        live = [region for region in regions if region.num_bytes]
         in_region = self._bindings.region_of(live) is not None
-        self._published[ticket_id] = _NixlPublished(slot=slot, in_region=in_region)
+        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=in_region)
         if in_region:
-            offer = self._describe(ticket_id, slot, nonce, pieces)
+            offer = self._describe(transfer_id, slot, nonce, regions)
         else:
-            offer = await self._describe_on_thread(ticket_id, slot, nonce, tuple(pieces))
-        self._begin_checksum(ticket_id, pieces)
+            offer = await self._describe_on_thread(transfer_id, slot, nonce, tuple(regions))
+        self._begin_checksum(transfer_id, regions)
         with self._wake:
             self._wake.notify()
         return offer
 
     async def _describe_on_thread(
-        self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]
+        self, transfer_id: str, slot: int, nonce: bytes, regions: Sequence[MemoryRegion]
     ) -> bytes:
-        describing = self._registering.submit(self._describe, ticket_id, slot, nonce, pieces)
+        describing = self._registering.submit(self._describe, transfer_id, slot, nonce, regions)
         try:
             return await asyncio.shield(asyncio.wrap_future(describing))
         except asyncio.CancelledError:
             if not self._closing:  # closing discards all transfers
-                self._registering.submit(self._discard, ticket_id)  # runs after the registration, on the same thread
+                self._registering.submit(self._discard, transfer_id)  # runs after the registration, on the same thread
             raise
 
-    def _begin_checksum(self, ticket_id: str, pieces: Sequence[MemoryRegion]) -> None:
-        entry = self._published.get(ticket_id)
-        if entry is not None and self.checksums.method(pieces):
-            entry.checksum = OfferChecksum(self.checksums, tuple(pieces), partial(self._set_checksum, entry.slot))
+    def _begin_checksum(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> None:
+        entry = self._published.get(transfer_id)
+        if entry is not None and self.checksums.method(regions):
+            entry.checksum = OfferChecksum(self.checksums, tuple(regions), partial(self._set_checksum, entry.slot))
             entry.checksum.mark_ready(self._validity_slots.get(entry.slot).ready)
 
     def _set_checksum(self, slot: int, checksum: int | None) -> None:
@@ -138,16 +145,16 @@ class NixlBackend:
         else:
             self._validity_slots.set_checksum(slot, checksum)
 
-    def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]) -> bytes:
+    def _describe(self, transfer_id: str, slot: int, nonce: bytes, regions: Sequence[MemoryRegion]) -> bytes:
         """Register the memory of a transfer if needed and return its offer. On failure, discard the transfer.
 
         Runs on the registration thread unless the memory is part of a registered region.
         """
         try:
-            with self._bindings.translated(f"KV transfer {ticket_id}: can't register its memory"):
-                kind, memory = kind_of(pieces), self._registered(ticket_id, slot, pieces)
+            with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
+                kind, memory = kind_of(regions), self._registered(transfer_id, slot, regions)
         except TransferFailed:
-            self._discard(ticket_id)
+            self._discard(transfer_id)
             raise
         return codec.encode(
             NixlOffer(
@@ -156,35 +163,35 @@ class NixlBackend:
                 validity_agent=self._validity_connection,
                 memory=memory,
                 kind=kind,
-                descriptors=[descriptor_of(piece) for piece in pieces],
+                descriptors=[descriptor_of(region) for region in regions],
                 validity_slot=self._validity_slots.descriptor(slot),
                 nonce=nonce,
                 ready=self._validity_slots.get(slot).ready,
-                checksum=self.checksums.method(pieces),
+                checksum=self.checksums.method(regions),
             )
         )
 
-    def _registered(self, ticket_id: str, slot: int, pieces: Sequence[MemoryRegion]) -> bytes:
+    def _registered(self, transfer_id: str, slot: int, regions: Sequence[MemoryRegion]) -> bytes:
         """Return NIXL's metadata for readers. Register the regions unless they are part of a registered one."""
-        live = [piece for piece in pieces if piece.num_bytes]
+        live = [region for region in regions if region.num_bytes]
         if not live:
             return b""
         region = self._bindings.region_of(live)
         if region is not None:
             return region.memory
         handle, memory = self._bindings.register(live)
-        self._published[ticket_id].registered = handle
+        self._published[transfer_id].registered = handle
         return memory
 
-    def mark_ready(self, ticket_id: str, ready: int) -> None:
-        entry = self._published.get(ticket_id)
+    def mark_ready(self, transfer_id: str, ready: int) -> None:
+        entry = self._published.get(transfer_id)
         if entry is not None:
             self._validity_slots.mark_ready(entry.slot, ready)
             if entry.checksum is not None:
                 entry.checksum.mark_ready(ready)
 
-    async def unpublish(self, ticket_id: str) -> None:
-        entry = self._published.get(ticket_id)
+    async def unpublish(self, transfer_id: str) -> None:
+        entry = self._published.get(transfer_id)
         if entry is None:
             return
         self._validity_slots.clear(entry.slot)  # at once, so that every read that ends later fails
@@ -195,13 +202,13 @@ class NixlBackend:
             if self._ending is not None:  # closing discards all transfers
                 await asyncio.shield(self._ending)
             elif entry.in_region:
-                self._discard(ticket_id)
+                self._discard(transfer_id)
             else:
-                await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
+                await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, transfer_id)))
 
-    def _discard(self, ticket_id: str) -> None:
+    def _discard(self, transfer_id: str) -> None:
         """Discard a transfer. Runs on the registration thread unless its memory is part of a region."""
-        entry = self._published.pop(ticket_id, None)
+        entry = self._published.pop(transfer_id, None)
         if entry is None:
             return
         self._validity_slots.release(entry.slot)
@@ -222,31 +229,31 @@ class NixlBackend:
                 is_needed = time.monotonic() < published_at + _LINGER_S
                 woken = self._wake.wait(wait_s if is_needed else None)
             try:
-                use_devices([region.piece for region in self._bindings.regions])
+                use_devices([each.region for each in self._bindings.registered])
                 self._bindings.progress()
             except self._bindings.errors:
                 _log.warning("KV transfer over nixl: making progress failed", exc_info=True)
             read = [
-                ticket_id
-                for ticket_id, entry in list(self._published.items())
+                transfer_id
+                for transfer_id, entry in list(self._published.items())
                 if self._validity_slots.was_read(entry.slot)
             ]
             wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
             if read:
                 self._loop.call_soon_threadsafe(self._report_fetched, read)
 
-    def _report_fetched(self, ticket_ids: Sequence[str]) -> None:
-        for ticket_id in ticket_ids:
-            if ticket_id in self._published:  # ignore a late acknowledgment of an unpublished transfer
-                self._on_fetched(ticket_id)
+    def _report_fetched(self, transfer_ids: Sequence[str]) -> None:
+        for transfer_id in transfer_ids:
+            if transfer_id in self._published:  # ignore a late acknowledgment of an unpublished transfer
+                self._on_fetched(transfer_id)
 
     # --- decode worker ---------------------------------------------------------------------------------------
 
     async def read(
         self,
-        ticket_id: str,
+        transfer_id: str,
         offer: bytes,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         *,
         timeout_s: float,
         on_region: OnRegion | None = None,
@@ -260,13 +267,13 @@ class NixlBackend:
             facts = codec.decode(offer, NixlOffer)
         except BadFrame as exc:
             raise TransferFailed(
-                f"KV transfer {ticket_id}: the offer was not created by transfer backend {self.name}"
+                f"KV transfer {transfer_id}: the offer was not created by transfer backend {self.name}"
             ) from exc
-        require_sizes(ticket_id, facts.sizes_bytes, pieces)
+        require_sizes(transfer_id, facts.sizes_bytes, regions)
         self._require_running("fetching KV")
-        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
         slot = self._validity_slots.acquire()
-        request = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_region, is_checked)
+        request = FetchRequest(transfer_id, facts, tuple(regions), slot, deadline, on_region, is_checked)
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
         step_now = facts.kind == "VRAM" and self._fetch_driver.peers.is_connected(facts)
         try:
@@ -295,13 +302,13 @@ class NixlBackend:
 
     def _release_all(self) -> None:
         """Discard all transfers and deregister all memory. The last job of the registration thread."""
-        for ticket_id in list(self._published):
-            self._discard(ticket_id)
+        for transfer_id in list(self._published):
+            self._discard(transfer_id)
         self._fetch_driver.peers.close()
-        while self._bindings.regions:
-            region = self._bindings.regions.pop()
+        while self._bindings.registered:
+            memory = self._bindings.registered.pop()
             with self._bindings.translated("can't deregister memory"):
-                self._bindings.agent.deregister_memory(region.handle)
+                self._bindings.agent.deregister_memory(memory.handle)
 
 
 async def _finished(work: Future[None]) -> None:

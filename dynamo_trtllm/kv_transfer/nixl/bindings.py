@@ -99,17 +99,19 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
         return [descriptor[1] for descriptor in self.descriptors]
 
 
-class Region(NamedTuple):
+class RegisteredMemory(NamedTuple):
     """Registered memory."""
 
-    piece: MemoryRegion
+    region: MemoryRegion
     handle: Any
     memory: bytes  # metadata for readers
 
-    def contains(self, piece: MemoryRegion) -> bool:
-        """Return whether `piece` is completely in this region."""
-        begin, end = self.piece.address, self.piece.address + self.piece.num_bytes
-        return piece.device == self.piece.device and begin <= piece.address and piece.address + piece.num_bytes <= end
+    def contains(self, region: MemoryRegion) -> bool:
+        """Return whether `region` is completely in this memory."""
+        begin, end = self.region.address, self.region.address + self.region.num_bytes
+        return (
+            region.device == self.region.device and begin <= region.address and region.address + region.num_bytes <= end
+        )
 
 
 class NixlBindings:
@@ -137,7 +139,7 @@ class NixlBindings:
         self.errors = _error_classes(bindings)
         self.agent: Any = None  # reads KV
         self.validity_agent: Any = None  # reads validity slots and writes acknowledgments
-        self.regions: list[Region] = []  # registered until `close`
+        self.registered: list[RegisteredMemory] = []  # registered until `close`
 
     def open(self, name: str, validity_slots: ValiditySlots) -> tuple[bytes, bytes]:
         """Create the agents.
@@ -174,20 +176,20 @@ class NixlBindings:
         for agent in (self.agent, self.validity_agent):
             agent.get_new_notifs()  # no notifications are used, but the call makes progress
 
-    def register(self, pieces: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
+    def register(self, regions: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
         """Register regions of one kind of memory. Return the handle and the metadata for readers."""
-        use_devices(pieces)
-        descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, pieces)]
-        handle = self.agent.register_memory(descriptors, kind_of(pieces))
+        use_devices(regions)
+        descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, regions)]
+        handle = self.agent.register_memory(descriptors, kind_of(regions))
         try:
             return handle, self.agent.get_partial_agent_metadata(handle, False, _BACKENDS)
         except self.errors:
             self.agent.deregister_memory(handle)
             raise
 
-    def region_of(self, pieces: Sequence[MemoryRegion]) -> Region | None:
-        """Return the registered region that contains all `pieces`, or None."""
-        return next((region for region in self.regions if all(map(region.contains, pieces))), None)
+    def region_of(self, regions: Sequence[MemoryRegion]) -> RegisteredMemory | None:
+        """Return the registered memory that contains all `regions`, or None."""
+        return next((memory for memory in self.registered if all(map(memory.contains, regions))), None)
 
     def descriptors(self, descriptor: Descriptor, kind: str) -> Any:
         """Return NIXL's transfer list with this descriptor. `kind`: DRAM or VRAM."""
@@ -207,18 +209,18 @@ def validity_agent_of(agent: str) -> str:
     return f"{agent}-guards"
 
 
-def descriptor_of(piece: MemoryRegion) -> Descriptor:
+def descriptor_of(region: MemoryRegion) -> Descriptor:
     """Return NIXL's descriptor of a region."""
-    return piece.address, piece.num_bytes, _device(piece)
+    return region.address, region.num_bytes, _device(region)
 
 
-def kind_of(pieces: Sequence[MemoryRegion]) -> str:
+def kind_of(regions: Sequence[MemoryRegion]) -> str:
     """Return the kind of memory of the regions, as NIXL calls it: DRAM or VRAM.
 
     Raises:
         TransferFailed: NIXL can't transfer such memory, or the regions are of several kinds.
     """
-    kinds = {piece.device.partition(":")[0] for piece in pieces}
+    kinds = {region.device.partition(":")[0] for region in regions}
     if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
         raise TransferFailed(
             f"transfer backend nixl transfers CPU or CUDA memory, one kind per transfer, not {sorted(kinds)}"
@@ -226,14 +228,14 @@ def kind_of(pieces: Sequence[MemoryRegion]) -> str:
     return "VRAM" if kinds == {"cuda"} else "DRAM"
 
 
-def use_devices(pieces: Sequence[MemoryRegion]) -> None:
+def use_devices(regions: Sequence[MemoryRegion]) -> None:
     """Make the GPU of the regions the current device, before the calling thread passes them to NIXL."""
-    for device in {_device(piece) for piece in pieces if piece.device.startswith("cuda")}:
+    for device in {_device(region) for region in regions if region.device.startswith("cuda")}:
         use(device)
 
 
-def _device(piece: MemoryRegion) -> int:
-    return int(piece.device.partition(":")[2] or 0)
+def _device(region: MemoryRegion) -> int:
+    return int(region.device.partition(":")[2] or 0)
 
 
 def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:

@@ -115,9 +115,9 @@ class FetchRequest(NamedTuple):
     `time.monotonic`.
     """
 
-    ticket_id: str
+    transfer_id: str
     offer: NixlOffer
-    pieces: Sequence[MemoryRegion]
+    regions: Sequence[MemoryRegion]
     slot: int
     deadline: float
     on_region: OnRegion | None
@@ -147,12 +147,12 @@ class FetchDriver:
         """Read a transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
         if time.monotonic() >= request.deadline:
             raise TransferTimeout(
-                f"KV transfer {request.ticket_id}: too many other fetches ran to start this one in time"
+                f"KV transfer {request.transfer_id}: too many other fetches ran to start this one in time"
             )
         with (
-            self._bindings.translated(f"KV transfer {request.ticket_id}: reading from its prefill worker failed"),
+            self._bindings.translated(f"KV transfer {request.transfer_id}: reading from its prefill worker failed"),
             self.peers.connected(request.offer) as peer,
-            self._registered([region for region in request.pieces if region.num_bytes]),
+            self._registered([region for region in request.regions if region.num_bytes]),
         ):
             run = _FetchState(self._bindings, self.peers, peer, request, self._validity_slots, self._checksums)
             try:
@@ -162,13 +162,13 @@ class FetchDriver:
                 yield from run.end_hashing()
 
     @contextlib.contextmanager
-    def _registered(self, pieces: Sequence[MemoryRegion]) -> Iterator[None]:
+    def _registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
         """Register regions for the time of a fetch, unless they are part of a registered region."""
-        use_devices(pieces)
-        if not pieces or self._bindings.region_of(pieces) is not None:
+        use_devices(regions)
+        if not regions or self._bindings.region_of(regions) is not None:
             yield
             return
-        handle, _ = self._bindings.register(pieces)
+        handle, _ = self._bindings.register(regions)
         try:
             yield
         finally:
@@ -194,7 +194,7 @@ class _FetchState:
 
     def data(self) -> PollSteps:
         """Read all regions in order. When this returns or raises, NIXL writes to none of them any more."""
-        begun, total = 0, len(self.request.pieces)
+        begun, total = 0, len(self.request.regions)
         in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by region; None: a region without bytes
         try:
             while begun < total or in_flight:
@@ -211,7 +211,7 @@ class _FetchState:
                 yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
-        region, offer = self.request.pieces[index], self.request.offer
+        region, offer = self.request.regions[index], self.request.offer
         if not region.num_bytes:
             return None
         use_devices([region])
@@ -249,13 +249,13 @@ class _FetchState:
             xfer.agent.release_xfer_handle(xfer.handle)
         self._moved_at = time.monotonic()
         if self.request.is_checked:
-            self._hashing.append(self.checksums.submit_all(self.request.pieces[index]))
+            self._hashing.append(self.checksums.submit_all(self.request.regions[index]))
         if self.request.on_region is not None:
             self.request.on_region(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, validity = self.ready, (yield from self._read_validity())
-        self.ready = min(validity.ready, len(self.request.pieces))
+        self.ready = min(validity.ready, len(self.request.regions))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before
@@ -273,7 +273,7 @@ class _FetchState:
             yield self._waited_s()
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
-            raise self.checksums.mismatch(self.request.ticket_id)
+            raise self.checksums.mismatch(self.request.transfer_id)
         ack_word, ack_at = (
             self.validity_slots.ack_word(self.request.slot),
             ack_address(self.request.offer.validity_slot),
@@ -310,7 +310,7 @@ class _FetchState:
         yield from self._finish(self._post_validity("READ", ours, theirs))
         entry = self.validity_slots.get(slot)
         if entry.nonce != offer.nonce:
-            raise TransferFailed(f"KV transfer {self.request.ticket_id} is no longer published by its prefill worker")
+            raise TransferFailed(f"KV transfer {self.request.transfer_id} is no longer published by its prefill worker")
         return entry
 
     def _finish(self, xfer: _XferHandle) -> PollSteps:
@@ -329,7 +329,7 @@ class _FetchState:
         now = time.monotonic()
         if now >= self.request.deadline:
             raise TransferTimeout(
-                f"KV transfer {self.request.ticket_id}: prefill worker {self.peer.name} did not answer in time"
+                f"KV transfer {self.request.transfer_id}: prefill worker {self.peer.name} did not answer in time"
             )
         return now - self._moved_at
 

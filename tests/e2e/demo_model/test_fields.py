@@ -96,7 +96,7 @@ def test_best_of_and_several_prompts_then_one_set_of_choices_for_each(sdk: opena
         ({"verbosity": "high"}, "verbosity", "unsupported_parameter"),
     ],
 )
-def test_field_that_can_not_be_honoured_then_the_sdk_gets_its_name(
+def test_field_that_can_not_be_supported_then_the_sdk_gets_its_name(
     sdk: openai.OpenAI, fields: dict[str, Any], param: str, code: str | None
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

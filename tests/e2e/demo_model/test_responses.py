@@ -130,7 +130,7 @@ def test_kept_response_then_retrieved_listed_and_deleted(sdk: openai.OpenAI) -> 
     assert caught.value.param == "previous_response_id"
 
 
-def test_running_stream_when_cancelled_then_both_legs_end(sdk: openai.OpenAI, torch_cluster: TorchCluster) -> None:
+def test_running_stream_when_cancelled_then_both_calls_end(sdk: openai.OpenAI, torch_cluster: TorchCluster) -> None:
     stream = sdk.responses.create(
         **GREEDY, input="Count.", stream=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
     )

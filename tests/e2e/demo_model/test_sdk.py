@@ -124,7 +124,7 @@ def test_sampling_when_all_but_the_likeliest_is_ruled_out_then_as_greedy(sdk: op
     assert whole(sdk, **asked | {"temperature": 2} | fields).choices[0].message == expected
 
 
-def test_effort_when_spelled_three_ways_then_one_and_the_same(sdk: openai.OpenAI) -> None:
+def test_effort_when_formatted_three_ways_then_one_and_the_same(sdk: openai.OpenAI) -> None:
     ways: list[Any] = [
         {"reasoning_effort": "low"},
         {"extra_body": {"chat_template_args": {"reasoning_effort": "low"}}},

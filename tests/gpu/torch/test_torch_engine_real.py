@@ -45,7 +45,7 @@ async def check_nothing_staged(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_equal_to_one_engine(
+async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then_equal_to_one_engine(
     site: Site, tiny: Path, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -82,7 +82,7 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
             await check_nothing_staged(engine)
 
 
-async def test_kv_when_legs_are_cancelled_at_random_then_every_block_is_free(site: Site, tiny: Path) -> None:
+async def test_kv_when_calls_are_cancelled_at_random_then_every_block_is_free(site: Site, tiny: Path) -> None:
     prefill, decode = make_on(site, tiny, Role.PREFILL), make_on(site, tiny, Role.DECODE, 1)
     chosen = random.Random(3)
 
@@ -113,7 +113,7 @@ async def test_dummy_weights_when_made_twice_then_equal(site: Site, tmp_path: Pa
         assert len(set(first)) > 1
 
 
-async def test_prefill_when_cancelled_before_its_ticket_then_staging_is_free(site: Site, tiny: Path) -> None:
+async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(site: Site, tiny: Path) -> None:
     prefill = make_on(site, tiny, Role.PREFILL)
     async with started(prefill):
         for length in (10, 600, 3000):
@@ -121,7 +121,7 @@ async def test_prefill_when_cancelled_before_its_ticket_then_staging_is_free(sit
             await asyncio.sleep(0.02)
             leg.cancel()
             await asyncio.gather(leg, return_exceptions=True)
-        for ticket_id in list(prefill._kv_connector._awaiting_fetch):  # type: ignore[attr-defined]
-            prefill._kv_connector.release(ticket_id)  # type: ignore[attr-defined]
+        for transfer_id in list(prefill._kv_connector._awaiting_fetch):  # type: ignore[attr-defined]
+            prefill._kv_connector.release(transfer_id)  # type: ignore[attr-defined]
         await check_nothing_left(prefill)
         await check_nothing_staged(prefill)

@@ -75,7 +75,7 @@ def test_shown_key_when_long_then_bounded_and_still_another_for_another_key() ->
     assert max(map(len, shown)) < 300
 
 
-def test_subject_when_made_then_spelled_as_in_the_guides() -> None:
+def test_subject_when_made_then_formatted_as_in_the_guides() -> None:
     assert keys.subject(EndpointId("dynamo", "backend", "generate"), 0x694D997DBAE9A315) == (
         "dynamo_backend.generate-694d997dbae9a315"
     )

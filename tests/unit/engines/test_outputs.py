@@ -20,9 +20,9 @@ from dynamo_trtllm.messages import (
 )
 
 STATS = PhaseTimings(prefill_s=0.5, cached_tokens=32)
-TICKET = KvTransferParams(
+TRANSFER_PARAMS = KvTransferParams(
     version=1,
-    ticket_id="t",
+    transfer_id="t",
     engine="vllm",
     model="m",
     layout=KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8),
@@ -62,27 +62,31 @@ def test_step_when_its_end_is_no_answers_then_broken(finish: str) -> None:
     assert step(finish).is_broken
 
 
-def test_handoff_when_made_then_the_ticket_and_what_moves() -> None:
-    chunk = transfer_chunk(TICKET, STATS)
-    assert (chunk.finish_reason, chunk.ticket, list(chunk.token_ids)) == (FinishReason.KV_TRANSFER, TICKET, [])
+def test_transfer_when_made_then_the_transfer_and_what_moves() -> None:
+    chunk = transfer_chunk(TRANSFER_PARAMS, STATS)
+    assert (chunk.finish_reason, chunk.kv_params, list(chunk.token_ids)) == (
+        FinishReason.KV_TRANSFER,
+        TRANSFER_PARAMS,
+        [],
+    )
     assert chunk.stats == PhaseTimings(prefill_s=0.5, cached_tokens=32, kv_bytes=4096, transport="a/b")
 
 
-def test_times_when_a_ticket_came_then_the_first_answer_tells_of_the_hand_off() -> None:
+def test_times_when_a_transfer_came_then_the_first_answer_tells_of_the_kv_transfer() -> None:
     assert phase_timings(request(), 0.5, cached_tokens=32) == STATS
-    told = phase_timings(request(ticket=TICKET), 0.5, cached_tokens=32)
+    told = phase_timings(request(kv_params=TRANSFER_PARAMS), 0.5, cached_tokens=32)
     assert told == PhaseTimings(kv_transfer_s=0.5, kv_bytes=4096, transport="a/b")
 
 
 def test_stats_when_the_library_counts_more_waiting_than_calls_then_no_more_than_those() -> None:
-    class Tickets:
+    class Transfers:
         kv_blocks = 4
 
         def __len__(self) -> int:
             return 2
 
-    tickets: Any = Tickets()
-    stats = engine_stats(Counts(waiting=9, kv_blocks_used=5, kv_blocks_total=10), 3, tickets)
+    transfers: Any = Transfers()
+    stats = engine_stats(Counts(waiting=9, kv_blocks_used=5, kv_blocks_total=10), 3, transfers)
     assert (stats.running, stats.waiting, stats.kv_blocks_used, stats.kv_blocks_total) == (0, 3, 5, 10)
     assert (stats.tickets_held, stats.ticket_kv_blocks) == (2, 4)
-    assert engine_stats(Counts(waiting=1), 3, tickets).running == 2
+    assert engine_stats(Counts(waiting=1), 3, transfers).running == 2

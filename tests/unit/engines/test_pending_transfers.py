@@ -50,34 +50,34 @@ class Book(PendingTransfers):
         return self.create(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), engine_state, self.given_up.set))
 
 
-def request(prompt: int = 40, ticket: KvTransferParams | None = None) -> GenerateRequest:
+def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
         token_ids=token_ids(range(prompt)),
         sampling=Sampling(max_tokens=8),
         deadline=time.time() + 60,
-        phase=Phase.DECODE if ticket else Phase.PREFILL,
-        ticket=ticket,
+        phase=Phase.DECODE if kv_params else Phase.PREFILL,
+        kv_params=kv_params,
     )
 
 
-async def test_ticket_when_written_then_it_says_all_and_is_held_until_it_is_redeemed() -> None:
+async def test_transfer_when_written_then_it_says_all_and_is_held_until_it_is_fetched() -> None:
     book = Book()
     first, second = book.written(), book.written()
-    assert first.ticket_id != second.ticket_id
+    assert first.transfer_id != second.transfer_id
     assert (first.engine, first.prefill_instance_id, first.transport) == ("vllm", 5, "a/b")
     assert (list(first.first_token_ids), first.first_logprobs) == ([7], (TokenLogprob(7, -0.5),))
     assert first.kv_bytes == 3 * 16 * 2 * 2 * 2 * 8 * 2
     assert 0 < first.expires_at - time.time() <= 60
     assert (len(book), book.kv_blocks) == (2, 6)
-    for ticket in (first, first, second):
-        book.release(ticket.ticket_id, ReleaseOutcome.FETCHED)
+    for kv_params in (first, first, second):
+        book.release(kv_params.transfer_id, ReleaseOutcome.FETCHED)
     assert (len(book), book.kv_blocks, book.changes) == (0, 0, 4)
     assert not book.given_up.is_set()
 
 
-async def test_ticket_when_nobody_comes_then_the_kv_is_given_up() -> None:
+async def test_transfer_when_nobody_comes_then_the_kv_is_given_up() -> None:
     book = Book(ttl_s=0.01)
     book.written()
     async with asyncio.timeout(10):
@@ -95,21 +95,21 @@ async def test_ticket_when_nobody_comes_then_the_kv_is_given_up() -> None:
         ({"first_token_ids": token_ids()}, "first_token_ids"),
     ],
 )
-async def test_ticket_when_it_does_not_fit_then_the_difference_is_named(change: dict[str, Any], field: str) -> None:
+async def test_transfer_when_it_does_not_fit_then_the_difference_is_named(change: dict[str, Any], field: str) -> None:
     book = Book()
-    ticket = book.written()
-    assert book.validate(request(ticket=ticket)) is ticket
+    kv_params = book.written()
+    assert book.validate(request(kv_params=kv_params)) is kv_params
     with pytest.raises(TransferMismatch) as caught:
-        book.validate(request(ticket=msgspec.structs.replace(ticket, **change)))
+        book.validate(request(kv_params=msgspec.structs.replace(kv_params, **change)))
     assert caught.value.field == field
     book.close()
 
 
-async def test_ticket_when_late_or_not_there_then_said() -> None:
+async def test_transfer_when_late_or_not_there_then_said() -> None:
     book = Book()
     late = msgspec.structs.replace(book.written(), expires_at=time.time() - 1)
     with pytest.raises(TransferExpired):
-        book.validate(request(ticket=late))
+        book.validate(request(kv_params=late))
     with pytest.raises(RequestRejected, match="needs KV transfer parameters"):
         book.validate(request())
     book.close()
@@ -117,10 +117,10 @@ async def test_ticket_when_late_or_not_there_then_said() -> None:
 
 async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatch() -> None:
     book, form = Book(), Form(version=3, release="1.2", number=4)
-    ticket = book.written(codec.encode(form))
-    assert decode_state(ticket, Form, 3) == form
+    kv_params = book.written(codec.encode(form))
+    assert decode_state(kv_params, Form, 3) == form
     with pytest.raises(TransferMismatch, match="3 at prefill and 4 at decode") as caught:
-        decode_state(ticket, Form, 4)
+        decode_state(kv_params, Form, 4)
     assert caught.value.field == "opaque.version"
     with pytest.raises(TransferMismatch, match="its engine state can't be decoded"):
         decode_state(book.written(codec.encode({"version": 3})), Form, 3)

@@ -117,7 +117,7 @@ async def test_context_only_when_answered_then_length_one_token_and_the_callers_
     assert answered.ctx_request_id > 1 << 53
 
 
-async def test_two_legs_when_joined_then_tokens_equal_and_the_first_comes_alone_and_once(
+async def test_two_calls_when_joined_then_tokens_equal_and_the_first_comes_alone_and_once(
     trt: Any, llm: Any, tiny: Path
 ) -> None:
     decode = await asyncio.to_thread(make, trt, tiny)

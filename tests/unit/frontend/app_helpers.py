@@ -28,7 +28,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.base import Sink
-from dynamo_trtllm.tokenization.base import NO_PREFILL, Delta, ToolCallDelta
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"
@@ -41,15 +41,15 @@ class Characters:
     A forced call is returned with the first tokens.
     """
 
-    def __init__(self, prefill_ids: TokenIds = NO_PREFILL) -> None:
+    def __init__(self, forced_ids: TokenIds = NO_FORCED_IDS) -> None:
         self._pipe = CONTENT
         self._calls = 0
-        self._forced = self._read(prefill_ids).tool_calls
+        self._forced = self._read(forced_ids).tool_calls
 
     def push(self, ids: TokenIds) -> Delta:
-        delta, prefill_ids = self._read(ids), self._forced
+        delta, forced = self._read(ids), self._forced
         self._forced = ()
-        return msgspec.structs.replace(delta, tool_calls=prefill_ids + delta.tool_calls) if prefill_ids else delta
+        return msgspec.structs.replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
 
     def _read(self, ids: TokenIds) -> Delta:
         if self._pipe == CONTENT and min(ids, default=END) > HALF:
@@ -103,8 +103,8 @@ class CharacterRenderer:
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
-    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> Characters:
-        return Characters(prefill_ids)
+    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> Characters:
+        return Characters(forced_ids)
 
     def call_header(self, name: str | None) -> TokenIds | None:
         return token_ids([CALL])

@@ -42,8 +42,10 @@ FINISHED = [
 ]
 
 
-def kv_chunk(ticket_id: str) -> Chunk:
-    return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params(ticket_id), stats=PREFILL_STATS)
+def kv_chunk(transfer_id: str) -> Chunk:
+    return Chunk(
+        finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params(transfer_id), stats=PREFILL_STATS
+    )
 
 
 class ScriptedWorker:

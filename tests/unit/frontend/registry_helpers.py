@@ -77,8 +77,8 @@ class FileService:
         reply = await self._service.control(verb)
         if not self.garbled:
             return reply
-        piece = codec.decode(reply, FileChunk)
-        return codec.encode(FileChunk(data=b"?" * len(piece.data), total_bytes=piece.total_bytes))
+        region = codec.decode(reply, FileChunk)
+        return codec.encode(FileChunk(data=b"?" * len(region.data), total_bytes=region.total_bytes))
 
 
 class Frontend:

@@ -317,16 +317,16 @@ async def test_together_when_read_slowly_then_streams_wait_and_closing_closes_th
 async def test_together_when_read_to_the_end_then_every_piece_in_the_order_of_its_stream() -> None:
     streams = [ticking(index, 3 * AHEAD, [0, 0]) for index in (0, 1)]
     async with aclosing(merge_streams(streams)) as stream:
-        came = [piece async for piece in stream]
+        came = [region async for region in stream]
     for index in (0, 1):
-        assert [piece.content for piece in came if piece.index == index] == [str(at) for at in range(3 * AHEAD)]
+        assert [region.content for region in came if region.index == index] == [str(at) for at in range(3 * AHEAD)]
 
 
 def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:
     plan = GenerationPlan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
-    pieces = [ChoiceDelta(index=index, content=f"{index}{part}") for part in "ab" for index in range(4)]
-    kept = pick_best_of(pieces, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
-    assert [(piece.index, piece.content) for piece in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
+    regions = [ChoiceDelta(index=index, content=f"{index}{part}") for part in "ab" for index in range(4)]
+    kept = pick_best_of(regions, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
+    assert [(region.index, region.content) for region in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
 
 
 async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() -> None:

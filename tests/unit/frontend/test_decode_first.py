@@ -38,7 +38,9 @@ def check_given_back(decode: ScriptedWorker) -> None:
     assert back == ReleaseSlot(kept.reservation_id)
 
 
-async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its_leg_takes_it(cluster: Cluster) -> None:
+async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its_call_takes_it(
+    cluster: Cluster,
+) -> None:
     gate = asyncio.Event()
     prefill, decode = await pair(cluster, [gate, kv_chunk("t1")], FINISHED)
     trace = RouteTrace()
@@ -115,7 +117,7 @@ async def test_reserve_when_nobody_answers_then_the_slot_is_given_back_and_anoth
     assert len(prefill.requests) == 1
 
 
-async def test_slot_when_the_prefill_leg_fails_then_it_is_given_back_before_the_next_attempt_takes_one(
+async def test_slot_when_the_prefill_call_fails_then_it_is_given_back_before_the_next_attempt_takes_one(
     cluster: Cluster,
 ) -> None:
     first = await cluster.add(1, Role.PREFILL, [Disconnected("gone")], strategy=FIRST)
@@ -161,7 +163,7 @@ async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_give
     assert prefill.requests == []
 
 
-async def test_slot_when_the_decode_leg_is_refused_then_it_is_given_back(cluster: Cluster) -> None:
+async def test_slot_when_the_decode_call_is_refused_then_it_is_given_back(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], [RequestRejected("no")])
     with pytest.raises(RequestRejected):
         await cluster.tokens()
@@ -169,7 +171,7 @@ async def test_slot_when_the_decode_leg_is_refused_then_it_is_given_back(cluster
     check_given_back(decode)
 
 
-async def test_slot_when_the_handoff_fails_then_the_second_attempt_has_its_own(cluster: Cluster) -> None:
+async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     first, second = (leg.reservation_id for leg in decode.requests)

@@ -123,7 +123,7 @@ async def test_stream_when_its_text_may_end_it_then_nothing_is_written_directly(
     assert wire.written == 0
 
 
-async def test_pipeline_when_a_sink_takes_chunks_then_a_leg_that_breaks_goes_on_behind_them(cluster: Cluster) -> None:
+async def test_pipeline_when_a_sink_takes_chunks_then_a_call_that_breaks_goes_on_behind_them(cluster: Cluster) -> None:
     begun = asyncio.Event()
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], begun, FINISHED[1], Disconnected("gone")])
     second = await cluster.add(2, Role.AGGREGATED, [FINISHED[2]])

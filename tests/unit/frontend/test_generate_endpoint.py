@@ -108,7 +108,7 @@ async def test_text_when_prompt_is_ids_then_they_reach_the_pipeline_unchanged() 
     assert list(served.pipeline.requests[0].token_ids) == [5, 6, 7]
 
 
-async def test_stats_when_asked_for_then_both_legs_are_merged() -> None:
+async def test_stats_when_asked_for_then_both_calls_are_merged() -> None:
     served = front(chunk("a"), stop("b"))
     body = (await post(served, CHAT, chat(), headers={"x-dynamo-stats": "1"})).json()
     stats = body["dynamo_trtllm"]

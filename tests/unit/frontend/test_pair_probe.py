@@ -38,7 +38,7 @@ from tests.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
 
-HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t"))
+HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t"))
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
@@ -239,7 +239,7 @@ async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_
 
 
 @pytest.mark.parametrize("ending", [Disconnected("no connection to NATS"), Unreachable("nobody listens")])
-async def test_run_when_a_leg_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
+async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
     ending: DynamoError,
 ) -> None:
     """That tells nothing of its KV: no quarantine outlives the outage, and nobody is asked to restart."""

@@ -43,11 +43,11 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
     decode = await cluster.add(2, Role.DECODE, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
-    assert [(r.phase, r.ticket) for r in prefill.requests] == [(Phase.PREFILL, None)]
+    assert [(r.phase, r.kv_params) for r in prefill.requests] == [(Phase.PREFILL, None)]
     leg = decode.requests[0]
     assert leg.phase is Phase.DECODE
-    assert leg.ticket is not None
-    assert leg.ticket.ticket_id == "t1"
+    assert leg.kv_params is not None
+    assert leg.kv_params.transfer_id == "t1"
     assert leg.token_ids == token_ids([1, 2, 3])
     assert trace == RouteTrace(
         prefill_instance=1, decode_instance=2, prefill_stats=PREFILL_STATS, decode_stats=DECODE_STATS
@@ -58,11 +58,11 @@ async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_
     worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
-    assert [(r.phase, r.ticket) for r in worker.requests] == [(Phase.AGGREGATED, None)]
+    assert [(r.phase, r.kv_params) for r in worker.requests] == [(Phase.AGGREGATED, None)]
     assert trace == RouteTrace(decode_instance=3, decode_stats=DECODE_STATS)
 
 
-async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_leg(cluster: Cluster) -> None:
+async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_call(cluster: Cluster) -> None:
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.LENGTH, stats=PREFILL_STATS)
     prefill = await cluster.add(1, Role.PREFILL, [done])
     decode = await cluster.add(2, Role.DECODE)
@@ -74,7 +74,7 @@ async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decod
     assert prefill.releases == []
 
 
-async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the_stream_is_incomplete(
+async def test_generate_when_prefill_ends_in_a_transfer_without_a_transfer_then_the_stream_is_incomplete(
     cluster: Cluster,
 ) -> None:
     endings = [[Chunk(finish_reason=FinishReason.KV_TRANSFER)]] * 4
@@ -85,7 +85,7 @@ async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the
     assert len(prefill.requests) == 4  # three retries, and there is nobody else
 
 
-async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_released_redeemed_once(
+async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_released_fetched_once(
     cluster: Cluster,
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -98,7 +98,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_rele
     assert len(prefill.releases) == 1
 
 
-async def test_generate_when_the_decode_leg_is_refused_then_the_ticket_is_released_refused(cluster: Cluster) -> None:
+async def test_generate_when_the_decode_call_is_refused_then_the_transfer_is_released_refused(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [RequestRejected("too long")])
     with pytest.raises(RequestRejected):
@@ -117,16 +117,16 @@ async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster:
     assert len(prefill.releases) == 1
 
 
-async def test_generate_when_the_handoff_fails_before_a_token_then_it_is_prefilled_once_more(cluster: Cluster) -> None:
+async def test_generate_when_the_transfer_fails_before_a_token_then_it_is_prefilled_once_more(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     decode = await cluster.add(2, Role.DECODE, [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
-    assert [r.ticket.ticket_id for r in decode.requests if r.ticket is not None] == ["t1", "t2"]
+    assert [r.kv_params.transfer_id for r in decode.requests if r.kv_params is not None] == ["t1", "t2"]
     await cluster.pipeline.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED), ReleaseKv("t2", ReleaseOutcome.FETCHED)]
 
 
-async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
+async def test_generate_when_the_transfer_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")], [kv_chunk("t3")])
     await cluster.add(2, Role.DECODE, [TransferFailed("one")], [TransferFailed("two")], FINISHED)
     with pytest.raises(TransferFailed, match="two"):
@@ -136,7 +136,7 @@ async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cl
     assert [r.outcome for r in prefill.releases] == [ReleaseOutcome.ABORTED] * 2
 
 
-async def test_generate_when_the_handoff_fails_and_there_is_another_prefill_then_it_is_tried_there(
+async def test_generate_when_the_transfer_fails_and_there_is_another_prefill_then_it_is_tried_there(
     cluster: Cluster,
 ) -> None:
     """Also when another request took the turn in between, so that the round robin is back at the one that failed."""
@@ -282,7 +282,7 @@ async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_al
     assert [r.phase for r in decode.requests] == [Phase.AGGREGATED]
 
 
-async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_released(cluster: Cluster) -> None:
+async def test_close_when_prefill_runs_then_its_call_is_closed_and_nothing_is_released(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [HANG])
     decode = await cluster.add(2, Role.DECODE)
     await _cancel_when(prefill.hanging, cluster)
@@ -292,7 +292,7 @@ async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_rel
     assert decode.requests == []
 
 
-async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ticket_refused(cluster: Cluster) -> None:
+async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_kv_freed(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
@@ -301,7 +301,7 @@ async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ti
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
 
 
-async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket_redeemed(cluster: Cluster) -> None:
+async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_transfer_fetched(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
@@ -311,7 +311,7 @@ async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
-async def test_close_when_an_aggregated_worker_is_midway_then_its_leg_is_closed(cluster: Cluster) -> None:
+async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed(cluster: Cluster) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
     async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)

@@ -18,7 +18,7 @@ from tests.waiting import SOON_S
 
 
 @pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("gone"), Overloaded("full")])
-async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_it(
+async def test_transfer_when_its_decode_worker_takes_nothing_then_another_fetches_it(
     cluster: Cluster, refusal: Draining | Unreachable | Overloaded
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -26,15 +26,15 @@ async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_
     other = await cluster.add(4, Role.DECODE, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
-    assert other.requests[0].ticket is not None
-    assert other.requests[0].ticket.ticket_id == "t1"
+    assert other.requests[0].kv_params is not None
+    assert other.requests[0].kv_params.transfer_id == "t1"
     assert len(prefill.requests) == 1
     assert (trace.decode_instance, trace.retries) == (4, 0)
     await cluster.pipeline.aclose()
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
-async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
+async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, *([kv_chunk("t")] for _ in range(4)))
     await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))
     with pytest.raises(Draining):

@@ -51,7 +51,7 @@ def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
 
 def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     transcript = OutputBuilder(RESPONSE, CharacterRenderer())
-    told = [each for piece in script for each in transcript.push(piece)]
+    told = [each for region in script for each in transcript.push(region)]
     told += transcript.finish("completed")
     return [each.event if isinstance(each, TextDelta) else each for each in told], transcript.items("completed")
 
@@ -63,9 +63,9 @@ def text_of(items: list[dict[str, Any]], kind: str) -> str:
 @given(scripts())
 def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
-    assert text_of(items, "reasoning") == "".join(piece.reasoning for piece in script)
-    assert text_of(items, "message") == "".join(piece.content for piece in script)
-    deltas = [call for piece in script for call in piece.tool_calls]
+    assert text_of(items, "reasoning") == "".join(region.reasoning for region in script)
+    assert text_of(items, "message") == "".join(region.content for region in script)
+    deltas = [call for region in script for call in region.tool_calls]
     calls = [item for item in items if item["type"] == "function_call"]
     assert len(calls) == sum(delta.name is not None for delta in deltas)
     for index, call in enumerate(calls):

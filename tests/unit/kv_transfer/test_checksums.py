@@ -21,12 +21,12 @@ def checksums() -> Iterator[Checksums]:
 
 async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_order(checksums: Checksums) -> None:
     memory = bytearray(range(256)) * ((BLOCK_BYTES + 512) // 256)
-    piece, found = MemoryRegion(address_of(memory), len(memory)), list[int | None]()
+    region, found = MemoryRegion(address_of(memory), len(memory)), list[int | None]()
     expected = [
-        checksums.hash(MemoryRegion(piece.address + begin, size))
+        checksums.hash(MemoryRegion(region.address + begin, size))
         for begin, size in ((0, BLOCK_BYTES), (BLOCK_BYTES, 512))
     ]
-    offer = OfferChecksum(checksums, [piece], found.append)
+    offer = OfferChecksum(checksums, [region], found.append)
     offer.mark_ready(1)
     assert await offer.hashes(0) == expected
     await offer.stop()
@@ -42,7 +42,7 @@ async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
 
 
 async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(checksums: Checksums) -> None:
-    def broken(piece: MemoryRegion) -> NoReturn:
+    def broken(region: MemoryRegion) -> NoReturn:
         raise RuntimeError("the GPU is gone")
 
     checksums.device_checksum = broken

@@ -10,7 +10,7 @@ from dynamo_trtllm.kv_transfer.create import create_backend
 
 
 @pytest.mark.parametrize(("choice", "name"), [("tcp", "tcp"), ("loopback", "loopback"), ("nixl", "nixl/ucx")])
-def test_select_when_named_then_that_carrier(choice: str, name: str) -> None:
+def test_select_when_named_then_that_backend(choice: str, name: str) -> None:
     assert create_backend(choice).name == name
 
 

@@ -28,18 +28,18 @@ class Slow:
 
     async def register(self, region: MemoryRegion) -> None: ...
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         return b""
 
-    def mark_ready(self, ticket_id: str, ready: int) -> None: ...
+    def mark_ready(self, transfer_id: str, ready: int) -> None: ...
 
-    async def unpublish(self, ticket_id: str) -> None: ...
+    async def unpublish(self, transfer_id: str) -> None: ...
 
     async def read(
         self,
-        ticket_id: str,
+        transfer_id: str,
         offer: bytes,
-        pieces: Sequence[MemoryRegion],
+        regions: Sequence[MemoryRegion],
         *,
         timeout_s: float,
         on_region: OnRegion | None = None,
@@ -51,7 +51,7 @@ class Slow:
     async def aclose(self) -> None: ...
 
 
-def ticket(expires_in_s: float) -> KvTransferParams:
+def kv_params(expires_in_s: float) -> KvTransferParams:
     return msgspec.structs.replace(make_transfer_params("t1"), expires_at=time.time() + expires_in_s)
 
 
@@ -72,31 +72,31 @@ async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
 ) -> None:
     backend = Slow(TransferTimeout("late"))
     with pytest.raises(error, match=said) as caught:
-        await fetch(backend, ticket(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
+        await fetch(backend, kv_params(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
     assert type(caught.value) is error
     assert 0.5 < backend.given_s <= 1
 
 
 async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
     with pytest.raises(TransferFailed):
-        await fetch(Slow(TransferFailed("gone")), ticket(9), b"", Destination([]), within(9, 9))
+        await fetch(Slow(TransferFailed("gone")), kv_params(9), b"", Destination([]), within(9, 9))
 
 
-async def test_fetch_when_all_is_well_then_the_carrier_had_the_time_that_was_left() -> None:
+async def test_fetch_when_all_is_well_then_the_backend_had_the_time_that_was_left() -> None:
     backend = Slow()
-    await fetch(backend, ticket(9), b"", Destination([]), within(9, 3))
+    await fetch(backend, kv_params(9), b"", Destination([]), within(9, 3))
     assert backend.given_s == 3
 
 
 @pytest.mark.parametrize(("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TransferExpired)])
-async def test_fetch_when_no_time_is_left_then_the_carrier_is_not_asked(
+async def test_fetch_when_no_time_is_left_then_the_backend_is_not_asked(
     deadline_s: float, expiry_s: float, error: type[DynamoError]
 ) -> None:
     backend = Slow()
     with pytest.raises(error):
-        await fetch(backend, ticket(expiry_s), b"", Destination([]), within(deadline_s, 9))
+        await fetch(backend, kv_params(expiry_s), b"", Destination([]), within(deadline_s, 9))
     assert backend.given_s == 0
 
 
 def test_bound_when_the_clock_of_the_prefill_host_is_behind_then_no_time_is_left() -> None:
-    assert first_deadline(ticket(-100), within(9, 9), time.time()).left_s < 0
+    assert first_deadline(kv_params(-100), within(9, 9), time.time()).left_s < 0

@@ -29,7 +29,7 @@ def test_require_cpu_when_on_a_gpu_then_names_the_device() -> None:
     [([1], "1 regions at prefill, 2 at decode"), ([1, 3], "region 1 has 3 bytes"), ([2, 1], "region 0 has 2 bytes")],
 )
 def test_require_sizes_when_different_then_says_where(theirs: list[int], message: str) -> None:
-    pieces = [MemoryRegion(1, 1), MemoryRegion(2, 2)]
-    require_sizes("t", [1, 2], pieces)
+    regions = [MemoryRegion(1, 1), MemoryRegion(2, 2)]
+    require_sizes("t", [1, 2], regions)
     with pytest.raises(TransferFailed, match=message):
-        require_sizes("t", theirs, pieces)
+        require_sizes("t", theirs, regions)

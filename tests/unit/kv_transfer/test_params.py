@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import TransferExpired, TransferMismatch
-from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT, TICKET_VERSION, check_params
+from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT, TRANSFER_PARAMS_VERSION, check_params
 from dynamo_trtllm.messages import KvLayout, KvTransferParams, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
-TICKET = KvTransferParams(
-    version=TICKET_VERSION,
-    ticket_id="t1",
+TRANSFER_PARAMS = KvTransferParams(
+    version=TRANSFER_PARAMS_VERSION,
+    transfer_id="t1",
     engine="torch",
     model="gpt-oss",
     layout=LAYOUT,
@@ -26,23 +26,23 @@ TICKET = KvTransferParams(
 )
 
 
-def check_at(ticket: KvTransferParams, now: float = 99.0) -> None:
-    check_params(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, now=now)
+def check_at(kv_params: KvTransferParams, now: float = 99.0) -> None:
+    check_params(kv_params, engine="torch", model="gpt-oss", layout=LAYOUT, now=now)
 
 
 def test_check_when_all_agree_then_accepts() -> None:
-    check_at(TICKET)
+    check_at(TRANSFER_PARAMS)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("version", TICKET_VERSION + 1), ("engine", "trtllm"), ("model", "gpt-oss-120b")]
+    ("field", "value"), [("version", TRANSFER_PARAMS_VERSION + 1), ("engine", "trtllm"), ("model", "gpt-oss-120b")]
 )
 def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, value: Any) -> None:
     with pytest.raises(TransferMismatch, match=repr(value)) as caught:
-        check_at(msgspec.structs.replace(TICKET, **{field: value}))
+        check_at(msgspec.structs.replace(TRANSFER_PARAMS, **{field: value}))
     assert caught.value.field == field
     assert caught.value.code == "ticket_mismatch"
-    assert repr(getattr(TICKET, field)) in caught.value.message
+    assert repr(getattr(TRANSFER_PARAMS, field)) in caught.value.message
     assert f"KV transfer t1: {field} is" in caught.value.message
 
 
@@ -52,33 +52,33 @@ def test_check_when_a_layout_field_differs_then_names_it(field: str) -> None:
     theirs = ours + 1 if isinstance(ours, int) else f"not {ours}"
     layout = msgspec.structs.replace(LAYOUT, **{field: theirs})
     with pytest.raises(TransferMismatch, match=f"layout.{field} is") as caught:
-        check_at(msgspec.structs.replace(TICKET, layout=layout))
+        check_at(msgspec.structs.replace(TRANSFER_PARAMS, layout=layout))
     assert caught.value.field == f"layout.{field}"
     assert repr(theirs) in caught.value.message
     assert repr(ours) in caught.value.message
 
 
 def test_check_when_only_the_number_of_ranks_differs_then_accepted() -> None:
-    check_at(msgspec.structs.replace(TICKET, layout=msgspec.structs.replace(LAYOUT, tensor_parallel_size=8)))
+    check_at(msgspec.structs.replace(TRANSFER_PARAMS, layout=msgspec.structs.replace(LAYOUT, tensor_parallel_size=8)))
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [({"release": "1.1"}, {"release": "1.2"}), ({}, {"release": "1.2"})])
 def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
     theirs: dict[str, str], ours: dict[str, str]
 ) -> None:
-    ticket = msgspec.structs.replace(TICKET, kv_compat=theirs)
+    kv_params = msgspec.structs.replace(TRANSFER_PARAMS, kv_compat=theirs)
     with pytest.raises(TransferMismatch, match=r"'1\.2'") as caught:
-        check_params(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, kv_compat=ours, now=50.0)
+        check_params(kv_params, engine="torch", model="gpt-oss", layout=LAYOUT, kv_compat=ours, now=50.0)
     assert caught.value.field == "release"
 
 
 @pytest.mark.parametrize("now", [100.0, 107.5])
 def test_check_when_time_is_up_then_expired(now: float) -> None:
     with pytest.raises(TransferExpired, match=f"{now - 100.0:.1f} s ago") as caught:
-        check_at(TICKET, now)
+        check_at(TRANSFER_PARAMS, now)
     assert caught.value.code == "ticket_expired"
 
 
 def test_check_when_expired_and_of_another_model_then_mismatch_first() -> None:
     with pytest.raises(TransferMismatch):
-        check_at(msgspec.structs.replace(TICKET, model="other"), now=200.0)
+        check_at(msgspec.structs.replace(TRANSFER_PARAMS, model="other"), now=200.0)

@@ -48,7 +48,7 @@ def test_itl_when_tokens_come_together_then_each_counts():
     assert found["itl_seconds_bucket", (("le", "+Inf"), ("model", "m"))] == 6
 
 
-def test_legs_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
+def test_calls_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
     metrics = FrontendMetrics()
     metrics.observe_call(model="m", stats=PhaseTimings(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
     metrics.observe_call(

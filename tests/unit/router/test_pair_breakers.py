@@ -69,7 +69,7 @@ def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances()
     assert pairs_of(view) == [(1, 2), (1, 3), (None, 4)]
 
 
-def test_spelled_when_printed_then_ids_are_those_of_subjects() -> None:
+def test_formatted_when_printed_then_ids_are_those_of_subjects() -> None:
     assert (format_pair((0xA, 0xB)), format_pair((None, 0xB))) == ("pair a -> b", "instance b")
 
 
@@ -124,7 +124,7 @@ def test_failed_when_a_pair_has_failed_for_days_then_it_is_still_only_quarantine
     assert breakers.status(PAIR).open_until == 199_900.0 + 35.0
 
 
-def test_failed_when_many_legs_fail_at_once_then_the_breaker_has_opened_once() -> None:
+def test_failed_when_many_calls_fail_at_once_then_the_breaker_has_opened_once() -> None:
     breakers = PairBreakers(LIMITS)
     assert [breakers.record_failure(PAIR, "x", 0.0) for _ in range(2000)].count(True) == 1
     assert (breakers.status(PAIR).num_openings, breakers.status(PAIR).open_until) == (1, 10.0)

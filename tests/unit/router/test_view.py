@@ -28,7 +28,7 @@ def test_view_when_the_last_instance_leaves_then_the_model_is_gone() -> None:
     assert view.model("tiny").missing_roles() == [Role.PREFILL, Role.DECODE]
 
 
-def test_missing_roles_when_one_leg_is_there_then_the_other() -> None:
+def test_missing_roles_when_one_call_is_there_then_the_other() -> None:
     view = ClusterView()
     view.add(make_instance(1, role=Role.PREFILL))
     assert view.model("tiny").missing_roles() == [Role.DECODE]

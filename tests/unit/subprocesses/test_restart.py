@@ -43,7 +43,7 @@ def test_describe_when_status_then_words(status, text):
 
 def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarted() -> None:
     """A panic of etcd or nats-server has that status too."""
-    assert decide(RestartConfig(), 2, [], 0.0, is_ours=False).is_restart
+    assert decide(RestartConfig(), 2, [], 0.0, is_status_2_final=False).is_restart
     assert not decide(RestartConfig(), 2, [], 0.0).is_restart
 
 

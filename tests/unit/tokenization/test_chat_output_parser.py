@@ -18,7 +18,7 @@ STEPS = ([1], [2], [3, 1], [7], [100_000])
 def parser(reasoning: str = "none", calls: Callable[[], ToolCallParser] | None = None) -> ChatOutputParser:
     thinking = None if reasoning == "none" else ReasoningParser(begins_inside=reasoning == "deepseek_r1")
     return ChatOutputParser(
-        Characters(), reasoning_parser=thinking, calls=calls() if calls is not None else None, prefill_ids=token_ids()
+        Characters(), reasoning_parser=thinking, calls=calls() if calls is not None else None, forced_ids=token_ids()
     )
 
 
@@ -196,8 +196,8 @@ def test_push_when_the_model_thinks_then_tokens_of_reasoning_are_counted_without
 
 
 def test_push_when_a_call_is_forced_then_its_name_comes_with_the_first_delta_and_is_no_content() -> None:
-    prefill_ids = token_ids(map(ord, '<tool_call>\n{"name": "f", "arguments":'))
-    made = ChatOutputParser(Characters(), reasoning_parser=None, calls=HermesToolCallParser(), prefill_ids=prefill_ids)
+    forced_ids = token_ids(map(ord, '<tool_call>\n{"name": "f", "arguments":'))
+    made = ChatOutputParser(Characters(), reasoning_parser=None, calls=HermesToolCallParser(), forced_ids=forced_ids)
     first = made.push(token_ids(map(ord, " {")))
     assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", "{")]
     assert not first.content

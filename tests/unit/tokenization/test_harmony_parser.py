@@ -238,12 +238,12 @@ def test_push_when_model_spells_a_marker_as_text_then_it_is_shown_as_text(
 def test_push_when_a_call_is_forced_with_its_name_then_output_is_arguments(renderer: HarmonyRenderer) -> None:
     header = renderer.call_header("get_weather")
     assert header is not None
-    seen = parse(renderer.chat_parser(prefill_ids=header), ids_of('{"place": "Rome"}<|call|>'))
+    seen = parse(renderer.chat_parser(forced_ids=header), ids_of('{"place": "Rome"}<|call|>'))
     assert seen == Seen("", "", [["get_weather", '{"place": "Rome"}']])
 
 
 def test_push_when_a_call_is_forced_then_the_name_comes_with_the_first_token(renderer: HarmonyRenderer) -> None:
-    parser = renderer.chat_parser(prefill_ids=renderer.call_header("f") or token_ids())
+    parser = renderer.chat_parser(forced_ids=renderer.call_header("f") or token_ids())
     first = parser.push(token_ids(ids_of('{"')))
     assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", '{"')]
 
@@ -254,19 +254,19 @@ def test_push_when_some_call_is_forced_then_output_goes_on_with_the_name(rendere
     assert header is not None
     assert renderer.decode(header) == "<|channel|>commentary to=functions."
     seen = parse(
-        renderer.chat_parser(prefill_ids=header), ids_of("get_weather <|constrain|>json<|message|>{}<|call|>"), step
+        renderer.chat_parser(forced_ids=header), ids_of("get_weather <|constrain|>json<|message|>{}<|call|>"), step
     )
     assert seen == Seen("", "", [["get_weather", "{}"]])
 
 
 def test_push_when_the_forced_header_is_not_completed_then_only_output_is_shown(renderer: HarmonyRenderer) -> None:
-    parser = renderer.chat_parser(prefill_ids=renderer.call_header(None) or token_ids())
+    parser = renderer.chat_parser(forced_ids=renderer.call_header(None) or token_ids())
     assert parse(parser, ids_of("I would rather not.\n")) == Seen("I would rather not.\n")
 
 
 def test_push_when_reasoning_is_forced_then_only_output_counts(renderer: HarmonyRenderer) -> None:
     seen = parse(
-        renderer.chat_parser(prefill_ids=token_ids(ids_of(ANALYSIS))), ids_of(f"Think.{NEXT}{FINAL}4<|return|>")
+        renderer.chat_parser(forced_ids=token_ids(ids_of(ANALYSIS))), ids_of(f"Think.{NEXT}{FINAL}4<|return|>")
     )
     assert seen == Seen("4", "Think.", [], 2)
 

@@ -37,7 +37,7 @@ def make(reasoning: str, calls: str) -> ChatOutputParser:
     thinking = None if reasoning == "none" else ReasoningParser(begins_inside=reasoning == "deepseek_r1")
     reader = READERS[calls]
     return ChatOutputParser(
-        Characters(), reasoning_parser=thinking, calls=reader() if reader else None, prefill_ids=token_ids()
+        Characters(), reasoning_parser=thinking, calls=reader() if reader else None, forced_ids=token_ids()
     )
 
 

@@ -64,7 +64,7 @@ def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments
     made = renderer("none", calls)
     header = made.call_header("f")
     assert header is not None
-    assert fold(made.chat_parser(prefill_ids=header), [ids_of(' {"a": 1}' + end)]) == Seen("", "", CALLED)
+    assert fold(made.chat_parser(forced_ids=header), [ids_of(' {"a": 1}' + end)]) == Seen("", "", CALLED)
 
 
 @pytest.mark.parametrize(

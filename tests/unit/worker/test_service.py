@@ -41,11 +41,11 @@ from tests.instances import make_instance, make_transfer_params
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
 FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.AGGREGATED)]
-TICKET = make_transfer_params("t-1")
+TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
 class PlainEngine:
-    """Yields the chunks of its script and raises its exceptions. Has no tickets."""
+    """Yields the chunks of its script and raises its exceptions. Exports no KV."""
 
     def __init__(self, script: Sequence[Chunk | Exception] = ANSWER) -> None:
         self.script = script
@@ -80,13 +80,13 @@ class PushingEngine(PlainEngine):
                     yield chunk
 
 
-class TicketEngine(PlainEngine):
+class TransferringEngine(PlainEngine):
     def __init__(self) -> None:
         super().__init__()
         self.released: list[tuple[str, ReleaseOutcome]] = []
 
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        self.released.append((ticket_id, outcome))
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        self.released.append((transfer_id, outcome))
 
 
 class Desk:
@@ -128,7 +128,7 @@ async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are
     role: Role, phase: Phase
 ) -> None:
     desk = Desk(PlainEngine(), role)
-    assert await desk.ask(phase=phase, ticket=TICKET if phase is Phase.DECODE else None) == list(ANSWER)
+    assert await desk.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None) == list(ANSWER)
     assert desk.counted("requests_total") == {("ok", str(phase)): 1}
     assert desk.counted("output_tokens_total") == {(str(phase),): 3}
 
@@ -139,21 +139,21 @@ async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are
 async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(role: Role, phase: Phase) -> None:
     desk = Desk(PlainEngine(), role)
     with pytest.raises(InvalidRequest) as caught:
-        await desk.ask(phase=phase, ticket=TICKET if phase is Phase.DECODE else None)
+        await desk.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None)
     assert caught.value.field == "phase"
     assert desk.engine.asked == 0
     assert desk.counted("requests_total") == {("invalid_request", str(phase)): 1}
 
 
 @pytest.mark.parametrize(
-    ("role", "phase", "ticket"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TICKET)]
+    ("role", "phase", "kv_params"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TRANSFER_PARAMS)]
 )
-async def test_generate_when_ticket_and_phase_disagree_then_refused(
-    role: Role, phase: Phase, ticket: KvTransferParams | None
+async def test_generate_when_transfer_and_phase_disagree_then_refused(
+    role: Role, phase: Phase, kv_params: KvTransferParams | None
 ) -> None:
     desk = Desk(PlainEngine(), role)
     with pytest.raises(InvalidRequest, match="KV transfer parameters"):
-        await desk.ask(phase=phase, ticket=ticket)
+        await desk.ask(phase=phase, kv_params=kv_params)
     assert desk.engine.asked == 0
 
 
@@ -234,16 +234,16 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
     path.write_bytes(content[:size_bytes])
     sha256 = digest(path)
     desk = Desk(PlainEngine(), files={sha256: path})
-    data, pieces = b"", 0
+    data, chunks = b"", 0
     while True:
-        piece = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
-        assert piece.total_bytes == size_bytes
-        assert len(piece.data) <= FILE_CHUNK_BYTES
-        data, pieces = data + piece.data, pieces + 1
-        if len(data) >= piece.total_bytes:
+        chunk = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
+        assert chunk.total_bytes == size_bytes
+        assert len(chunk.data) <= FILE_CHUNK_BYTES
+        data, chunks = data + chunk.data, chunks + 1
+        if len(data) >= chunk.total_bytes:
             break
     assert hashlib.sha256(data).hexdigest() == sha256
-    assert pieces == max(1, -(-size_bytes // FILE_CHUNK_BYTES))
+    assert chunks == max(1, -(-size_bytes // FILE_CHUNK_BYTES))
 
 
 async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_path: Path) -> None:
@@ -262,13 +262,13 @@ async def test_file_when_it_is_asked_wrongly_then_refused_by_field(tmp_path: Pat
     assert caught.value.field == field
 
 
-async def test_release_when_the_engine_has_tickets_then_it_is_told_at_once() -> None:
-    engine = TicketEngine()
+async def test_release_when_the_engine_has_transfers_then_it_is_told_at_once() -> None:
+    engine = TransferringEngine()
     assert await Desk(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.ABORTED)) == b""
     assert engine.released == [("t-1", ReleaseOutcome.ABORTED)]
 
 
-async def test_release_when_the_engine_has_no_tickets_then_no_error() -> None:
+async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
     assert await Desk(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.FETCHED)) == b""
 
 
@@ -283,7 +283,7 @@ async def test_generate_when_no_place_is_left_then_refused_before_the_engine_see
     assert desk.counted("requests_total") == {("cancelled", "whole"): 1, ("overloaded", "whole"): 1, ("ok", "whole"): 1}
 
 
-async def test_generate_when_tickets_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
+async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
     class Full(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
@@ -296,13 +296,13 @@ async def test_generate_when_tickets_hold_too_much_kv_then_prefill_is_refused_an
     assert desk.engine.asked == 0
 
 
-async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_leg() -> None:
+async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_call() -> None:
     desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
     await desk.service.control(ReserveSlot("a", time.time() + 60))
     assert desk.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
-        await desk.ask(phase=Phase.DECODE, ticket=TICKET)
-    assert await desk.ask(phase=Phase.DECODE, ticket=TICKET, reservation_id="a") == list(ANSWER)
+        await desk.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
+    assert await desk.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS, reservation_id="a") == list(ANSWER)
     assert desk.counted("reserved") == {(): 0}
     assert desk.counted("legs") == {(): 0}
 
@@ -311,7 +311,7 @@ async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
     desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
     await desk.service.control(ReserveSlot("a", time.time() + 60))
     await desk.service.control(ReleaseSlot("a"))
-    assert await desk.ask(phase=Phase.DECODE, ticket=TICKET) == list(ANSWER)
+    assert await desk.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS) == list(ANSWER)
 
 
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:

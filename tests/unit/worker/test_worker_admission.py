@@ -45,7 +45,7 @@ def stats(*, ticket_kv_blocks: int, total: int = 100) -> EngineStats:
     )
 
 
-def test_leg_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock) -> None:
+def test_call_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=2), clock)
     with admission.admit(leg(), None):
         with admission.admit(leg(), None):
@@ -58,14 +58,14 @@ def test_leg_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock)
     assert admission.active() == 0
 
 
-def test_leg_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
+def test_call_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     with pytest.raises(ValueError, match="boom"), admission.admit(leg(), None):
         raise ValueError("boom")
     assert admission.active() == 0
 
 
-def test_leg_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
+def test_call_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(), clock)
     admission.reserve("a", clock.now + 1)
     with admission.admit(leg(), None), admission.admit(leg(), None):
@@ -73,7 +73,7 @@ def test_leg_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
     assert admission.reserved_slots() == 0
 
 
-def test_reservation_when_made_then_it_counts_as_a_leg(clock: Clock) -> None:
+def test_reservation_when_made_then_it_counts_as_a_call(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 10)
     with pytest.raises(Overloaded, match="0 calls and 1 reserved slots"):
@@ -83,7 +83,7 @@ def test_reservation_when_made_then_it_counts_as_a_leg(clock: Clock) -> None:
         admission.reserve("b", clock.now + 10)
 
 
-def test_reservation_when_its_leg_comes_then_it_takes_that_place(clock: Clock) -> None:
+def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 10)
     with admission.admit(leg("a"), None):
@@ -108,7 +108,7 @@ def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock:
     assert admission.reserved_slots() == 1
 
 
-def test_reservation_when_expired_then_others_get_the_place_and_its_leg_comes_as_any_other(clock: Clock) -> None:
+def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_as_any_other(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 1)
     clock.now += 1
@@ -121,7 +121,7 @@ def test_reservation_when_expired_then_others_get_the_place_and_its_leg_comes_as
         assert admission.active() == 1
 
 
-def test_prefill_when_tickets_hold_more_than_their_share_then_refused(clock: Clock) -> None:
+def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=9, max_pending_transfer_fraction=0.5), clock)
     with admission.admit(leg(), stats(ticket_kv_blocks=50)):
         pass

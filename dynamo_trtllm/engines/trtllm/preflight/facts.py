@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dynamo_trtllm.config.layers import Sourced
+from dynamo_trtllm.config.layers import SourcedValue
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Role
@@ -89,7 +89,7 @@ class RoleArguments(Protocol):
     """The merged arguments of one engine (`engines/trtllm/args.py`)."""
 
     @property
-    def leaves(self) -> Mapping[str, Sourced]:
+    def leaves(self) -> Mapping[str, SourcedValue]:
         """Values that were set and their sources, by dotted key."""
         ...
 

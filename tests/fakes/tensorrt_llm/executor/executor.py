@@ -101,8 +101,8 @@ class GenerationExecutor:
 
     def _abort(self, request_id: int) -> None:
         served, task = self._served.get(request_id), self._tasks.get(request_id)
-        ticket_id = self.held.get(request_id)
-        if ticket_id is not None and not traps.is_on("abort_keeps_context"):
+        transfer_id = self.held.get(request_id)
+        if transfer_id is not None and not traps.is_on("abort_keeps_context"):
             self.let_go(request_id)
         if served is None or task is None or traps.is_on("abort_lost"):
             return
@@ -114,9 +114,9 @@ class GenerationExecutor:
             task.cancel()
 
     def let_go(self, request_id: int) -> None:
-        ticket_id = self.held.pop(request_id, None)
-        if ticket_id is not None:
-            self.core.engine.release(ticket_id, ReleaseOutcome.ABORTED)
+        transfer_id = self.held.pop(request_id, None)
+        if transfer_id is not None:
+            self.core.engine.release(transfer_id, ReleaseOutcome.ABORTED)
 
     def note_step(self) -> None:
         """One row of statistics, as after an iteration."""

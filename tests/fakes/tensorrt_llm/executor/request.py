@@ -14,7 +14,7 @@ from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, 
 from tensorrt_llm.executor.result import GenerationResult, Logprob, Response
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.standin import traps
-from tensorrt_llm.standin.handoff import context_answer, ticket_of
+from tensorrt_llm.standin.handoff import context_answer, transfer_params_of
 from tensorrt_llm.standin.sampling import Stop, sampling_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Served:
     def _request(self) -> tuple[GenerateRequest, Stop]:
         info = self._executor.core.info
         sampling, stop = sampling_of(self._call.sampling, info, self._executor.args)
-        ticket = None
+        kv_params = None
         if self._phase is not Phase.AGGREGATED:
             backend = (self._executor.args["cache_transceiver_config"] or {}).get("backend")
             assert backend is not None, "kv_cache_transceiver is disabled, please set cache_transceiver_config.backend"
@@ -92,7 +92,7 @@ class Served:
                 raise ValueError("Context only requests are not supported in pytorch backend when overlap is enabled")
             sampling = msgspec.structs.replace(sampling, max_tokens=2)  # the engine hands over only what goes on
         if self._phase is Phase.DECODE:
-            ticket = ticket_of(self._call.disaggregated_params)
+            kv_params = transfer_params_of(self._call.disaggregated_params)
         request = GenerateRequest(
             request_id=str(self._result.request_id),
             model=self._executor.core.engine_model,
@@ -100,7 +100,7 @@ class Served:
             sampling=sampling,
             deadline=time.time() + _DEADLINE_S,
             phase=self._phase,
-            ticket=ticket,
+            kv_params=kv_params,
             cache_salt=self._call.cache_salt,
         )
         return request, stop
@@ -109,9 +109,9 @@ class Served:
 
     def _take(self, chunk: Chunk, stop: Stop) -> bool:
         """True when the request is over."""
-        if chunk.ticket is not None:
-            self._executor.held[self._result.request_id] = chunk.ticket.ticket_id
-            ids, logprobs = chunk.ticket.first_token_ids, chunk.ticket.first_logprobs
+        if chunk.kv_params is not None:
+            self._executor.held[self._result.request_id] = chunk.kv_params.transfer_id
+            ids, logprobs = chunk.kv_params.first_token_ids, chunk.kv_params.first_logprobs
             chunk = msgspec.structs.replace(chunk, token_ids=ids, logprobs=logprobs)
         for index, token in enumerate(chunk.token_ids):
             logprob = self._logprob(chunk.logprobs[index]) if index < len(chunk.logprobs) else None
@@ -142,7 +142,7 @@ class Served:
         params = None
         if not traps.is_on("no_context_params"):
             params = context_answer(
-                self._call.disaggregated_params, chunk.ticket, self._result.request_id, self._held_back
+                self._call.disaggregated_params, chunk.kv_params, self._result.request_id, self._held_back
             )
         self._tell("not_finished" if traps.is_on("not_finished") else "length", disaggregated_params=params)
         return True

@@ -19,15 +19,15 @@ _DRAFTS = [7, 8, 9]
 
 class _State(msgspec.Struct, frozen=True):
     version: str
-    ticket: KvTransferParams
+    kv_params: KvTransferParams
     expected: dict[str, Any]  # what decode must be given as it was answered
 
 
 def context_answer(
-    asked: Any, ticket: KvTransferParams | None, request_id: int, first: Sequence[tuple[int, Any]]
+    asked: Any, kv_params: KvTransferParams | None, request_id: int, first: Sequence[tuple[int, Any]]
 ) -> Any:
     """`outputs[0].disaggregated_params` of a context-only request. `request_type` is still that of the request."""
-    assert ticket is not None
+    assert kv_params is not None
     fields: dict[str, Any] = {
         "request_type": "context_only",
         "first_gen_tokens": [token for token, _ in first],
@@ -38,15 +38,15 @@ def context_answer(
     if LINE >= (1, 3):
         fields |= {"ctx_dp_rank": 0, "ctx_info_endpoint": "tcp://127.0.0.1:1"}
         fields["disagg_request_id"] = asked.disagg_request_id
-        fields["ctx_usage"] = {"prompt_tokens": ticket.prompt_tokens}
+        fields["ctx_usage"] = {"prompt_tokens": kv_params.prompt_tokens}
     expected = {name: value for name, value in fields.items() if name not in ("request_type", "ctx_usage")}
-    state = codec.encode(_State(VERSION, ticket, expected))
+    state = codec.encode(_State(VERSION, kv_params, expected))
     if LINE >= (1, 3) and first[0][1] is not None:
         fields["first_gen_log_probs"] = [[entry] for _, entry in first]
     return DisaggregatedParams(**fields, opaque_state=state)
 
 
-def ticket_of(params: Any) -> KvTransferParams:
+def transfer_params_of(params: Any) -> KvTransferParams:
     """Raises ValueError for parameters that are not what context-only answered."""
     if not isinstance(params.opaque_state, bytes):
         raise ValueError(f"opaque_state must be bytes, not {type(params.opaque_state)}")
@@ -59,4 +59,4 @@ def ticket_of(params: Any) -> KvTransferParams:
     for name, value in state.expected.items():
         if getattr(params, name, None) != value:
             raise ValueError(f"{name} is {getattr(params, name, None)!r}; context answered {value!r}")
-    return msgspec.structs.replace(state.ticket, first_token_ids=token_ids(params.first_gen_tokens))
+    return msgspec.structs.replace(state.kv_params, first_token_ids=token_ids(params.first_gen_tokens))

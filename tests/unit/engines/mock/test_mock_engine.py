@@ -40,27 +40,27 @@ class GatedCarrier(LoopbackBackend):
             self.reached.set()
             await self.opened.wait()
 
-    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
+    async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], **named: Any) -> bytes:
         await self._pass("offer")
-        return await super().publish(ticket_id, pieces, **named)
+        return await super().publish(transfer_id, regions, **named)
 
-    async def unpublish(self, ticket_id: str) -> None:
+    async def unpublish(self, transfer_id: str) -> None:
         await self._pass("withdraw")
-        await super().unpublish(ticket_id)
+        await super().unpublish(transfer_id)
 
-    async def read(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
+    async def read(self, transfer_id: str, offer: bytes, regions: Sequence[MemoryRegion], **named: Any) -> None:
         self.fetches += 1
         await self._pass("fetch")
-        await super().read(ticket_id, offer, pieces, **named)
+        await super().read(transfer_id, offer, regions, **named)
 
 
 class DamagingCarrier(LoopbackBackend):
     """Delivers other bytes than were offered."""
 
-    async def read(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
-        await super().read(ticket_id, offer, pieces, **named)
-        for piece in pieces:
-            ctypes.memset(piece.address, 1, piece.num_bytes)
+    async def read(self, transfer_id: str, offer: bytes, regions: Sequence[MemoryRegion], **named: Any) -> None:
+        await super().read(transfer_id, offer, regions, **named)
+        for region in regions:
+            ctypes.memset(region.address, 1, region.num_bytes)
 
 
 def mock(role: Role = Role.AGGREGATED, *, backend: LoopbackBackend | None = None, **args: Any) -> MockEngine:
@@ -79,9 +79,9 @@ async def until(reached: Callable[[], bool]) -> None:
 
 
 async def decode(
-    engine: MockEngine, ticket: KvTransferParams, prompt: array[int] = PROMPT, **sampling: Any
+    engine: MockEngine, kv_params: KvTransferParams, prompt: array[int] = PROMPT, **sampling: Any
 ) -> list[int]:
-    return tokens(await collect(engine, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling)))
+    return tokens(await collect(engine, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **sampling)))
 
 
 async def check_each_failed(streams: Sequence[asyncio.Task[list[int]]]) -> None:
@@ -121,7 +121,7 @@ async def test_close_when_streams_run_and_wait_then_each_ends_in_engine_failed()
         await check_nothing_left(engine)
 
 
-async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
+async def test_close_when_a_transfer_is_held_then_it_is_withdrawn() -> None:
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE)
     async with started(prefill, decoder):
         await prefill_params(prefill, PROMPT)
@@ -140,20 +140,20 @@ async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
         ({"kv_bytes": 0}, TransferMismatch),
     ],
 )
-async def test_decode_when_ticket_does_not_fit_then_refused_before_a_token_or_a_fetch(
+async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_a_fetch(
     change: dict[str, Any], error: type[Exception]
 ) -> None:
     backend = GatedCarrier()
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
-        ticket = await prefill_params(prefill, PROMPT)
-        wrong = msgspec.structs.replace(ticket, **change)
-        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=wrong))) as stream:
+        kv_params = await prefill_params(prefill, PROMPT)
+        wrong = msgspec.structs.replace(kv_params, **change)
+        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, kv_params=wrong))) as stream:
             with pytest.raises(error):
                 await anext(stream)
         assert backend.fetches == 0
         await check_nothing_left(decoder)
-        assert len(await decode(decoder, ticket)) == 8  # a refusal does not spend the ticket
+        assert len(await decode(decoder, kv_params)) == 8  # a refusal does not spend the ticket
         await check_nothing_left(prefill)
 
 
@@ -161,14 +161,14 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
     backend = GatedCarrier()
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend, kv_block_size=16)
     async with started(prefill, decoder):
-        ticket = await prefill_params(prefill, PROMPT)
-        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=ticket))) as stream:
+        kv_params = await prefill_params(prefill, PROMPT)
+        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))) as stream:
             with pytest.raises(TransferMismatch):
                 await anext(stream)
         assert backend.fetches == 0
 
 
-async def test_decode_when_the_carrier_damages_the_kv_then_the_tokens_differ() -> None:
+async def test_decode_when_the_backend_damages_the_kv_then_the_tokens_differ() -> None:
     whole, prefill = mock(), mock(Role.PREFILL)
     decoder, damaged = mock(Role.DECODE), mock(Role.DECODE, backend=DamagingCarrier())
     async with started(whole, prefill, decoder, damaged):
@@ -177,13 +177,13 @@ async def test_decode_when_the_carrier_damages_the_kv_then_the_tokens_differ() -
         assert await decode(damaged, await prefill_params(prefill, PROMPT)) != wanted
 
 
-async def test_drain_when_a_peer_redeems_the_ticket_then_it_returns_after_the_withdrawal() -> None:
+async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_withdrawal() -> None:
     backend = GatedCarrier("withdraw")
     prefill, decoder = mock(Role.PREFILL, backend=backend), mock(Role.DECODE)
     async with started(prefill, decoder):
-        ticket = await prefill_params(prefill, PROMPT)
+        kv_params = await prefill_params(prefill, PROMPT)
         drain = asyncio.create_task(prefill.drain())
-        await decode(decoder, ticket)
+        await decode(decoder, kv_params)
         await backend.reached.wait()
         assert not drain.done()  # the carrier may still read the memory
         assert prefill.stats().kv_blocks_used == 4
@@ -232,15 +232,15 @@ async def test_cancel_when_the_offer_is_being_made_then_nothing_left() -> None:
         await check_nothing_left(engine)
 
 
-async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_ticket_still_stands() -> None:
+async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_transfer_still_stands() -> None:
     backend = GatedCarrier("fetch")
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
-        ticket = await prefill_params(prefill, PROMPT)
-        stream = asyncio.create_task(decode(decoder, ticket))
+        kv_params = await prefill_params(prefill, PROMPT)
+        stream = asyncio.create_task(decode(decoder, kv_params))
         await backend.reached.wait()
         await cancelled(stream)
         await check_nothing_left(decoder)
         assert prefill.stats().tickets_held == 1
-        prefill.release(ticket.ticket_id, ReleaseOutcome.ABORTED)
+        prefill.release(kv_params.transfer_id, ReleaseOutcome.ABORTED)
         await check_nothing_left(prefill)

@@ -44,7 +44,7 @@ class Side:
         self.allocation = allocation
 
 
-def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
+def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -52,7 +52,7 @@ def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
         sampling=Sampling(max_tokens=4),
         deadline=time.time() + 60,
         phase=phase,
-        ticket=ticket,
+        kv_params=kv_params,
     )
 
 
@@ -63,15 +63,15 @@ async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
     )
 
 
-async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow_one_by_one() -> None:
+async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> None:
     holder, reader = Side(), Side()
     await holder.kv_connector.start(holder.transfer_buffer)
     await reader.kv_connector.start(reader.transfer_buffer)
-    holder.transfer_buffer.region.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
-    copies = [Copy() for _ in holder.allocation.pieces]
+    holder.transfer_buffer.memory.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
+    copies = [Copy() for _ in holder.allocation.regions]
     assert len(copies) == 2
     chunk = await handed_out(holder, copies)
-    decode = request(Phase.DECODE, chunk.ticket)
+    decode = request(Phase.DECODE, chunk.kv_params)
     terms = reader.kv_connector.validate(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert terms == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
@@ -82,14 +82,14 @@ async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow
         copy.set()
         assert await arrived.get() == number
     await fetch
-    for ours, theirs in zip(reader.allocation.pieces, holder.allocation.pieces, strict=True):
+    for ours, theirs in zip(reader.allocation.regions, holder.allocation.regions, strict=True):
         assert torch.equal(ours, theirs)
     await reader.kv_connector.aclose()
     await holder.kv_connector.aclose()
     assert len(holder.retired) == 1
 
 
-async def test_ticket_when_a_copy_fails_then_it_is_logged_and_the_ticket_can_still_be_let_go(
+async def test_transfer_when_a_copy_fails_then_it_is_logged_and_the_transfer_can_still_be_let_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken:
@@ -111,12 +111,12 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
     chunk = await handed_out(holder, [])
     with pytest.raises(TransferMismatch, match="regions of 0 bytes"):
         holder.kv_connector.validate(
-            request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS)
+            request(Phase.DECODE, chunk.kv_params), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS)
         )
     await holder.kv_connector.aclose()
 
 
-async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_memory_and_one_line(
+async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_memory_and_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class HostOnly(LoopbackBackend):
@@ -131,12 +131,12 @@ async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_mem
         """A staging memory on a GPU that is not there."""
 
         num_bytes = 1 << 20
-        region: Any = torch.empty(8, dtype=torch.uint8, device="meta")
+        memory: Any = torch.empty(8, dtype=torch.uint8, device="meta")
 
         checksum = None
 
         def move_to_host(self) -> None:
-            self.region = torch.empty(8, dtype=torch.uint8)
+            self.memory = torch.empty(8, dtype=torch.uint8)
 
     caplog.set_level(logging.INFO)
     backend = HostOnly()

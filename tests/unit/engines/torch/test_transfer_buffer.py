@@ -20,15 +20,15 @@ def make_pool(num_blocks: int = 20) -> KvPool:
     return KvPool(layout, num_blocks, windows=WINDOWS, device=torch.device("cpu"))
 
 
-def taken(transfer_buffer: TransferBuffer, tokens: int, piece_bytes: int = 1 << 20) -> Allocation:
-    allocation = transfer_buffer.allocate(tokens, piece_bytes)
+def taken(transfer_buffer: TransferBuffer, tokens: int, region_bytes: int = 1 << 20) -> Allocation:
+    allocation = transfer_buffer.allocate(tokens, region_bytes)
     assert allocation is not None
     return allocation
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("region_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
-def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: int, piece_bytes: int) -> None:
+def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: int, region_bytes: int) -> None:
     source, target = make_pool(), make_pool(31)
     source.keys.copy_(torch.randn_like(source.keys))
     source.values.copy_(torch.randn_like(source.values))
@@ -37,13 +37,13 @@ def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: 
     assert ours is not None
     assert theirs is not None
     here, there = TransferBuffer(source, 1 << 16), TransferBuffer(target, 1 << 16)
-    sent, received = taken(here, tokens, piece_bytes), taken(there, tokens, piece_bytes)
+    sent, received = taken(here, tokens, region_bytes), taken(there, tokens, region_bytes)
     assert here.gather(sent, source.rows(ours, tokens)) == []
-    assert [len(piece) for piece in sent.pieces] == [len(piece) for piece in received.pieces]
-    assert sum(len(piece) for piece in sent.pieces) == source.moved_bytes(tokens)
+    assert [len(region) for region in sent.regions] == [len(region) for region in received.regions]
+    assert sum(len(region) for region in sent.regions) == source.moved_bytes(tokens)
     rows = target.rows(theirs, tokens)
-    for index, (piece, other) in enumerate(zip(received.pieces, sent.pieces, strict=True)):
-        piece.copy_(other)
+    for index, (region, other) in enumerate(zip(received.regions, sent.regions, strict=True)):
+        region.copy_(other)
         there.scatter(received, rows, index)
     for layer, window in enumerate(WINDOWS):
         seen = range(0 if window is None else max(0, tokens - window + 1), tokens)
@@ -139,8 +139,8 @@ def test_checksum_when_computed_by_another_version_then_the_same() -> None:
     assert checksum(words.view(torch.uint8)) == -3381459360522869011
 
 
-def test_checksum_when_given_a_piece_then_that_of_its_part_of_the_region() -> None:
+def test_checksum_when_given_a_region_then_that_of_its_part_of_the_region() -> None:
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
-    transfer_buffer.region.copy_(torch.arange(3 * 4096) % 251)
-    part = transfer_buffer.region[4096:5096]
+    transfer_buffer.memory.copy_(torch.arange(3 * 4096) % 251)
+    part = transfer_buffer.memory[4096:5096]
     assert transfer_buffer.checksum(MemoryRegion(part.data_ptr(), 1000)) == checksum(part)

@@ -123,7 +123,7 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
 def ask(
     phase: Phase = Phase.AGGREGATED,
     *,
-    ticket: KvTransferParams | None = None,
+    kv_params: KvTransferParams | None = None,
     within_s: float = 60,
     max_tokens: int = 8,
 ) -> GenerateRequest:
@@ -134,7 +134,7 @@ def ask(
         sampling=Sampling(max_tokens=max_tokens),
         deadline=time.time() + within_s,
         phase=phase,
-        ticket=ticket,
+        kv_params=kv_params,
     )
 
 
@@ -148,14 +148,14 @@ async def started(at: TrtllmSession, llm: Llm, request: GenerateRequest) -> tupl
     return task, llm.results[-1]
 
 
-async def a_ticket() -> KvTransferParams:
+async def some_transfer_params() -> KvTransferParams:
     at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
     (chunk,) = await task
-    assert chunk.ticket is not None
+    assert chunk.kv_params is not None
     await at.aclose()
-    return chunk.ticket
+    return chunk.kv_params
 
 
 async def check_idle(at: TrtllmSession) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dynamo_trtllm.config.layers import Sourced, nested
+from dynamo_trtllm.config.layers import SourcedValue, nested
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import SHAPES
 from dynamo_trtllm.engines.gpu import Gpu
@@ -68,7 +68,7 @@ def facts(
     if release.startswith("1.0"):
         del good["kv_cache_config.tokens_per_block"]
     wanted = {key: value for key, value in {**good, **(changes or {})}.items() if value is not ...}
-    values = nested({key: Sourced(value, "test") for key, value in wanted.items()})
+    values = nested({key: SourcedValue(value, "test") for key, value in wanted.items()})
     config = WorkerConfig(model_path="model", engine="trtllm", disaggregation_mode=role, override_engine_args=values)
     given: dict[str, Any] = {"model": GPT_OSS, "load": LOAD, "gpu": gpu(on), **known}
     return RoleFacts(role=role, args=trtllm_args(config, release_for(release), [gpu(on)]), release=release, **given)

@@ -91,7 +91,7 @@ def test_logprobs_when_flat_then_they_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("told", [[], [-0.1]])
-def test_logprobs_when_decode_then_the_first_is_the_tickets_whether_the_vendor_tells_it_or_not(told: Any) -> None:
+def test_logprobs_when_decode_then_the_first_is_the_transfers_whether_the_vendor_tells_it_or_not(told: Any) -> None:
     first = TokenLogprob(5, -9.0, ((5, -9.0),))
     read = reader(logprobs=1, first=(first,))
     assert read.read(output(5, logprobs=told)).logprobs == (first,)

@@ -112,7 +112,7 @@ def test_table_when_kv_is_capped_then_the_cap_counts(key: str, value: int, block
     assert table(changes={f"kv_cache_config.{key}": value}).blocks == blocks
 
 
-def test_handoff_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
+def test_transfer_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
     seconds = transfer_s(facts(Role.PREFILL, on="h200"), facts(Role.DECODE, on="h200"), 8192)
     whole = 8192 * 36 * 1024
     assert seconds == {
@@ -122,7 +122,7 @@ def test_handoff_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
     }
 
 
-def test_handoff_when_four_send_to_four_then_a_quarter_of_the_time() -> None:
+def test_transfer_when_four_send_to_four_then_a_quarter_of_the_time() -> None:
     four, decode = facts(Role.PREFILL, {"tensor_parallel_size": 4}), facts(Role.DECODE)
     alone = transfer_s(facts(Role.PREFILL), decode, 8192)
     assert transfer_s(four, decode, 8192)["PCIe"] == pytest.approx(alone["PCIe"] / 4)

@@ -154,7 +154,7 @@ def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
         (ask(presence_penalty=1.0), "presence_penalty"),
     ],
 )
-def test_call_when_it_can_not_be_honoured_then_refused_by_name(request_: GenerateRequest, field: str) -> None:
+def test_call_when_it_can_not_be_supported_then_refused_by_name(request_: GenerateRequest, field: str) -> None:
     unsupported_features = ("cache_salt", "guided", "logit_bias", "presence_penalty")
     with pytest.raises(RequestRejected) as caught:
         build_call(request_, rules(unsupported_features=unsupported_features))
@@ -166,7 +166,7 @@ def test_call_when_token_is_not_in_the_vocabulary_then_refused() -> None:
         build_call(ask(10), rules(vocab_size=9))
 
 
-def test_call_when_aggregated_then_no_leg_of_a_pair_is_served() -> None:
+def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:
     with pytest.raises(RequestRejected, match="aggregated"):
         build_call(ask(), rules(role=Role.AGGREGATED))
 

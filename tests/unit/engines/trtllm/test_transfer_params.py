@@ -53,15 +53,15 @@ def transfers(
     return TrtllmTransfers(terms, capabilities, ttl_s=ttl_s, on_change=lambda: None)
 
 
-def request(prompt: int = 40, ticket: KvTransferParams | None = None) -> GenerateRequest:
+def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
         token_ids=token_ids(range(prompt)),
         sampling=Sampling(max_tokens=8),
         deadline=time.time() + 60,
-        phase=Phase.DECODE if ticket else Phase.PREFILL,
-        ticket=ticket,
+        phase=Phase.DECODE if kv_params else Phase.PREFILL,
+        kv_params=kv_params,
     )
 
 
@@ -70,58 +70,60 @@ def handed_out(at: TrtllmTransfers, **changes: Any) -> KvTransferParams:
     return at.export_kv(request(), params(**changes), logprobs, lambda: None)
 
 
-def crossed(ticket: KvTransferParams) -> KvTransferParams:
-    return codec.decode(codec.encode(ticket), KvTransferParams)
+def crossed(kv_params: KvTransferParams) -> KvTransferParams:
+    return codec.decode(codec.encode(kv_params), KvTransferParams)
 
 
-async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
-    ticket = crossed(handed_out(transfers(), draft_tokens=[1, 2]))
-    found = transfers().import_kv(request(ticket=ticket), None)
+async def test_transfer_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
+    kv_params = crossed(handed_out(transfers(), draft_tokens=[1, 2]))
+    found = transfers().import_kv(request(kv_params=kv_params), None)
     assert found == params(draft_tokens=[1, 2], request_type="generation_only")
-    assert list(ticket.first_token_ids) == [42]
-    assert ticket.first_logprobs == (TokenLogprob(42, -0.5),)
-    assert ticket.kv_bytes == 64 * 2 * 2 * 2 * 16
+    assert list(kv_params.first_token_ids) == [42]
+    assert kv_params.first_logprobs == (TokenLogprob(42, -0.5),)
+    assert kv_params.kv_bytes == 64 * 2 * 2 * 2 * 16
 
 
-async def test_ticket_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
+async def test_transfer_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
     told = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
-    ticket = crossed(handed_out(transfers(NEW), first_gen_log_probs=told))
-    assert transfers(NEW).import_kv(request(ticket=ticket), Logprob)["first_gen_log_probs"] == told
+    kv_params = crossed(handed_out(transfers(NEW), first_gen_log_probs=told))
+    assert transfers(NEW).import_kv(request(kv_params=kv_params), Logprob)["first_gen_log_probs"] == told
 
 
-async def test_ticket_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
-    ticket = crossed(handed_out(transfers(NEW), disagg_request_id=9))
+async def test_transfer_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
+    kv_params = crossed(handed_out(transfers(NEW), disagg_request_id=9))
     with pytest.raises(TransferMismatch) as caught:
-        transfers(OLD).import_kv(request(ticket=ticket), None)
+        transfers(OLD).import_kv(request(kv_params=kv_params), None)
     assert caught.value.field == "disagg_request_id"
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("release", "1.1"), ("transceiver", "NIXL"), ("attn_backend", "FA")])
-async def test_ticket_when_prefill_is_of_another_kind_then_the_difference_is_named(name: str, theirs: str) -> None:
-    ticket = handed_out(transfers())
-    ticket = msgspec.structs.replace(ticket, kv_compat={**ticket.kv_compat, name: theirs})
+async def test_transfer_when_prefill_is_of_another_kind_then_the_difference_is_named(name: str, theirs: str) -> None:
+    kv_params = handed_out(transfers())
+    kv_params = msgspec.structs.replace(kv_params, kv_compat={**kv_params.kv_compat, name: theirs})
     with pytest.raises(TransferMismatch) as caught:
-        transfers().import_kv(request(ticket=ticket), None)
+        transfers().import_kv(request(kv_params=kv_params), None)
     assert caught.value.field == name
 
 
-async def test_ticket_when_prompts_differ_then_refused() -> None:
+async def test_transfer_when_prompts_differ_then_refused() -> None:
     with pytest.raises(TransferMismatch, match="the prompt has"):
-        transfers().import_kv(request(41, ticket=handed_out(transfers())), None)
+        transfers().import_kv(request(41, kv_params=handed_out(transfers())), None)
 
 
-async def test_ticket_when_it_is_late_then_expired() -> None:
-    ticket = msgspec.structs.replace(handed_out(transfers()), expires_at=time.time() - 1)
+async def test_transfer_when_it_is_late_then_expired() -> None:
+    kv_params = msgspec.structs.replace(handed_out(transfers()), expires_at=time.time() - 1)
     with pytest.raises(TransferExpired):
-        transfers().import_kv(request(ticket=ticket), None)
+        transfers().import_kv(request(kv_params=kv_params), None)
 
 
-async def test_ticket_when_its_inside_is_of_another_version_then_refused() -> None:
-    ticket = handed_out(transfers())
-    inside = codec.decode(ticket.engine_state, dict)
+async def test_transfer_when_its_inside_is_of_another_version_then_refused() -> None:
+    kv_params = handed_out(transfers())
+    inside = codec.decode(kv_params.engine_state, dict)
     for engine_state in (codec.encode({**inside, "version": 9}), b"nonsense"):
         with pytest.raises(TransferMismatch):
-            transfers().import_kv(request(ticket=msgspec.structs.replace(ticket, engine_state=engine_state)), None)
+            transfers().import_kv(
+                request(kv_params=msgspec.structs.replace(kv_params, engine_state=engine_state)), None
+            )
 
 
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
@@ -143,18 +145,18 @@ def test_carried_when_release_is_old_then_only_its_names() -> None:
     assert wire.transferred_fields(OLD) == ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
 
 
-async def test_desk_when_nobody_redeems_then_the_engine_is_asked_to_give_up() -> None:
+async def test_kv_connector_when_nobody_fetches_then_the_engine_is_asked_to_give_up() -> None:
     at, given_up = transfers(), []
     for outcome in (ReleaseOutcome.FETCHED, ReleaseOutcome.ABORTED):
-        ticket = at.export_kv(request(), params(), (), lambda outcome=outcome: given_up.append(outcome))
+        kv_params = at.export_kv(request(), params(), (), lambda outcome=outcome: given_up.append(outcome))
         assert len(at) == 1
-        at.release(ticket.ticket_id, outcome)
-        at.release(ticket.ticket_id, outcome)
+        at.release(kv_params.transfer_id, outcome)
+        at.release(kv_params.transfer_id, outcome)
         assert len(at) == 0
     assert given_up == [ReleaseOutcome.ABORTED]
 
 
-async def test_desk_when_closed_then_no_ticket_is_held() -> None:
+async def test_kv_connector_when_closed_then_no_transfer_is_held() -> None:
     at = transfers()
     handed_out(at)
     at.close()

@@ -21,7 +21,7 @@ from dynamo_trtllm.messages import (
     Phase,
     Role,
 )
-from tests.unit.engines.trtllm.fake_bindings import Llm, Refusal, a_ticket, ask, check_idle, make, started
+from tests.unit.engines.trtllm.fake_bindings import Llm, Refusal, ask, check_idle, make, some_transfer_params, started
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -101,7 +101,7 @@ async def test_stream_when_it_ends_without_a_word_then_it_is_said() -> None:
         await task
 
 
-async def test_close_when_streams_run_then_they_end_and_tickets_are_forgotten() -> None:
+async def test_close_when_streams_run_then_they_end_and_transfers_are_forgotten() -> None:
     at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
@@ -161,8 +161,8 @@ async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelle
 
 async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[TrtllmSession, Llm]) -> None:
     at, llm = decode
-    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 1.5)
-    task, result = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
+    kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=time.time() + 1.5)
+    task, result = await started(at, llm, ask(Phase.DECODE, kv_params=kv_params))
     result.say(7)
     await asyncio.sleep(1.6)
     result.say(8, finish="length")

@@ -21,7 +21,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
-from tests.unit.engines.trtllm.fake_bindings import Llm, a_ticket, ask, check_idle, make, started
+from tests.unit.engines.trtllm.fake_bindings import Llm, ask, check_idle, make, some_transfer_params, started
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -30,27 +30,27 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("finish", ["length", "not_finished"])
-async def test_prefill_when_either_word_for_go_on_comes_then_a_ticket(finish: str) -> None:
+async def test_prefill_when_either_word_for_go_on_comes_then_a_transfer(finish: str) -> None:
     at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish=finish)
     (chunk,) = await task
     assert chunk.finish_reason is FinishReason.KV_TRANSFER
-    assert chunk.ticket is not None
-    assert list(chunk.ticket.first_token_ids) == [7]
+    assert chunk.kv_params is not None
+    assert list(chunk.kv_params.first_token_ids) == [7]
     assert at.stats().tickets_held == 1
-    at.release(chunk.ticket.ticket_id, ReleaseOutcome.FETCHED)
+    at.release(chunk.kv_params.transfer_id, ReleaseOutcome.FETCHED)
     assert result.aborts == 0
     await check_idle(at)
 
 
 @pytest.mark.parametrize(("finish", "aborts"), [("stop", 0), ("length", 1)])
-async def test_prefill_when_the_first_token_stops_then_no_ticket_and_no_kv_is_left(finish: str, aborts: int) -> None:
+async def test_prefill_when_the_first_token_stops_then_no_transfer_and_no_kv_is_left(finish: str, aborts: int) -> None:
     at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(99, finish=finish)
     (chunk,) = await task
-    assert (list(chunk.token_ids), chunk.finish_reason, chunk.ticket) == ([99], FinishReason.STOP, None)
+    assert (list(chunk.token_ids), chunk.finish_reason, chunk.kv_params) == ([99], FinishReason.STOP, None)
     assert result.aborts == aborts
     await check_idle(at)
 
@@ -65,7 +65,7 @@ async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_given_u
     assert result.aborts == 2
 
 
-async def test_ticket_when_it_expires_then_its_kv_is_given_up() -> None:
+async def test_transfer_when_it_expires_then_its_kv_is_given_up() -> None:
     at, llm = make(Role.PREFILL, ttl_s=0.02)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
@@ -81,7 +81,7 @@ async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for
     decode: tuple[TrtllmSession, Llm],
 ) -> None:
     at, llm = decode
-    task, result = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
+    task, result = await started(at, llm, ask(Phase.DECODE, kv_params=await some_transfer_params()))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(0)
@@ -97,17 +97,17 @@ async def test_decode_when_its_kv_never_comes_then_the_abort_does_not_wait_for_e
     decode: tuple[TrtllmSession, Llm],
 ) -> None:
     at, llm = decode
-    task, result = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
+    task, result = await started(at, llm, ask(Phase.DECODE, kv_params=await some_transfer_params()))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await check_idle(at)
     assert result.aborts == 1
 
 
-async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tuple[TrtllmSession, Llm]) -> None:
+async def test_decode_when_the_transfer_ends_first_then_handoff_timeout(decode: tuple[TrtllmSession, Llm]) -> None:
     at, llm = decode
-    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 0.2)
-    task, _ = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
+    kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=time.time() + 0.2)
+    task, _ = await started(at, llm, ask(Phase.DECODE, kv_params=kv_params))
     with pytest.raises(TransferTimeout):
         await task
     await check_idle(at)
@@ -115,15 +115,17 @@ async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tu
 
 async def test_decode_when_the_kv_takes_too_long_then_handoff_timeout_names_the_bound() -> None:
     at, llm = make(Role.DECODE, handoff_timeout_s=0.1)
-    task, _ = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
+    task, _ = await started(at, llm, ask(Phase.DECODE, kv_params=await some_transfer_params()))
     with pytest.raises(TransferTimeout, match=r"before --handoff-timeout-s 0.1 passed"):
         await task
     await check_idle(at)
 
 
-async def test_decode_when_the_deadline_comes_before_the_kv_then_it_is_no_fault_of_the_handoff() -> None:
+async def test_decode_when_the_deadline_comes_before_the_kv_then_it_is_no_fault_of_the_transfer() -> None:
     at, llm = make(Role.DECODE)
-    near = msgspec.structs.replace(ask(Phase.DECODE, ticket=await a_ticket()), deadline=time.time() + 0.1)
+    near = msgspec.structs.replace(
+        ask(Phase.DECODE, kv_params=await some_transfer_params()), deadline=time.time() + 0.1
+    )
     task, _ = await started(at, llm, near)
     with pytest.raises(DeadlineExceeded, match="did not finish before the request's deadline"):
         await task
@@ -135,7 +137,7 @@ async def test_decode_when_the_vendor_gives_up_before_a_token_then_it_is_the_han
     finish: str, decode: tuple[TrtllmSession, Llm]
 ) -> None:
     at, llm = decode
-    task, result = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
+    task, result = await started(at, llm, ask(Phase.DECODE, kv_params=await some_transfer_params()))
     result.say(finish=finish)
     with pytest.raises(TransferTimeout if finish == "timeout" else TransferFailed):
         await task
@@ -145,9 +147,9 @@ async def test_decode_when_nothing_is_left_to_decode_then_refused_before_the_ven
     decode: tuple[TrtllmSession, Llm],
 ) -> None:
     at, llm = decode
-    ticket = await a_ticket()
+    kv_params = await some_transfer_params()
     with pytest.raises(RequestRejected, match="nothing is left"):
-        await anext(at.generate(ask(Phase.DECODE, ticket=ticket, max_tokens=1)))
+        await anext(at.generate(ask(Phase.DECODE, kv_params=kv_params, max_tokens=1)))
     assert llm.results == []
 
 

@@ -54,7 +54,7 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_tickets_time(mode: str) -> None:
+def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_transfers_time(mode: str) -> None:
     args = merged(f"--disaggregation-mode {mode} --ticket-ttl-s 12.5")
     transfer = args.values["kv_transfer_config"]
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", "kv_both")

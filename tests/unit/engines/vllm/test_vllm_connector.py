@@ -68,7 +68,7 @@ def test_read_when_some_is_cached_here_then_only_the_rest(prompt: int, held: int
     assert connector(16).get_num_new_matched_tokens(request(prompt, held), cached) == (read, True)
 
 
-def test_read_when_a_request_is_of_no_hand_off_then_nothing() -> None:
+def test_read_when_a_request_is_of_no_kv_transfer_then_nothing() -> None:
     assert connector(16).get_num_new_matched_tokens(request(50, 0, do_remote_prefill=False), 0) == (0, False)
     nothing = SimpleNamespace(kv_transfer_params=None, prompt_token_ids=[1])
     assert connector(16).get_num_new_matched_tokens(nothing, 0) == (0, False)

@@ -94,10 +94,10 @@ def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
 # --- tickets -----------------------------------------------------------------------------------------------
 
 
-def ticket_with(engine_state: bytes) -> KvTransferParams:
+def transfer_params_with(engine_state: bytes) -> KvTransferParams:
     return KvTransferParams(
         version=1,
-        ticket_id="t",
+        transfer_id="t",
         engine="vllm",
         model="m",
         layout=LAYOUT,
@@ -111,8 +111,8 @@ def ticket_with(engine_state: bytes) -> KvTransferParams:
     )
 
 
-def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
-    found = transfers.unpack(ticket_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62)))
+def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
+    found = transfers.unpack(transfer_params_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62)))
     assert found.params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]]}
     assert found.seed == 2**62
 
@@ -120,16 +120,16 @@ def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() ->
 @pytest.mark.parametrize(
     "params", [None, {}, {**ANSWERED, "remote_block_ids": None}, {**ANSWERED, "remote_port": "x"}, {"a": 1}]
 )
-def test_ticket_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
+def test_transfer_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
     with pytest.raises(RequestRejected) as caught:
         transfers.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
 
 
 @pytest.mark.parametrize("engine_state", [b"", b"\x80", b"junk"])
-def test_ticket_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None:
+def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None:
     with pytest.raises(TransferMismatch):
-        transfers.unpack(ticket_with(engine_state))
+        transfers.unpack(transfer_params_with(engine_state))
 
 
 # --- side channel ------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
     assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
 
 
-async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() -> None:
+async def test_inflight_request_when_it_is_late_then_ended_once_with_the_first_reason() -> None:
     ended: list[str] = []
     over = asyncio.Event()
 

@@ -29,7 +29,7 @@ RULES = VllmModelLimits(
     unsupported_features=(),
 )
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
-TICKET = FetchedKv(first_token=77, seed=None, kv_transfer_params=PARAMS)
+TRANSFER_PARAMS = FetchedKv(first_token=77, seed=None, kv_transfer_params=PARAMS)
 JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
 
 
@@ -138,7 +138,7 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
 ) -> None:
     asked = request(length, Phase.DECODE, **sampling)
     assert resamples_first_token(asked) is wanted
-    call = build_call(asked, RULES, TICKET)
+    call = build_call(asked, RULES, TRANSFER_PARAMS)
     own = [] if wanted else [77]
     assert call.prompt == [*asked.token_ids, *own]
     assert list(call.first) == own
@@ -147,14 +147,14 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
     assert call.sampling["extra_args"] == {"kv_transfer_params": PARAMS}
 
 
-def test_seed_when_both_legs_make_a_random_first_token_then_decode_uses_prefills() -> None:
+def test_seed_when_both_calls_make_a_random_first_token_then_decode_uses_prefills() -> None:
     asked = request(20, Phase.PREFILL, temperature=1.0, presence_penalty=0.5)
     seed = build_call(asked, RULES).seed
     assert seed is not None
     assert build_call(asked, RULES).seed != seed
     again = msgspec.structs.replace(asked, phase=Phase.DECODE)
-    ticket = FetchedKv(first_token=77, seed=seed, kv_transfer_params=PARAMS)
-    assert build_call(again, RULES, ticket).sampling["seed"] == seed
+    kv_params = FetchedKv(first_token=77, seed=seed, kv_transfer_params=PARAMS)
+    assert build_call(again, RULES, kv_params).sampling["seed"] == seed
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}])
@@ -205,12 +205,12 @@ def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
     assert caught.value.field == "guided"
 
 
-def test_call_when_the_worker_is_aggregated_then_it_serves_no_leg() -> None:
+def test_call_when_the_worker_is_aggregated_then_it_serves_no_call() -> None:
     with pytest.raises(RequestRejected) as caught:
         build_call(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
     assert caught.value.field == "phase"
 
 
-def test_decode_when_the_ticket_holds_all_tokens_then_refused() -> None:
+def test_decode_when_the_transfer_holds_all_tokens_then_refused() -> None:
     with pytest.raises(RequestRejected):
-        build_call(request(phase=Phase.DECODE, max_tokens=1), RULES, TICKET)
+        build_call(request(phase=Phase.DECODE, max_tokens=1), RULES, TRANSFER_PARAMS)

@@ -28,10 +28,10 @@ from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t1", ttl_s=60.0))
+    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1", ttl_s=60.0))
 
 
-async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(
+async def test_transfer_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(
     network: Network, bench: PlanePair
 ) -> None:
     network.to_caller = lambda data: [] if data != PING and decode(data, Batch).frames else [data]
@@ -41,7 +41,7 @@ async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_ticket_stays_valid(
+async def test_report_when_it_is_repeated_after_a_transfer_was_taken_then_the_transfer_stays_valid(
     network: Network, bench: PlanePair
 ) -> None:
     reports: list[bytes] = []
@@ -64,7 +64,7 @@ async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_tick
     await until(lambda: any(decode(data, Batch).report.streams for data in reports))  # type: ignore[union-attr]
     gate.set()
     (chunk,) = await asyncio.wait_for(asking, SOON_S)
-    assert chunk.ticket is not None
+    assert chunk.kv_params is not None
     inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
     for data in reports:
         bench.worker._transport.publish(inbox, data)  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_tick
     assert service.verbs == []
 
 
-async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_worker_takes_it_back(
+async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_worker_takes_it_back(
     network: Network, bench: PlanePair
 ) -> None:
     lost: list[bytes] = []
@@ -100,9 +100,9 @@ async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_work
     assert len(lost) == 2
 
 
-async def test_ticket_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: PlanePair) -> None:
+async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: PlanePair) -> None:
     async def brief(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t1", ttl_s=0.2))
+        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1", ttl_s=0.2))
 
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())
