@@ -134,9 +134,10 @@ class ConcurrencyLimiter:
         self._free(count)
 
     def retry_after_s(self) -> int:
-        """Estimate, in whole seconds, how long one more request would wait at the recent rate of finished choices."""
+        """Estimate, in whole seconds, how long one more choice would wait at the recent rate of finished choices."""
         rate = self._finished.per_s(self._clock())
-        wait_s = (len(self._queue) + 1) / rate if rate > 0 else 1.0
+        queued_choices = sum(waiting.count for waiting in self._queue)
+        wait_s = (queued_choices + 1) / rate if rate > 0 else 1.0
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _free(self, count: int) -> None:

@@ -162,11 +162,25 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
     clock = Clock()
     limiter = ConcurrencyLimiter(1000, max_queued=queued, clock=clock)
     await limiter.acquire(1000, 30.0)
-    tasks = [await waiting(limiter, 1000) for _ in range(queued)]
     for _ in range(400):
         clock.now += 1 / per_s
         limiter.release(1)
+    await limiter.acquire(400, 30.0)
+    tasks = [await waiting(limiter, 1) for _ in range(queued)]
     assert least <= limiter.retry_after_s() <= most
+    await left(*tasks)
+
+
+async def test_retry_after_when_queued_requests_have_several_choices_then_each_choice_counts() -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(400, max_queued=2, clock=clock)
+    await limiter.acquire(400, 30.0)
+    for _ in range(400):
+        clock.now += 1.0
+        limiter.release(1)
+    await limiter.acquire(400, 30.0)
+    tasks = [await waiting(limiter, 8) for _ in range(2)]
+    assert limiter.retry_after_s() == 17
     await left(*tasks)
 
 

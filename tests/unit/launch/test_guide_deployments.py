@@ -92,6 +92,21 @@ def test_five_gpus_when_read_then_the_disaggregated_targets_sizes_and_quantizati
         assert spec.env["OVERRIDE_QUANT_ALGO"] == "W4A8_MXFP4_MXFP8"
 
 
+def test_hopper_when_read_then_no_flag_overrides_the_sizes_of_its_engine_argument_files() -> None:
+    workers = by_role("gpt-oss-120b-disagg-hopper.yaml", "trtllm")
+    assert [devices for _, devices in workers.values()] == ["0,1,2,3", "4,5,6,7"]
+    for role, (config, _) in workers.items():
+        merged = trtllm_args(config, newest())
+        source = f"YAML engine_configs/gpt-oss-120b/hopper/{role}.yaml"
+        for key, value in (
+            ("max_num_tokens", 16384),
+            ("kv_cache_config.free_gpu_memory_fraction", 0.8),
+            ("tensor_parallel_size", 4),
+            ("moe_expert_parallel_size", 4),
+        ):
+            assert merged.leaves[key] == (value, source)
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("gpt-oss-120b-*.yaml")), ids=lambda path: path.stem)
 def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_them(path: Path) -> None:
     environ = {"MODEL_PATH": "/m", "SERVED_MODEL_NAME": "n", "DYN_HTTP_PORT": "81", "DYN_NAMESPACE": "ns"}
