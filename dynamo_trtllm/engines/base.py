@@ -71,7 +71,8 @@ class Engine(Protocol):
         """Yield zero or more chunks, then exactly one with `finish_reason`. Safe to call concurrently.
 
         A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and the tokens if the
-        request ends with its first token. A DECODE call yields the first token of the transfer parameters first.
+        request ends with its first token. A DECODE call first yields the first token of the transfer parameters. An
+        engine that samples this token again (vLLM, for penalties, structured output and seeds) yields its own instead.
 
         Raises:
             RequestRejected: this engine does not support the request.

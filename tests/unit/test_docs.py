@@ -124,6 +124,18 @@ def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
     assert {name for name in named if not name.endswith("_")} <= known
 
 
+def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_with_its_type_and_labels() -> None:
+    tables = (DOCS / "operations.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    told = []
+    for process in ("frontend", "worker"):
+        rows = tables.split(f"| {process} metric |")[1].split("\n\n")[0]
+        for name, kind, labels in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?)\| ", rows, re.MULTILINE):
+            told.append((process, name, kind, tuple(re.findall(r"`(\w+)`", labels))))
+    kinds = {"weighted": "histogram"}
+    known = [(each.process, PREFIX + each.name, kinds.get(each.kind, each.kind), each.labels) for each in TABLE]
+    assert told == known
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
 def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Path) -> None:
     named = set(re.findall(r"`(?:\./)?((?:scripts|deploy|examples|tests|benchmarks)/[\w./-]+)[` :]", page.read_text()))
