@@ -30,6 +30,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.streams import StreamEvent, as_stream
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from tests.instances import make_instance
@@ -132,10 +133,21 @@ def ask(
 
 
 async def collect(engine: Engine, request: GenerateRequest) -> list[Chunk]:
-    async with aclosing(engine.generate(request)) as stream:
+    async with aclosing(as_stream(engine, request)) as stream:
         chunks = [chunk async for chunk in stream]
     assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     return chunks
+
+
+async def cancel_after(engine: Engine, request: GenerateRequest, turns: int) -> None:
+    """Cancel a request after some turns of the event loop. Release the KV if it had ended with a transfer."""
+    events: list[StreamEvent] = []
+    handle = engine.generate(request, events.append)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    handle.cancel()
+    if events and isinstance(events[-1], Chunk) and events[-1].kv_params is not None:
+        release(engine, events[-1].kv_params)
 
 
 def tokens(chunks: list[Chunk]) -> list[int]:
@@ -148,7 +160,7 @@ async def error_code(engine: Engine, request: GenerateRequest) -> str:
     admission = Admission(AdmissionLimits(), time.time)
     service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
     with pytest.raises(DynamoError) as caught:
-        async for _ in service.generate(request):
+        async for _ in as_stream(service, request):
             pass
     return caught.value.code
 

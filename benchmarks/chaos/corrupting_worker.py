@@ -25,6 +25,7 @@ from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Plane, Service
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.streams import ChunkStream, OnEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.startup import live_peers
@@ -45,8 +46,12 @@ class CorruptingService:
     def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
         self._plane, self._healthy, self._change = plane, healthy, change
         self.num_changed = 0  # chunks
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        return ChunkStream(self._chunks(request), on_event, self._tasks, f"corrupting-{request.request_id}")
+
+    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._plane.generate(self._healthy.subject, request)) as chunks:
             async for chunk in chunks:
                 if chunk.kv_params is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, KvLayout, Limits, ReleaseOutcome
+from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, ReleaseOutcome
+from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class Finding:
     fix: str
 
 
-class Engine(Protocol):
-    """An inference engine. Consume `generate` in `async with aclosing(stream)`: closing aborts and frees the KV."""
+class Engine(Generator, Protocol):
+    """An inference engine. `generate` starts a stream; cancelling the stream aborts the request and frees its KV."""
 
     async def start(self) -> EngineInfo:
         """Load the model and warm up. After it returns, `generate` accepts requests.
@@ -67,14 +68,14 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield zero or more chunks, then exactly one with `finish_reason`. Safe to call concurrently.
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        """Start a request. Its events are passed on within the step that made them.
 
         A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and the tokens if the
         request ends with its first token. A DECODE call first yields the first token of the transfer parameters. An
         engine that samples this token again (vLLM, for penalties, structured output and seeds) yields its own instead.
 
-        Raises:
+        Errors that end a stream, among others:
             RequestRejected: this engine does not support the request.
             Overloaded: the queue is full.
             KvTransferError: the KV could not be fetched.
@@ -91,23 +92,6 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
-        ...
-
-
-Push: TypeAlias = Callable[[Chunk], None]
-"""A callback that receives a chunk on the event loop. It never raises an exception."""
-
-
-@runtime_checkable
-class Pushes(Protocol):
-    """An engine that passes chunks to a callback within its step, without an asyncio task switch."""
-
-    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """Run a request as `generate`, but pass chunks to `push` where possible instead of yielding them.
-
-        The terminal chunk is always yielded. `push` is not called while a yielded chunk is not consumed yet, nor after
-        the stream is closed.
-        """
         ...
 
 

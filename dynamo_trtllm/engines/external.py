@@ -33,6 +33,7 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
+from dynamo_trtllm.streams import ChunkStream, OnEvent, StreamHandle, as_stream
 
 # Finish reasons of the libraries that are successful ends.
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -233,7 +234,7 @@ class EngineSession(Protocol):
     """Runs requests with a loaded library."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See `Engine.generate`."""
+        """Yield the chunks of a request; closing aborts it."""
         ...
 
     def check(self) -> None:
@@ -268,6 +269,7 @@ class ExternalEngine(ABC, Generic[S]):
         self._llm: Any = None  # the library's own object
         self._session: S | None = None
         self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()  # of streams
 
     def progress(self) -> str:
         """See `HasProgress`."""
@@ -293,7 +295,7 @@ class ExternalEngine(ABC, Generic[S]):
             deadline=time.time() + _WARM_UP_S,
         )
         try:
-            async with aclosing(self.generate(request)) as stream:
+            async with aclosing(as_stream(self, request)) as stream:
                 async for _ in stream:
                     pass
         except DynamoError as exc:
@@ -311,6 +313,7 @@ class ExternalEngine(ABC, Generic[S]):
         self._closed = True
         if self._session is not None:
             await self._session.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -331,8 +334,11 @@ class ExternalEngine(ABC, Generic[S]):
 
     # --- requests --------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """See `Engine.generate`."""
+        return ChunkStream(self._chunks(request), on_event, self._tasks, f"{self._engine}-{request.request_id}")
+
+    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._ready().generate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk

@@ -17,7 +17,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.aggregators import ChatAggregator, TextAggregator
 from dynamo_trtllm.frontend.api_adapter import StatelessAdapter
-from dynamo_trtllm.frontend.base import Generator, ModelCatalog
+from dynamo_trtllm.frontend.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.generate_endpoint import GenerateEndpoint
 from dynamo_trtllm.frontend.http import internal
 from dynamo_trtllm.frontend.preprocess import prepare_chat, prepare_text
@@ -55,7 +55,7 @@ TEXT = StatelessAdapter(
 def build_app(
     config: FrontendConfig,
     models: ModelCatalog,
-    pipeline: Generator,
+    pipeline: RequestGenerator,
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,

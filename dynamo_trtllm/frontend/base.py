@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dynamo_trtllm.request_plane.base import Sink
 
 
-class Generator(Protocol):
+class RequestGenerator(Protocol):
     """A pipeline that runs requests on workers."""
 
     def generate(

@@ -23,8 +23,7 @@ from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeployment
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import PairBreakers
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.tokenization.base import Renderer
-from dynamo_trtllm.tokenization.select import renderer_for
+from dynamo_trtllm.tokenization.base import Renderer, renderer_for
 
 _log = logging.getLogger(__name__)
 

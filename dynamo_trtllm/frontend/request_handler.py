@@ -22,7 +22,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight, in_thread
 from dynamo_trtllm.frontend.api_adapter import ApiAdapter, B, PreparedRequest, ResponseMeta, SseEncoder
-from dynamo_trtllm.frontend.base import Generator, ModelCatalog
+from dynamo_trtllm.frontend.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, detokenize_stream
 from dynamo_trtllm.frontend.http import ClientDisconnected, ClientResponse
 from dynamo_trtllm.frontend.preprocess import ChoiceRequest, GenerationPlan, RequestContext
@@ -96,7 +96,7 @@ class AppState:
 
     config: FrontendConfig
     models: ModelCatalog
-    pipeline: Generator
+    pipeline: RequestGenerator
     metrics: FrontendMetrics
     limiter: ConcurrencyLimiter
     body_budget: BodyBudget

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+from dynamo_trtllm.streams import Generator
 
 Sink: TypeAlias = Callable[[Chunk], bool]
 """A callback that consumes a chunk synchronously and returns True. On False, the stream yields the chunk."""
 
 
-class Service(Protocol):
-    """The calls that a worker answers at its subject."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one call like `Engine.generate`.
-
-        The plane closes the generator when the caller closes its stream or is gone.
-        """
-        ...
+class Service(Generator, Protocol):
+    """The calls that a worker answers at its subject. The plane cancels a stream whose caller cancels it or is gone."""
 
     async def control(self, verb: Control) -> bytes:
         """Run a control verb and return the encoded reply, whose type depends on the verb.
@@ -30,15 +24,6 @@ class Service(Protocol):
         Raises:
             DynamoError: the caller gets the same error.
         """
-        ...
-
-
-@runtime_checkable
-class PushingService(Protocol):
-    """A service that can pass chunks to a callback, without an asyncio task switch per chunk."""
-
-    def generate_into(self, request: GenerateRequest, push: Callable[[Chunk], None]) -> AsyncGenerator[Chunk, None]:
-        """Pass some chunks of a call to `push` and yield the others. Both together are in order."""
         ...
 
 

@@ -9,9 +9,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -28,8 +27,8 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, ReleaseKv, ReleaseOutcome, wire_mismatch
-from dynamo_trtllm.request_plane.base import PushingService, Service
+from dynamo_trtllm.messages import KvTransferParams, ReleaseKv, ReleaseOutcome, wire_mismatch
+from dynamo_trtllm.request_plane.base import Service
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
@@ -46,6 +45,7 @@ from dynamo_trtllm.request_plane.frames import (
 )
 from dynamo_trtllm.request_plane.handed import Handed, StreamKey
 from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
+from dynamo_trtllm.streams import StreamEvent, StreamHandle
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,9 @@ class ServerStream:
     """One running stream."""
 
     key: StreamKey
-    task: asyncio.Task[None] | None = None
+    deadline: asyncio.TimerHandle | None = None
+    handle: StreamHandle | None = None
     number: int = 0  # of the next frame
-    ended: bool = False  # the terminal frame was sent, or the caller has cancelled
-    cancelled: bool = False
 
 
 class EndpointServer:
@@ -208,7 +207,7 @@ class EndpointServer:
         """Return the message that reports a caller's streams, or PING if it is too large for the transport."""
         self._forget_expired()
         running = self._by_inbox.get(inbox, {})
-        streams = [(stream, call.number) for stream, call in running.items() if not call.ended]
+        streams = [(stream, call.number) for stream, call in running.items()]
         streams += [(key.stream, self._pending_kv.frames(key)) for key in self._pending_kv.of(inbox)]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._transport.max_message_bytes:
@@ -246,37 +245,38 @@ class EndpointServer:
         if opening.wire >= _REPORTS_SINCE:
             self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        call.task = asyncio.create_task(self._run(call, request), name=f"plane-call-{request.request_id}")
-        deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, call)
-        self._own(call.task)
-        call.task.add_done_callback(lambda _: self._close(call, deadline))
-
-    async def _run(self, call: ServerStream, request: GenerateRequest) -> None:
+        call.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, call)
         try:
-            async with aclosing(self._stream(call, request)) as chunks:
-                async for chunk in chunks:
-                    self._send(call, Frame(call.key.stream, call.number, chunk))
-                    if chunk.kv_params is not None:
-                        self._watch_transfer(call.key, chunk.kv_params, call.number)
-                    call.ended = call.ended or chunk.finish_reason is not None
-            self._fail(call, StreamIncomplete("the worker's stream ended without a terminal chunk"))
-        except DynamoError as exc:
-            self._fail(call, exc)
+            call.handle = self._service.generate(request, partial(self._on_event, call))
+        except Exception:
+            logger.exception("plane-call-%s failed", request.request_id)
+            self._end(call, InternalError("the request failed in the worker; see its log"))
+
+    def _on_event(self, call: ServerStream, event: StreamEvent) -> None:
+        if isinstance(event, DynamoError):
+            self._end(call, event)
+            return
+        self._send(call, Frame(call.key.stream, call.number, event))
+        if event.finish_reason is not None:
+            if event.kv_params is not None:
+                self._watch_transfer(call.key, event.kv_params, call.number)
+            self._close(call)
 
     def _deadline_passed(self, call: ServerStream) -> None:
-        if not call.ended:
-            self._fail(call, DeadlineExceeded("the request's deadline passed in the worker"))
-            self._stop(call)
+        self._end(call, DeadlineExceeded("the request's deadline passed in the worker"))
 
-    def _stream(self, call: ServerStream, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        if not isinstance(self._service, PushingService):
-            return self._service.generate(request)
-        stream = call.key.stream
-        return self._service.generate_into(request, lambda chunk: self._send(call, Frame(stream, call.number, chunk)))
+    def _end(self, call: ServerStream, error: DynamoError) -> None:
+        """End a stream with an error for its caller."""
+        self._send(call, Frame(call.key.stream, call.number, failure=ErrorPayload.of(error)))
+        self._close(call)
 
-    def _close(self, call: ServerStream, deadline: asyncio.TimerHandle) -> None:
-        deadline.cancel()
+    def _close(self, call: ServerStream) -> None:
+        """Remove a stream, and cancel it if it still runs."""
         del self._calls[call.key]
+        if call.deadline is not None:
+            call.deadline.cancel()
+        if call.handle is not None:
+            call.handle.cancel()
         others = self._by_inbox[call.key.inbox]
         del others[call.key.stream]
         if not others:
@@ -284,28 +284,17 @@ class EndpointServer:
         if not self._calls:
             self._idle.set()
         self._unwatch(call.key.inbox)
-        self._fail(call, InternalError("the request failed in the worker; see its log"))
-        if call.cancelled:  # even after its last chunk was sent, because the caller did not receive that chunk
-            self._abort_transfer(call.key)
 
     def _cancel(self, key: StreamKey) -> None:
         call = self._calls.get(key)
         if call is not None:
-            call.ended = True
-            self._stop(call)
+            self._close(call)
         else:
             self._abort_transfer(key)  # a cancel shows that the caller did not receive the terminal chunk
 
-    def _stop(self, call: ServerStream) -> None:
-        # Only once, because a second cancel would interrupt the service's cleanup.
-        if not call.cancelled and call.task is not None:
-            call.cancelled = True
-            call.task.cancel()
-
     def _end_all(self, error: DynamoError) -> None:
-        for call in self._calls.values():
-            self._fail(call, error)
-            self._stop(call)
+        for call in list(self._calls.values()):
+            self._end(call, error)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
         gone = list(self._by_inbox.get(inbox, {}).values())
@@ -315,8 +304,7 @@ class EndpointServer:
             logger.warning(text, inbox, len(gone), len(pending), error)
         for call in gone:
             text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
-            self._fail(call, StreamIncomplete(text))
-            self._stop(call)
+            self._end(call, StreamIncomplete(text))
         for key in pending:
             self._abort_transfer(key)
 
@@ -360,14 +348,7 @@ class EndpointServer:
 
     # --- what leaves -----------------------------------------------------------------------------------
 
-    def _fail(self, call: ServerStream, error: DynamoError) -> None:
-        if not call.ended:
-            self._send(call, Frame(call.key.stream, call.number, failure=ErrorPayload.of(error)))
-            call.ended = True
-
     def _send(self, call: ServerStream, frame: Frame) -> None:
-        if call.ended:
-            return
         call.number += 1
         outbox = self._outboxes.get(call.key.inbox)
         if outbox is None:

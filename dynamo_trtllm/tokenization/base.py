@@ -1,6 +1,7 @@
 """Define the interfaces of tokenization: one `Renderer` per model card, one `OutputParser` per request.
 
-The module also holds the output types, `DeltaBuilder`, and the table of parsers.
+The module also holds the output types, `DeltaBuilder`, the table of parsers, and `renderer_for`, which imports a
+renderer's libraries at its first use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dynamo_trtllm.messages import Conversation, TokenIds, token_ids
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Conversation, ModelDeploymentCard, TokenIds, token_ids
 
 NO_FORCED_IDS = token_ids()
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
@@ -146,3 +148,41 @@ PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "tool_call_parser": ("none", "hermes", "json"),
     },
 }
+
+
+def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
+    """Create the renderer of a model card. The call takes up to 1 s, so do not run it on an event loop.
+
+    Args:
+        card: The model card; it names renderer and parsers.
+        files: Contents of the model's files by name.
+
+    Raises:
+        ConfigError: A renderer or parser does not exist, or a file is missing or can't be parsed.
+    """
+    for name, known in PARSERS.get(card.renderer, {}).items():
+        if getattr(card, name) not in known:
+            raise ConfigError(
+                f"model {card.name!r} needs the {name} {getattr(card, name)!r}, which the renderer {card.renderer} "
+                f"does not have; choose one of {', '.join(known)}",
+                field=name,
+            )
+    match card.renderer:
+        case "harmony":
+            from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+
+            return HarmonyRenderer(reasoning_parser=card.reasoning_parser, tool_call_parser=card.tool_call_parser)
+        case "chat_template":
+            from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
+
+            return ChatTemplateRenderer(
+                files,
+                stop_token_ids=card.eos_token_ids,
+                reasoning_parser=card.reasoning_parser,
+                tool_call_parser=card.tool_call_parser,
+            )
+        case other:
+            raise ConfigError(
+                f"model {card.name!r} needs the renderer {other!r}; this version has only harmony and chat_template",
+                field="renderer",
+            )

@@ -6,14 +6,15 @@ An unexpected exception of the engine is logged here and becomes InternalError.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.base import Engine, EngineStats, ExportsKv, HasStats, Push, Pushes
+from dynamo_trtllm.engines.base import Engine, EngineStats, ExportsKv, HasStats
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
 from dynamo_trtllm.messages import (
     Chunk,
@@ -32,6 +33,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import ServerHandle
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission
 
 _log = logging.getLogger(__name__)
@@ -48,6 +50,32 @@ _PHASES = {
 def digest(path: Path) -> str:
     """Return the content hash (SHA-256, hexadecimal) with which frontends request a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class _ServiceStream(Stream):
+    """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
+
+    __slots__ = ("_metrics", "_output_tokens", "_phase", "admission", "source")
+
+    def __init__(self, phase: Phase, metrics: WorkerMetrics, on_event: OnEvent) -> None:
+        super().__init__(on_event)
+        self._phase = phase
+        self._metrics = metrics
+        self._output_tokens = 0
+        self.admission = ExitStack()
+        self.source: StreamHandle | None = None  # None: the call was rejected
+
+    def emit(self, event: StreamEvent) -> None:
+        if isinstance(event, Chunk):
+            self._output_tokens += len(event.token_ids)
+        super().emit(event)
+
+    def _close(self, last: StreamEvent | None) -> None:
+        code = "cancelled" if last is None else last.code if isinstance(last, DynamoError) else "ok"
+        if last is None and self.source is not None:
+            self.source.cancel()
+        self.admission.close()
+        self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self._output_tokens)
 
 
 class WorkerService:
@@ -81,46 +109,21 @@ class WorkerService:
         self._metrics = metrics
         metrics.watch(active=admission.active, reserved=admission.reserved_slots)
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        return self._stream(request, None)
-
-    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks that the engine does not pass to `push`. An engine without push support yields all."""
-        return self._stream(request, push)
-
-    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
-        request_id.set(request.request_id)
-        code, output_tokens = "cancelled", 0
-
-        def counted(chunk: Chunk) -> None:
-            nonlocal output_tokens
-            output_tokens += len(chunk.token_ids)
-            assert push is not None
-            push(chunk)
-
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        stream = _ServiceStream(request.phase, self._metrics, on_event)
+        context = contextvars.copy_context()  # of the stream's log lines
+        context.run(request_id.set, request.request_id)
         try:
             self._check(request)
-            with self._admission.admit(request, self._stats(request)):
-                async with aclosing(self._chunks(request, None if push is None else counted)) as chunks:
-                    async for chunk in chunks:
-                        output_tokens += len(chunk.token_ids)
-                        if chunk.finish_reason is not None:
-                            code = "ok"
-                        yield chunk
+            stream.admission.enter_context(self._admission.admit(request, self._stats(request)))
+            stream.source = context.run(self._engine.generate, request, stream.emit)
         except DynamoError as exc:
-            code = exc.code
-            raise
-        except Exception as exc:
-            code = InternalError.code
+            asyncio.get_running_loop().call_soon(stream.emit, exc)
+        except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             _log.exception("request %s failed", request.request_id)
-            raise InternalError(f"the worker failed on this request: {type(exc).__name__}") from exc
-        finally:
-            self._metrics.call_finished(phase=request.phase, code=code, output_tokens=output_tokens)
-
-    def _chunks(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
-        if push is not None and isinstance(self._engine, Pushes):
-            return self._engine.generate_into(request, push)
-        return self._engine.generate(request)
+            error = InternalError(f"the worker failed on this request: {type(exc).__name__}")
+            asyncio.get_running_loop().call_soon(stream.emit, error)
+        return stream
 
     def _stats(self, request: GenerateRequest) -> EngineStats | None:
         """Return the engine's statistics for a prefill call, else None."""

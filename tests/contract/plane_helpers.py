@@ -25,6 +25,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.request_plane.client import PlaneLimits
+from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6, max_pending_tokens=2000)
@@ -32,7 +33,7 @@ SUBJECT = "ns_prefill.generate-1f"
 Script = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
 
 
-class ScriptedService:
+class ScriptedService(ChunkSource):
     """A service that runs a script per request and counts the open requests."""
 
     def __init__(self, script: Script) -> None:
@@ -42,7 +43,7 @@ class ScriptedService:
         self.closed = asyncio.Event()
         self.verbs: list[Control] = []
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.open += 1
         self.started.set()
         try:

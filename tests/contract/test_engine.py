@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.base import Pushes
 from dynamo_trtllm.errors import (
     ContextTooLong,
+    DynamoError,
     EngineFailed,
     KvTransferError,
     Overloaded,
@@ -24,12 +24,12 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import (
-    Chunk,
     FinishReason,
     Phase,
     Role,
     token_ids,
 )
+from dynamo_trtllm.streams import StreamEvent, as_stream
 from tests.engines import (
     answer,
     ask,
@@ -82,39 +82,48 @@ async def test_generate_when_run_twice_then_gives_the_same_greedy_tokens(open_en
         await check_nothing_left(engine)
 
 
-async def test_generate_into_when_an_engine_pushes_then_the_same_tokens_and_only_the_end_is_yielded(
+async def test_stream_when_it_runs_then_nothing_comes_before_generate_returns_and_one_end_comes_last(
     open_engine: Open,
 ) -> None:
-    engine, pushed = open_engine(), []
-    if not isinstance(engine, Pushes):
-        pytest.skip("its vendor hands results to a task")
+    engine, events, has_ended = open_engine(), [], asyncio.Event()
+
+    def take(event: StreamEvent) -> None:
+        events.append(event)
+        if isinstance(event, DynamoError) or event.finish_reason is not None:
+            has_ended.set()
+
     async with started(engine):
-        async with aclosing(engine.generate_into(ask(prompt_of(40)), pushed.append)) as chunks:
-            yielded = [chunk async for chunk in chunks]
-        assert [chunk.finish_reason for chunk in yielded] == [FinishReason.LENGTH]
-        assert tokens(pushed + yielded) == await answer(engine, prompt_of(40))
-        await check_nothing_left(engine)
+        for request in (ask(prompt_of(40)), ask(prompt_of(200_000))):  # the second is too long
+            events.clear()
+            has_ended.clear()
+            handle = engine.generate(request, take)
+            assert not events
+            await has_ended.wait()
+            count = len(events)
+            handle.cancel()
+            await check_nothing_left(engine)
+            assert len(events) == count
+            assert [isinstance(event, DynamoError) or bool(event.finish_reason) for event in events[:-1]] == [False] * (
+                count - 1
+            )
+        assert isinstance(events[-1], DynamoError)
 
 
-async def test_generate_into_when_closed_midway_then_nothing_is_pushed_after(open_engine: Open) -> None:
-    engine, pushed, second = open_engine(), [], asyncio.Event()
-    if not isinstance(engine, Pushes):
-        pytest.skip("its vendor hands results to a task")
+async def test_stream_when_cancelled_in_an_event_then_none_follows(open_engine: Open) -> None:
+    engine, events, second = open_engine(), [], asyncio.Event()
 
-    def push(chunk: Chunk) -> None:
-        pushed.append(chunk)
-        if len(pushed) == 2:
+    def take(event: StreamEvent) -> None:
+        events.append(event)
+        if len(events) == 2:
+            handle.cancel()
             second.set()
 
     async with started(engine):
-        chunks = engine.generate_into(ask(prompt_of(40), max_tokens=100), push)
-        reading = asyncio.ensure_future(anext(chunks))
+        handle = engine.generate(ask(prompt_of(40), max_tokens=100), take)
         await second.wait()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        had = len(pushed)
+        handle.cancel()
         await check_nothing_left(engine)
-        assert len(pushed) == had
+        assert len(events) == 2
 
 
 async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(open_engine: Open) -> None:
@@ -263,7 +272,7 @@ async def test_cancel_when_tokens_flow_then_nothing_left(open_engine: Open, role
         if role is Role.DECODE:
             kv_params = await prefill_params(prefill, prompt_of(100), max_tokens=500)
             request = msgspec.structs.replace(request, phase=Phase.DECODE, kv_params=kv_params)
-        async with aclosing(engine.generate(request)) as stream:
+        async with aclosing(as_stream(engine, request)) as stream:
             for _ in range(3):
                 await anext(stream)
         await check_nothing_left(engine)

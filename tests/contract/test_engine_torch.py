@@ -23,6 +23,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
+from dynamo_trtllm.streams import as_stream
 from tests.engines import (
     answer,
     ask,
@@ -136,7 +137,7 @@ async def test_stop_ids_when_met_then_stop_unless_held_back(gpt_oss: Path) -> No
 async def test_close_when_streams_run_then_they_end_in_engine_failed(gpt_oss: Path) -> None:
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     async with started(engine):
-        stream = engine.generate(ask(prompt_of(20), max_tokens=5000))
+        stream = as_stream(engine, ask(prompt_of(20), max_tokens=5000))
         await anext(stream)
         await engine.aclose()
         with pytest.raises(EngineFailed):

@@ -25,6 +25,7 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
 )
 from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, Role, StructuredOutput
+from dynamo_trtllm.streams import as_stream
 from tests.engines import (
     answer,
     ask,
@@ -366,7 +367,7 @@ async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_
 async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(engines: TrtllmEngines) -> None:
     engine = engines.aggregated
     await engine.check()
-    async with aclosing(engine.generate(ask(PROMPT, max_tokens=4000))) as running:
+    async with aclosing(as_stream(engine, ask(PROMPT, max_tokens=4000))) as running:
         await anext(running)
         with engines.turned("executor_dies"), pytest.raises(EngineFailed):
             await answer(engine, PROMPT)

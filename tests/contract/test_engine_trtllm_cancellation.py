@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.messages import Phase
+from dynamo_trtllm.streams import as_stream
 from tests.engines import (
     answer,
     ask,
@@ -52,7 +53,7 @@ async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path,
 async def cancel_while_waiting_and_running(engines: TrtllmEngines, max_tokens: int) -> None:
     """One streams, two wait for its place: all three are cancelled."""
     engine = engines.aggregated
-    async with aclosing(engine.generate(ask(PROMPT, max_tokens=max_tokens))) as running:
+    async with aclosing(as_stream(engine, ask(PROMPT, max_tokens=max_tokens))) as running:
         await anext(running)
         waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=50)) for n in range(2)]
         await asyncio.sleep(0.02)
@@ -69,7 +70,7 @@ async def cancel_both_legs(engines: TrtllmEngines, max_tokens: int) -> None:
     for steps in (0, 1, 3):
         kv_params = await prefill_params(engines.prefill, PROMPT, max_tokens=max_tokens)
         decoding = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params, max_tokens=max_tokens)
-        async with aclosing(engines.decode.generate(decoding)) as stream:
+        async with aclosing(as_stream(engines.decode, decoding)) as stream:
             if steps == 0:
                 first = asyncio.ensure_future(anext(stream))
                 await asyncio.sleep(0)

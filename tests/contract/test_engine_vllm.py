@@ -31,10 +31,12 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
 )
 from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, ReleaseOutcome, Role, StructuredOutput
+from dynamo_trtllm.streams import as_stream
 from tests.contract.vllm_real import SPOILED, failed_reads
 from tests.engines import (
     answer,
     ask,
+    cancel_after,
     check_nothing_left,
     check_stats,
     collect,
@@ -154,14 +156,7 @@ async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_en
 
 async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(engines: Engines) -> None:
     for turns in range(12):
-        task = asyncio.create_task(collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        (result,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(result, list):
-            assert result[-1].kv_params is not None
-            release(engines.prefill, result[-1].kv_params)
+        await cancel_after(engines.prefill, ask(PROMPT, phase=Phase.PREFILL), turns)
     await check_nothing_left(engines.prefill)
     assert core_of(engines.prefill).leases == {}
 
@@ -223,7 +218,7 @@ async def test_generate_when_the_deadline_passes_then_aborted(engines: Engines) 
 
 async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_check(engines: Engines) -> None:
     async def first_then_rest(n: int) -> None:
-        async with aclosing(engines.whole.generate(ask(prompt_of(20, n), max_tokens=5000))) as stream:
+        async with aclosing(as_stream(engines.whole, ask(prompt_of(20, n), max_tokens=5000))) as stream:
             await anext(stream)
             begun.release()
             async for _ in stream:
@@ -274,7 +269,7 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Pat
     with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED)
         await engine.start()
-        stream = engine.generate(ask(PROMPT, max_tokens=5000))
+        stream = as_stream(engine, ask(PROMPT, max_tokens=5000))
         await anext(stream)
         await engine.aclose()
         with pytest.raises(EngineFailed, match="closed"):

@@ -24,6 +24,7 @@ from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
+from dynamo_trtllm.streams import as_stream
 from tests.contract.vllm_real import ROOT, SPOILED, Pair, all_failed_reads, save_model, started
 from tests.engines import (
     answer,
@@ -167,7 +168,7 @@ async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free
 
 
 async def test_cancel_when_tokens_flow_then_nothing_is_left(pair: Pair) -> None:
-    async with aclosing(pair.decode.generate(ask(prompt_of(60, 51), max_tokens=1500))) as stream:
+    async with aclosing(as_stream(pair.decode, ask(prompt_of(60, 51), max_tokens=1500))) as stream:
         for _ in range(3):
             await anext(stream)
     await check_nothing_left(pair.decode)
@@ -208,7 +209,7 @@ async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_
 
 async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(pair: Pair) -> None:
     """Last: the decode engine is gone afterwards."""
-    stream = pair.decode.generate(ask(prompt_of(60, 71), max_tokens=1900))
+    stream = as_stream(pair.decode, ask(prompt_of(60, 71), max_tokens=1900))
     await anext(stream)
     manager = pair.decode._llm.engine_core.resources.engine_manager  # type: ignore[attr-defined]
     for process in manager.processes:

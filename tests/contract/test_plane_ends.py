@@ -35,8 +35,10 @@ async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
 async def test_close_when_a_transfer_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: PlanePair) -> None:
     async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
-            yield chunk
-        taking.cancel()  # the chunk is sent and not there yet
+            try:
+                yield chunk
+            finally:
+                taking.cancel()  # the chunk is sent and not there yet
 
     service = ScriptedService(hand_over_too_late)
     await bench.worker.serve(SUBJECT, service)

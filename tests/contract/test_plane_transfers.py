@@ -85,8 +85,10 @@ async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_wo
 
     async def leave(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
-            yield chunk
-        asking.cancel()  # the ticket is sent and has not arrived
+            try:
+                yield chunk
+            finally:
+                asking.cancel()  # the KV transfer parameters are sent and have not arrived
 
     network.to_worker = lose_cancels
     service = ScriptedService(leave)

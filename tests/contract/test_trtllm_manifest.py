@@ -19,6 +19,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, re
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 from dynamo_trtllm.errors import EngineError
 from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput
+from dynamo_trtllm.streams import as_stream
 from tests.api_usage import Uses, record_usage
 from tests.engines import answer, ask, check_stats, collect, make, prefill_then_decode, prompt_of, started, stats
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
@@ -62,7 +63,7 @@ async def record(version: str, folder: Path) -> Uses:
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             if version != "1.0.0":
                 await collect(whole, salted)
-            async with aclosing(whole.generate(ask(PROMPT, max_tokens=300))) as stream:
+            async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
                 await anext(stream)
             await whole.check()
             stats(whole)

@@ -10,12 +10,13 @@ from contextlib import aclosing
 
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from tests.streaming import ChunkSource
 
 
-class QuietService:
+class QuietService(ChunkSource):
     """A service that sends one token and then nothing."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([7]))
         await asyncio.Event().wait()
 

@@ -24,6 +24,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer
+from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
 
 QUICK = PlaneLimits(ack_timeout_s=3.0, ping_interval_s=0.5)
@@ -32,7 +33,7 @@ PEER = "tests.integration.plane_peer"
 ROOT = Path(__file__).parents[2]
 
 
-class GatedService:
+class GatedService(ChunkSource):
     """One chunk at once, the terminal one when the gate opens."""
 
     def __init__(self, tokens: int = 1) -> None:
@@ -41,7 +42,7 @@ class GatedService:
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.started.set()
         try:
             yield Chunk(token_ids=token_ids(range(self.tokens)))

@@ -15,16 +15,15 @@ import dataclasses
 import time
 import zlib
 from array import array
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.steps import MockScheduler, MockSequence
-from dynamo_trtllm.errors import EngineFailed, RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import DynamoError, EngineFailed, RequestRejected, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -41,6 +40,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     token_ids,
 )
+from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
 
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
 _MAX_SEED = 0xFFFF
@@ -63,8 +63,59 @@ class _MockTransfer(NamedTuple):
     expiry: asyncio.TimerHandle
 
 
+class _MockStream(TaskStream):
+    """One request: passes tokens on within the simulated step; imports and exports its KV in a task."""
+
+    __slots__ = ("_engine", "_is_added", "_sequence")
+
+    def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
+        super().__init__(on_event, engine.tasks)
+        prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
+        self._engine = engine
+        self._is_added = False
+        self._sequence = MockSequence(
+            request,
+            self._on_token,
+            self._on_stop,
+            engine.num_blocks(request),
+            zlib.crc32(prompt) & _MAX_SEED,
+            len(request.token_ids),
+        )
+
+    def start(self) -> None:
+        """Queue the sequence. Raises the error of a rejected request."""
+        request = self._sequence.request
+        self._engine.add(self._sequence)
+        self._is_added = True
+        if request.kv_params is None:
+            self._engine.schedule(self._sequence)
+        else:
+            self.run(self._import_kv(request.kv_params), f"mock-import-{request.request_id}")
+
+    async def _import_kv(self, kv_params: KvTransferParams) -> None:
+        self.emit(await self._engine.import_kv(self._sequence, kv_params))
+        self._engine.schedule(self._sequence)
+
+    def _on_token(self, token: int, is_last: bool) -> None:
+        request = self._sequence.request
+        if not is_last:
+            self.emit(Chunk(token_ids=token_ids((token,))))
+        elif request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
+            self.run(self._engine.export_kv(self._sequence, token), f"mock-export-{request.request_id}")
+        else:
+            stats = self._engine.timings(self._sequence)
+            self.emit(Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats))
+
+    def _on_stop(self) -> None:
+        self.emit(EngineFailed("the mock engine stopped during the request"))
+
+    def _free(self) -> None:
+        if self._is_added:
+            self._engine.remove(self._sequence)
+
+
 class MockEngine:
-    """An `Engine` with `Pushes`, `ExportsKv` and `HasStats` that simulates a model."""
+    """An `Engine` with `ExportsKv` and `HasStats` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
@@ -77,13 +128,14 @@ class MockEngine:
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
         self._scheduler = MockScheduler(args)
-        self._streams = 0
+        self._sequences: set[MockSequence] = set()
         self._awaiting_fetch: dict[str, _MockTransfer] = {}
         self._num_transfers = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
         self._unpublish_tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()  # of streams
 
     async def start(self) -> EngineInfo:
         await self._backend.start(lambda transfer_id: self.release(transfer_id, ReleaseOutcome.FETCHED))
@@ -100,45 +152,44 @@ class MockEngine:
             can_aggregate=True,
         )
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        return self._stream(request, None)
-
-    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        return self._stream(request, push)
-
-    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
-        await self.check()
-        self._streams += 1
-        self._idle.clear()
-        prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
-        sequence = MockSequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        stream = _MockStream(self, request, on_event)
         try:
-            self._scheduler.add(sequence)  # raises for a rejected request before any token is sent
-            if request.kv_params is not None:
-                yield await self._import_kv(sequence, request.kv_params)
-            left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.num_output_tokens
-            sequence.push = push
-            self._scheduler.schedule(sequence, left)
-            ready_tokens = sequence.ready_tokens
-            while left > 1 and push is None:
-                await sequence.more()
-                yield Chunk(token_ids=token_ids((ready_tokens.popleft(),)))
-                left -= 1
-            await sequence.more()
-            yield await self._last(sequence, ready_tokens.popleft())
-        finally:
-            self._scheduler.remove(sequence)
-            self._streams -= 1
-            self._note_idle()
+            self._check()
+            stream.start()
+        except DynamoError as exc:
+            asyncio.get_running_loop().call_soon(stream.emit, exc)
+        return stream
 
-    def _blocks(self, request: GenerateRequest) -> int:
+    # --- called by streams -------------------------------------------------------------------------------
+
+    def add(self, sequence: MockSequence) -> None:
+        """Queue a sequence. Raises the error of a rejected request."""
+        self._scheduler.add(sequence)
+        self._sequences.add(sequence)
+        self._idle.clear()
+
+    def schedule(self, sequence: MockSequence) -> None:
+        """Let a sequence generate the tokens of its call that it does not have yet."""
+        request = sequence.request
+        num_tokens = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.num_output_tokens
+        self._scheduler.schedule(sequence, num_tokens)
+
+    def remove(self, sequence: MockSequence) -> None:
+        """Remove a sequence and free its blocks."""
+        self._scheduler.remove(sequence)
+        self._sequences.discard(sequence)
+        self._note_idle()
+
+    def num_blocks(self, request: GenerateRequest) -> int:
+        """Return the number of KV blocks that the call needs."""
         tokens = len(request.token_ids) + (1 if request.phase is Phase.PREFILL else request.sampling.max_tokens)
         return -(-tokens // self._args.kv_block_size)
 
     def _prompt_blocks(self, prompt_tokens: int) -> int:
         return -(-prompt_tokens // self._args.kv_block_size)
 
-    async def _import_kv(self, sequence: MockSequence, kv_params: KvTransferParams) -> Chunk:
+    async def import_kv(self, sequence: MockSequence, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
         params.check_params(kv_params, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(kv_params.first_token_ids) >= sequence.request.sampling.max_tokens:
@@ -161,19 +212,17 @@ class MockEngine:
         sequence.num_output_tokens = len(kv_params.first_token_ids)
         return Chunk(token_ids=kv_params.first_token_ids)
 
-    async def _last(self, sequence: MockSequence, token: int) -> Chunk:
+    def timings(self, sequence: MockSequence) -> PhaseTimings:
+        """Return the timings of a call."""
         request = sequence.request
-        stats = PhaseTimings(
+        return PhaseTimings(
             queue_s=max(0.0, (sequence.started or sequence.created_at) - sequence.created_at),
             kv_bytes=request.kv_params.kv_bytes if request.kv_params else 0,
             transport=self._backend.name if request.kv_params else "",
         )
-        if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
-            kv_params = await self._export_kv(sequence, token)
-            return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
-        return Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats)
 
-    async def _export_kv(self, sequence: MockSequence, first: int) -> KvTransferParams:
+    async def export_kv(self, sequence: MockSequence, first: int) -> Chunk:
+        """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         prompt = len(sequence.request.token_ids)
         blocks = self._prompt_blocks(prompt)
         kv = _kv_of(sequence.seed, blocks)
@@ -190,7 +239,7 @@ class MockEngine:
         except BaseException:  # also if cancelled: the backend may have published this memory
             self.release(transfer_id, ReleaseOutcome.ABORTED)
             raise
-        return KvTransferParams(
+        kv_params = KvTransferParams(
             version=params.TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
             engine="mock",
@@ -204,6 +253,7 @@ class MockEngine:
             kv_bytes=kv_bytes,
             engine_state=engine_state,
         )
+        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=self.timings(sequence))
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         pending = self._awaiting_fetch.pop(transfer_id, None)
@@ -224,7 +274,7 @@ class MockEngine:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._streams and not self._awaiting_fetch and not self._unpublish_tasks:
+        if not self._sequences and not self._awaiting_fetch and not self._unpublish_tasks:
             self._idle.set()
         else:
             self._idle.clear()
@@ -236,6 +286,9 @@ class MockEngine:
         return dataclasses.replace(stats, kv_checksum_mismatches=self._backend.checksums.mismatches)
 
     async def check(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
         if self._step_task is None or self._step_task.done():
             raise EngineFailed("the mock engine is not running")
         self._backend.check()
@@ -249,6 +302,7 @@ class MockEngine:
             await asyncio.gather(self._step_task, return_exceptions=True)
         for transfer_id in list(self._awaiting_fetch):
             self.release(transfer_id, ReleaseOutcome.ABORTED)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         await asyncio.gather(*self._unpublish_tasks)
         await self._backend.aclose()
 

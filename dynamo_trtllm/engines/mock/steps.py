@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dynamo_trtllm.engines.base import EngineStats, Push
+from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
-from dynamo_trtllm.messages import Chunk, GenerateRequest, token_ids
+from dynamo_trtllm.errors import ContextTooLong, Overloaded, RequestRejected
+from dynamo_trtllm.messages import GenerateRequest
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 
@@ -20,6 +21,8 @@ class MockSequence:
     """One request in the simulated batch."""
 
     request: GenerateRequest
+    on_token: Callable[[int, bool], None]  # receives each token, and whether it is the last
+    on_stop: Callable[[], None]  # called when no further step follows
     blocks: int
     seed: int
     prefill_left: int
@@ -27,44 +30,11 @@ class MockSequence:
     wanted: int = 0
     created_at: float = field(default_factory=time.monotonic)
     started: float | None = None
-    push: Push | None = None  # receives all tokens except the last
-    ready_tokens: deque[int] = field(default_factory=deque)  # generated, not yet read
-    _waiter: asyncio.Future[None] | None = None
-    _stopped: bool = False  # no further step follows
-
-    async def more(self) -> None:
-        """Wait until `ready_tokens` is not empty.
-
-        An `asyncio.Queue` would do the same, but takes three times as long. Under thousands of streams this matters.
-
-        Raises:
-            EngineFailed: No further step follows.
-        """
-        while not self.ready_tokens:
-            if self._stopped:
-                raise EngineFailed("the mock engine stopped during the request")
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
 
     def step(self) -> None:
         """Generate one token."""
         self.wanted -= 1
-        token = self.next_token()
-        if self.push is not None and self.wanted:
-            self.push(Chunk(token_ids=token_ids((token,))))
-        else:
-            self.ready_tokens.append(token)
-            self._wake()
-
-    def stop(self) -> None:
-        """Fail the waiting reader, because no further step follows."""
-        self._stopped = True
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.on_token(self.next_token(), not self.wanted)
 
     def next_token(self) -> int:
         """Return the next output token: the Harmony prefix first, then a function of seed and index."""
@@ -138,7 +108,7 @@ class MockScheduler:
         )
 
     async def run(self) -> None:
-        """Run steps forever; sleep when there is nothing to do. When this ends, each waiting request fails.
+        """Run steps forever; sleep when there is nothing to do. When this ends, each request fails.
 
         A step starts when the time of the step before it is over, so other work on the event loop does not lengthen
         steps.
@@ -158,7 +128,7 @@ class MockScheduler:
                 self._step()
         finally:
             for sequence in (*self._waiting, *self._running):
-                sequence.stop()
+                sequence.on_stop()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._args.max_batch_size:

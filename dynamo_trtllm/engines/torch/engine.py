@@ -9,14 +9,14 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
@@ -38,12 +38,61 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
+from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream, as_stream
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel
 
 _log = logging.getLogger(__name__)
 _MASK_64 = (1 << 64) - 1
+
+
+class _TorchStream(TaskStream):
+    """One request: passes on what a step made for it, and runs what must be awaited as a task."""
+
+    __slots__ = ("_engine", "_is_exported", "_scheduler", "_seq")
+
+    def __init__(self, engine: TorchEngine, on_event: OnEvent) -> None:
+        super().__init__(on_event, engine.tasks)
+        self._engine = engine
+        self._seq: TorchSequence | None = None
+        self._scheduler: Scheduler | None = None
+        self._is_exported = False  # the KV connector retires the sequence
+
+    def start(self, seq: TorchSequence, scheduler: Scheduler) -> None:
+        """Submit the sequence, after its output format is compiled. Raises the error of a rejected request."""
+        self._seq, self._scheduler = seq, scheduler
+        self._engine.add(seq)
+        if seq.request.sampling.guided is not None:
+            self.run(self._compile_and_submit(seq, scheduler), f"torch-grammar-{seq.request.request_id}")
+        else:
+            seq.logits_processor = logits_processor_for(seq.request, None)
+            scheduler.post(partial(scheduler.submit, seq))
+
+    async def _compile_and_submit(self, seq: TorchSequence, scheduler: Scheduler) -> None:
+        matcher = await self._engine.compile_grammar(seq.request.sampling, seq)
+        seq.logits_processor = logits_processor_for(seq.request, matcher)
+        scheduler.post(partial(scheduler.submit, seq))
+
+    def receive(self, event: Event) -> None:
+        """Take an event of the scheduler, on the event loop."""
+        if isinstance(event, (Chunk, DynamoError)):
+            self.emit(event)
+        elif self._seq is not None and not self.has_ended:
+            if isinstance(event, PrefillDone):
+                self._is_exported = True
+                self.run(self._engine.export_kv(self._seq, event), f"torch-export-{self._seq.request.request_id}")
+            else:
+                self.run(self._fetch_and_install(self._seq, event), f"torch-fetch-{self._seq.request.request_id}")
+
+    async def _fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
+        await self._engine.fetch(seq.request, reserved)
+        if self._scheduler is not None:
+            self._scheduler.post(partial(self._scheduler.install, seq))
+
+    def _free(self) -> None:
+        if self._seq is not None and not self._is_exported:
+            self._engine.retire(self._seq)
 
 
 class TorchEngine:
@@ -67,8 +116,9 @@ class TorchEngine:
                 prefill_instance_id=instance_id,
                 model=self._model_name,
                 ttl_s=config.ticket_ttl_s,
-                retire=self._retire,
+                retire=self.retire,
             )
+        self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
         self._memory: KvMemory | None = None
@@ -161,7 +211,7 @@ class TorchEngine:
             deadline=time.time() + 600,
         )
         try:
-            async with aclosing(self.generate(request)) as stream:
+            async with aclosing(as_stream(self, request)) as stream:
                 async for _ in stream:
                     pass
         except NonFinite as exc:
@@ -191,57 +241,34 @@ class TorchEngine:
             self._scheduler.post(self._scheduler.stop)
             await asyncio.to_thread(self._scheduler.join)
         self._end(EngineFailed("the engine was closed"))
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         if self._kv_connector is not None:
             await self._kv_connector.aclose()
 
     # --- requests --------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """See `Engine.generate`."""
-        return self._stream(request, None)
+        stream = _TorchStream(self, on_event)
+        try:
+            scheduler, info = self._ready()
+            stream.start(self._new_sequence(request, info, stream.receive), scheduler)
+        except DynamoError as exc:
+            asyncio.get_running_loop().call_soon(stream.emit, exc)
+        return stream
 
-    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """See `Pushes.generate_into`."""
-        return self._stream(request, push)
-
-    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
-        scheduler, info = self._ready()
-        inbox: asyncio.Queue[Event] = asyncio.Queue()  # bounded by the request's tokens
-
-        def take(event: Event) -> None:
-            if push is not None and isinstance(event, Chunk) and event.finish_reason is None:
-                push(event)
-            else:
-                inbox.put_nowait(event)
-
-        seq = self._new_sequence(request, info, take)
+    def add(self, seq: TorchSequence) -> None:
+        """Count a sequence as running until the scheduler has freed its blocks."""
         self._sequences.add(seq)
         self._idle.clear()
-        is_exported = False
-        try:
-            seq.logits_processor = logits_processor_for(request, await self._compile_grammar(request.sampling, seq))
-            scheduler.post(partial(scheduler.submit, seq))
-            while True:
-                event = await inbox.get()
-                if isinstance(event, PrefillDone) and self._kv_connector is not None:
-                    is_exported = True  # from here on the KV connector retires the sequence
-                    yield await self._kv_connector.export_kv(seq, event, info.layout)
-                    return
-                if isinstance(event, BlocksReserved):
-                    await self._fetch(request, event)
-                    scheduler.post(partial(scheduler.install, seq))
-                elif isinstance(event, Chunk):
-                    yield event
-                    if event.finish_reason is not None:
-                        return
-                elif isinstance(event, DynamoError):
-                    raise event
-        finally:
-            push = None  # drop tokens that a running step still delivers
-            if not is_exported:
-                self._retire(seq)
 
-    async def _fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
+    async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
+        """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
+        if self._kv_connector is None or self._info is None:
+            raise RuntimeError(f"request {seq.request.request_id} exports KV, but this engine has no KV connector")
+        return await self._kv_connector.export_kv(seq, prefill_done, self._info.layout)
+
+    async def fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
         """Fetch the prompt's KV and return once the copies of all regions into the pool are queued."""
         if self._kv_connector is None or self._memory is None or self._memory.transfer_buffer is None:
             raise RuntimeError(
@@ -290,14 +317,13 @@ class TorchEngine:
             seq.seed, seq.region_bytes = self._kv_connector.validate(request, info.layout, kv_bytes=kv_bytes)
         return seq
 
-    async def _compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher | None:
+    async def compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher:
         """Compile the request's output format, before anything is computed for the request.
 
         Raises:
             RequestRejected: The format can't be compiled, or this engine has no guided decoding.
         """
-        if sampling.guided is None:
-            return None
+        assert sampling.guided is not None
         if self._grammar_compiler is None:
             raise RequestRejected(
                 "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
@@ -309,7 +335,8 @@ class TorchEngine:
             )
         return await asyncio.to_thread(self._grammar_compiler.compile, sampling.guided, seq.stop_ids)
 
-    def _retire(self, seq: TorchSequence) -> None:
+    def retire(self, seq: TorchSequence) -> None:
+        """End a sequence in any state and free its blocks."""
         if self._scheduler is not None and self._ended is None:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
@@ -342,9 +369,9 @@ class TorchEngine:
         """End every stream with `reason`, because no further step will run."""
         if self._ended is None:
             self._ended = reason
-        for seq in self._sequences:
-            seq.inbox(reason)
-        self._sequences.clear()
+        sequences, self._sequences = self._sequences, set()
+        for seq in sequences:
+            seq.inbox(EngineFailed(reason.message))
         self._idle.set()
 
 

@@ -29,6 +29,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_transfer_params
+from tests.streaming import ChunkSource
 
 PREFILL_STATS = PhaseTimings(prefill_s=0.25)
 DECODE_STATS = PhaseTimings(kv_transfer_s=0.5, kv_bytes=7)
@@ -48,7 +49,7 @@ def kv_chunk(transfer_id: str) -> Chunk:
     )
 
 
-class ScriptedWorker:
+class ScriptedWorker(ChunkSource):
     """A worker that runs one script per call. It waits for events in the script, and forever at HANG."""
 
     def __init__(self, *scripts: Sequence[Step]) -> None:
@@ -62,7 +63,7 @@ class ScriptedWorker:
         self.stalls: asyncio.Event | None = None  # replies for slots wait for this
         self.faults: dict[type[Control], DynamoError] = {}  # errors raised by type of control request
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         for step in next(self._scripts):
             if isinstance(step, DynamoError):

@@ -28,22 +28,24 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Service
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService, digest
 from tests.instances import CARD, make_instance
+from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
 
 HARMONY = ModelDeploymentCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
-class NoEngine:
+class NoEngine(ChunkSource):
     """An engine that must not be used, because the workers of these tests only send files."""
 
     async def start(self) -> EngineInfo:
         raise AssertionError("the workers of these tests only send files")
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         raise AssertionError("the workers of these tests only send files")
         yield Chunk()
 
@@ -68,8 +70,8 @@ class FileService:
         self.garbled = garbled
         self.asked: list[GetFile] = []
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        return self._service.generate(request)
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        return self._service.generate(request, on_event)
 
     async def control(self, verb: Control) -> bytes:
         assert isinstance(verb, GetFile)

@@ -24,17 +24,18 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.tokenization.base import Renderer
+from tests.streaming import ChunkSource
 from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
 
 
-class Sizes:
+class Sizes(ChunkSource):
     """A worker's service that answers each request for a file with what `piece` makes of its offset."""
 
     def __init__(self, piece: Callable[[int], FileChunk]) -> None:
         self._piece = piece
         self.offsets: list[int] = []
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         raise AssertionError("a worker of these tests was asked for more than files")
         yield Chunk()
 

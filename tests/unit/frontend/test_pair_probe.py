@@ -33,6 +33,7 @@ from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance, make_transfer_params
+from tests.streaming import ChunkSource
 from tests.unit.frontend.pipeline_helpers import request
 from tests.waiting import SOON_S
 
@@ -42,14 +43,14 @@ HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
-    stats = PhaseTimings(kv_bytes=kv_bytes)
-    return Chunk(token_ids=token_ids([5] * count), finish_reason=FinishReason.LENGTH, stats=stats)
+    ids = token_ids([5] * count)
+    return Chunk(token_ids=ids, finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=kv_bytes))
 
 
 def right(request: GenerateRequest) -> list[int]:
     """Other tokens after every prompt."""
-    prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
-    seed = zlib.crc32(prompt) + request.num_resumed_output_tokens
+    resumed = request.num_resumed_output_tokens
+    seed = zlib.crc32(request.token_ids[: len(request.token_ids) - resumed]) + resumed
     return [(seed + at) % 1_000_000 for at in range(request.sampling.max_tokens)]
 
 
@@ -58,7 +59,7 @@ def alike(request: GenerateRequest) -> list[int]:
 
 
 def wrong(request: GenerateRequest, prompts: int, seen: list[bytes], sound: Answer) -> list[int]:
-    """In the decode leg of the first `prompts` prompts the last token is another one."""
+    """In the decode call of the first `prompts` prompts the last token is another one."""
     tokens = sound(request)
     if request.phase is Phase.DECODE:
         if request.token_ids.tobytes() not in seen:
@@ -71,7 +72,7 @@ def wrongly(prompts: int, sound: Answer = right) -> Answer:
     return partial(wrong, prompts=prompts, seen=[], sound=sound)
 
 
-class Worker:
+class Worker(ChunkSource):
     """Ends every leg in `ending`; for ever for None."""
 
     def __init__(self, ending: Chunk | DynamoError | Answer | None) -> None:
@@ -79,7 +80,7 @@ class Worker:
         self.asked: list[GenerateRequest] = []
         self.restarts: list[str] = []
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.asked.append(request)
         if self.ending is None:
             await asyncio.Event().wait()
@@ -87,10 +88,9 @@ class Worker:
             raise self.ending
         elif isinstance(self.ending, Chunk):
             yield self.ending
-        elif request.phase is Phase.PREFILL:
-            yield HANDOFF
         else:
-            yield msgspec.structs.replace(answer(), token_ids=token_ids(self.ending(request)))
+            made = msgspec.structs.replace(answer(), token_ids=token_ids(self.ending(request)))
+            yield HANDOFF if request.phase is Phase.PREFILL else made
 
     def phases(self) -> Counter[Phase]:
         return Counter(request.phase for request in self.asked)
@@ -128,8 +128,8 @@ class Bench:
     ) -> Worker:
         """`whole`: whether it does whole requests; by default where it has an answer of its own."""
         worker, made = Worker(ending), make_instance(number, role=role)
-        whole = callable(ending) if whole is None else whole
         card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
+        whole = callable(ending) if whole is None else whole
         instance = msgspec.structs.replace(made, can_aggregate=whole, card=card)
         await self.plane.serve(instance.subject, worker)
         self.view.add(instance)

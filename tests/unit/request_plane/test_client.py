@@ -15,6 +15,7 @@ from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest
 from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.inproc import InprocTransport
+from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
 
 SUBJECT = "ns_prefill.generate-1"
@@ -33,8 +34,8 @@ class Overheard(InprocTransport):
         return await super().request(subject, data, timeout_s=timeout_s)
 
 
-class Endless:
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+class Endless(ChunkSource):
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([1]))
         await asyncio.Event().wait()
 
@@ -48,7 +49,7 @@ class OneMore(Endless):
     def __init__(self) -> None:
         self.go = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([1]))
         await self.go.wait()
         yield Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)

@@ -12,9 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool, ToolCall, token_ids
-from dynamo_trtllm.tokenization.base import OutputParser
+from dynamo_trtllm.tokenization.base import OutputParser, renderer_for
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.select import renderer_for
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "Łódź naïve 日本語 text", "user assistant system"] * 5

@@ -9,8 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
-from dynamo_trtllm.tokenization.base import Renderer
-from dynamo_trtllm.tokenization.select import renderer_for
+from dynamo_trtllm.tokenization.base import Renderer, renderer_for
 from tests.unit.tokenization.parser_helpers import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -15,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
@@ -35,19 +36,21 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
+from dynamo_trtllm.streams import as_stream
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, WorkerService, digest
 from tests.instances import make_instance, make_transfer_params
+from tests.streaming import ChunkSource
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
 FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.AGGREGATED)]
 TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
-class PlainEngine:
+class PlainEngine(ChunkSource):
     """Yields the chunks of its script and raises its exceptions. Exports no KV."""
 
-    def __init__(self, script: Sequence[Chunk | Exception] = ANSWER) -> None:
+    def __init__(self, script: Sequence[Chunk | Exception | asyncio.Event] = ANSWER) -> None:
         self.script = script
         self.asked = 0
         self.closed = 0
@@ -55,29 +58,22 @@ class PlainEngine:
     async def start(self) -> EngineInfo:
         raise AssertionError("a service starts no engine")
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.asked += 1
         try:
             for step in self.script:
                 if isinstance(step, Exception):
                     raise step
-                yield step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    yield step
         finally:
             self.closed += 1
 
     async def check(self) -> None: ...
     async def drain(self) -> None: ...
     async def aclose(self) -> None: ...
-
-
-class PushingEngine(PlainEngine):
-    async def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self.generate(request)) as chunks:
-            async for chunk in chunks:
-                if chunk.finish_reason is None:
-                    push(chunk)
-                else:
-                    yield chunk
 
 
 class TransferringEngine(PlainEngine):
@@ -108,7 +104,7 @@ class Desk:
         self.service = WorkerService(engine, instance, self.admission, files=files or {}, metrics=self.metrics)
 
     async def ask(self, **fields: Any) -> list[Chunk]:
-        async with aclosing(self.service.generate(request(**fields))) as chunks:
+        async with aclosing(as_stream(self.service, request(**fields))) as chunks:
             return [chunk async for chunk in chunks]
 
     def counted(self, name: str) -> dict[tuple[str, ...], float]:
@@ -210,10 +206,11 @@ async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_w
 
 
 async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> None:
-    desk = Desk(PlainEngine())
-    async with aclosing(desk.service.generate(request())) as chunks:
+    desk = Desk(PlainEngine([ANSWER[0], asyncio.Event()]))
+    async with aclosing(as_stream(desk.service, request())) as chunks:
         await anext(chunks)
         assert desk.engine.closed == 0
+    await asyncio.sleep(0)
     assert desk.engine.closed == 1
     assert desk.counted("requests_total") == {("cancelled", "whole"): 1}
     assert desk.counted("output_tokens_total") == {("whole",): 2}
@@ -221,7 +218,7 @@ async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and
 
 async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> None:
     desk = Desk(PlainEngine())
-    async with aclosing(desk.service.generate(request())) as chunks:
+    async with aclosing(as_stream(desk.service, request())) as chunks:
         while (await anext(chunks)).finish_reason is None:
             pass
     assert desk.counted("requests_total") == {("ok", "whole"): 1}
@@ -273,12 +270,14 @@ async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
 
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
-    desk = Desk(PlainEngine(), limits=AdmissionLimits(active=1))
-    async with aclosing(desk.service.generate(request())) as chunks:
+    go = asyncio.Event()
+    desk = Desk(PlainEngine([ANSWER[0], go, ANSWER[1]]), limits=AdmissionLimits(active=1))
+    async with aclosing(as_stream(desk.service, request())) as chunks:
         await anext(chunks)
         with pytest.raises(Overloaded):
             await desk.ask()
     assert desk.engine.asked == 1
+    go.set()
     assert await desk.ask() == list(ANSWER)
     assert desk.counted("requests_total") == {("cancelled", "whole"): 1, ("overloaded", "whole"): 1, ("ok", "whole"): 1}
 
@@ -317,17 +316,3 @@ async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
     with pytest.raises(InvalidRequest, match="no decode slots to reserve"):
         await Desk(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
-
-
-@pytest.mark.parametrize("engine", [PlainEngine, PushingEngine])
-async def test_generate_into_when_the_engine_pushes_or_not_then_all_arrive_once_and_are_counted(
-    engine: type[PlainEngine],
-) -> None:
-    desk = Desk(engine())
-    pushed: list[Chunk] = []
-    async with aclosing(desk.service.generate_into(request(), pushed.append)) as chunks:
-        yielded = [chunk async for chunk in chunks]
-    assert tuple(pushed + yielded) == ANSWER
-    assert len(pushed) == (1 if engine is PushingEngine else 0)
-    assert desk.counted("output_tokens_total") == {("whole",): 3}
-    assert desk.engine.closed == 1

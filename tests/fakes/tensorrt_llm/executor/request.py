@@ -11,6 +11,7 @@ import msgspec
 
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, TokenLogprob, token_ids
+from dynamo_trtllm.streams import as_stream
 from tensorrt_llm.executor.result import GenerationResult, Logprob, Response
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.standin import traps
@@ -59,7 +60,7 @@ class Served:
             raise ValueError("the stand-in was told to lose the KV transfer")
         request, stop = self._request()
         engine = self._executor.core.engine
-        async with aclosing(engine.generate(request)) as stream:
+        async with aclosing(as_stream(engine, request)) as stream:
             async for chunk in stream:
                 self.has_begun = True
                 self._executor.note_step()

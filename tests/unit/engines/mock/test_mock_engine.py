@@ -19,6 +19,7 @@ from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
+from dynamo_trtllm.streams import as_stream
 from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, prompt_of, started, tokens
 from tests.waiting import SOON_S
 
@@ -148,7 +149,7 @@ async def test_decode_when_transfer_does_not_fit_then_refused_before_a_token_or_
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
         wrong = msgspec.structs.replace(kv_params, **change)
-        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, kv_params=wrong))) as stream:
+        async with aclosing(as_stream(decoder, ask(PROMPT, phase=Phase.DECODE, kv_params=wrong))) as stream:
             with pytest.raises(error):
                 await anext(stream)
         assert backend.fetches == 0
@@ -162,7 +163,7 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend, kv_block_size=16)
     async with started(prefill, decoder):
         kv_params = await prefill_params(prefill, PROMPT)
-        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))) as stream:
+        async with aclosing(as_stream(decoder, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))) as stream:
             with pytest.raises(TransferMismatch):
                 await anext(stream)
         assert backend.fetches == 0

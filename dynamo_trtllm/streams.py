@@ -1,0 +1,179 @@
+"""Define the protocol by which the output of a request passes from hop to hop, and adapt it to async generators.
+
+Engines and the worker service implement `Generator`. A token takes the same path whether it is the first, a middle one
+or the last: the hop that has it calls `on_event` of the next one, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, Protocol, TypeAlias
+
+from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, StreamIncomplete
+from dynamo_trtllm.messages import Chunk, GenerateRequest
+
+_log = logging.getLogger(__name__)
+
+StreamEvent: TypeAlias = Chunk | DynamoError
+"""A chunk, or the error that ended the stream. An error or a chunk with `finish_reason` is terminal."""
+
+OnEvent: TypeAlias = Callable[[StreamEvent], None]
+"""A callback that receives the events of one stream on the event loop. It must not block and must not raise."""
+
+
+class StreamHandle(Protocol):
+    """One running stream."""
+
+    def cancel(self) -> None:
+        """End the stream and free its KV on every side. No event follows. Idempotent; a no-op after the end."""
+        ...
+
+
+class Generator(Protocol):
+    """A source of streams."""
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        """Start a stream. Pass any number of chunks to `on_event`, then exactly one terminal event.
+
+        The first event comes after this has returned, so the caller always has the handle. Rejected requests end with
+        an error event, too: this raises only for a bug.
+        """
+        ...
+
+
+async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of a stream and raise its error. Consume with `aclosing`: closing cancels the stream.
+
+    For programs that embed an engine, and for tests. KV of a prefill call that ended just before the closing, unread,
+    is freed when its transfer expires.
+    """
+    events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by the request's tokens
+    handle = generator.generate(request, events.put_nowait)
+    try:
+        while True:
+            event = await events.get()
+            if isinstance(event, DynamoError):
+                raise event
+            yield event
+            if event.finish_reason is not None:
+                return
+    finally:
+        handle.cancel()
+
+
+class Stream:
+    """The common part of stream handles: passes events on until the terminal one or `cancel`."""
+
+    __slots__ = ("_on_event",)
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event: OnEvent | None = on_event  # None: the stream has ended
+
+    @property
+    def has_ended(self) -> bool:
+        return self._on_event is None
+
+    def emit(self, event: StreamEvent) -> None:
+        """Pass an event on. Events after the end are dropped."""
+        on_event = self._on_event
+        if on_event is None:
+            return
+        if isinstance(event, DynamoError) or event.finish_reason is not None:
+            self._on_event = None
+            self._close(event)
+        on_event(event)
+
+    def cancel(self) -> None:
+        """See `StreamHandle.cancel`."""
+        if self._on_event is not None:
+            self._on_event = None
+            self._close(None)
+
+    def _close(self, last: StreamEvent | None) -> None:
+        """Free what the stream holds. Called once, before the terminal event `last` is passed on; None: cancelled."""
+
+
+class TaskStream(Stream):
+    """A stream that runs some of its work, such as the fetch of its KV, as a task: one task at a time.
+
+    Args:
+        on_event: receives the events.
+        tasks: the running tasks of the owner, which awaits them when it shuts down.
+    """
+
+    __slots__ = ("_task", "_tasks", "_work")
+
+    def __init__(self, on_event: OnEvent, tasks: set[asyncio.Task[None]]) -> None:
+        super().__init__(on_event)
+        self._tasks = tasks
+        self._task: asyncio.Task[None] | None = None
+        self._work: Coroutine[Any, Any, StreamEvent | None] | None = None
+
+    def run(self, work: Coroutine[Any, Any, StreamEvent | None], name: str) -> None:
+        """Await `work` in a task and emit what it returns; its error ends the stream. A cancel cancels the task."""
+        self._work = work
+        task = self._task = asyncio.get_running_loop().create_task(self._await_work(work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    async def _await_work(self, work: Coroutine[Any, Any, StreamEvent | None]) -> None:
+        self._work = None
+        event: StreamEvent | None = None
+        try:
+            event = await work
+        except DynamoError as exc:
+            event = exc
+        except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
+            task = asyncio.current_task()
+            _log.exception("%s failed", task.get_name() if task else "stream")
+            event = InternalError(f"the worker failed on this request: {type(exc).__name__}")
+            event.__cause__ = exc
+        self._task = None  # so that the end of the stream does not cancel this task, which is done
+        if event is not None:
+            self.emit(event)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._task is not task:
+            return
+        self._task = None  # it was cancelled
+        if self._work is not None:  # before it began
+            self._work.close()
+        if self.has_ended:
+            self._free()
+        else:
+            self.emit(EngineFailed("the engine shut down during the request"))
+
+    def _close(self, last: StreamEvent | None) -> None:
+        if self._task is None:
+            self._free()
+        else:
+            self._task.cancel()  # `_free` follows when it has ended, because it may write to the request's memory
+
+    def _free(self) -> None:
+        """Free what the stream holds. Called once; no task of the stream runs."""
+
+
+class ChunkStream(TaskStream):
+    """The stream of an async generator of chunks, which a task reads."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, chunks: AsyncGenerator[Chunk, None], on_event: OnEvent, tasks: set[asyncio.Task[None]], name: str
+    ) -> None:
+        super().__init__(on_event, tasks)
+        self.run(self._read(chunks), name)
+
+    async def _read(self, chunks: AsyncGenerator[Chunk, None]) -> StreamEvent | None:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    self._task = None  # the end of the stream must not cancel the generator's cleanup
+                    self.emit(chunk)
+                    return None
+                self.emit(chunk)
+        return StreamIncomplete("the stream ended without a terminal chunk")

@@ -1,0 +1,178 @@
+"""The streaming protocol: one end comes last, nothing follows a cancel, and freeing waits for the stream's task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded, StreamIncomplete
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, token_ids
+from dynamo_trtllm.streams import Stream, StreamEvent, TaskStream, as_stream
+from tests.contract.plane_helpers import make_request
+from tests.streaming import ChunkSource
+
+TOKEN = Chunk(token_ids=token_ids([1]))
+LAST = Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)
+
+
+class Counted(TaskStream):
+    """A stream that counts how often it was freed, and notes whether its task still ran."""
+
+    def __init__(self, events: list[StreamEvent]) -> None:
+        self.running: set[asyncio.Task[None]] = set()
+        super().__init__(events.append, self.running)
+        self.freed: list[int] = []
+
+    def _free(self) -> None:
+        self.freed.append(len([task for task in self.running if not task.done()]))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("end", [LAST, Overloaded("full")])
+async def test_emit_when_the_end_has_come_then_nothing_follows(end: StreamEvent) -> None:
+    events: list[StreamEvent] = []
+    stream = Stream(events.append)
+    for event in (TOKEN, end, TOKEN, end):
+        stream.emit(event)
+    stream.cancel()
+    assert events == [TOKEN, end]
+    assert stream.has_ended
+
+
+async def test_cancel_when_tokens_flow_then_no_event_follows() -> None:
+    events: list[StreamEvent] = []
+    stream = Stream(events.append)
+    stream.emit(TOKEN)
+    stream.cancel()
+    stream.emit(LAST)
+    assert events == [TOKEN]
+
+
+async def test_task_when_it_returns_an_event_then_it_is_the_end_and_all_is_freed_once() -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+
+    async def work() -> StreamEvent:
+        await asyncio.sleep(0)
+        return LAST
+
+    stream.run(work(), "work")
+    await settle()
+    stream.cancel()
+    assert events == [LAST]
+    assert len(stream.freed) == 1
+    assert not stream.running
+
+
+async def test_task_when_it_returns_nothing_then_the_stream_goes_on() -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+
+    async def work() -> None:
+        stream.emit(TOKEN)
+
+    stream.run(work(), "work")
+    await settle()
+    assert (events, stream.freed) == ([TOKEN], [])
+    stream.emit(LAST)
+    assert (events, stream.freed) == ([TOKEN, LAST], [0])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(Overloaded("full"), Overloaded), (ValueError("secret detail"), InternalError)]
+)
+async def test_task_when_it_fails_then_its_error_ends_the_stream_and_a_bug_shows_no_detail(
+    error: Exception, expected: type[DynamoError], caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+
+    async def work() -> None:
+        raise error
+
+    stream.run(work(), "work")
+    await settle()
+    (event,) = events
+    assert type(event) is expected
+    assert "secret detail" not in str(event)
+    assert len(stream.freed) == 1
+    assert [record.exc_info is not None for record in caplog.records] == [True] * (expected is InternalError)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only_after_it_has_ended(turns: int) -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+    cleaned = []
+
+    async def work() -> StreamEvent:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # as a fetch that waits until its memory is not written to any more
+            cleaned.append(len(stream.freed))
+        return LAST
+
+    stream.run(work(), "work")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    stream.cancel()
+    stream.cancel()
+    await settle()
+    assert events == []
+    assert stream.freed == [0]
+    assert cleaned == ([0] if turns else [])
+    assert not stream.running
+
+
+async def test_task_when_its_owner_cancels_it_then_the_stream_ends_in_engine_failed() -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+    stream.run(asyncio.Event().wait(), "work")  # type: ignore[arg-type]  # it never returns
+    await settle()
+    for task in stream.running:
+        task.cancel()
+    await settle()
+    assert [type(event) for event in events] == [EngineFailed]
+    assert stream.freed == [0]
+
+
+class Scripted(ChunkSource):
+    def __init__(self, *steps: Chunk | Exception) -> None:
+        self.steps = steps
+        self.closed = 0
+
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        try:
+            for step in self.steps:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+            await asyncio.sleep(0)
+        finally:
+            self.closed += 1
+
+
+async def test_chunks_when_a_generator_makes_them_then_they_come_in_order_and_it_is_closed() -> None:
+    source = Scripted(TOKEN, TOKEN, LAST, TOKEN)
+    async with aclosing(as_stream(source, make_request())) as stream:
+        assert [chunk async for chunk in stream] == [TOKEN, TOKEN, LAST]
+    await settle()
+    assert source.closed == 1
+
+
+@pytest.mark.parametrize(("steps", "error"), [((TOKEN,), StreamIncomplete), ((TOKEN, Overloaded("full")), Overloaded)])
+async def test_chunks_when_a_generator_has_no_end_or_fails_then_that_error(
+    steps: tuple[Chunk | Exception, ...], error: type[DynamoError]
+) -> None:
+    async with aclosing(as_stream(Scripted(*steps), make_request())) as stream:
+        assert await anext(stream) == TOKEN
+        with pytest.raises(error):
+            await anext(stream)
