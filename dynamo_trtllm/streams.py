@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, StreamIncomplete
-from dynamo_trtllm.messages import Chunk, GenerateRequest
+from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,28 @@ class StreamHandle(Protocol):
     """One running stream."""
 
     def cancel(self) -> None:
-        """End the stream and free its KV on every side. No event follows. Idempotent; a no-op after the end."""
+        """End the stream and free its KV on every side. No event follows. Idempotent.
+
+        After the end of a prefill call this aborts the KV transfer that its last chunk offered, if it is pending.
+        """
+        ...
+
+    @property
+    def holds_kv(self) -> bool:
+        """True from the end of a prefill call until its KV was fetched or aborted, or has expired."""
+        ...
+
+
+@runtime_checkable
+class KvHolder(Protocol):
+    """The owner of KV transfers: an engine whose prefill calls return KV transfer parameters."""
+
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
+        ...
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """Return whether a transfer is neither released nor expired."""
         ...
 
 
@@ -47,30 +68,36 @@ class Generator(Protocol):
 async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of a stream and raise its error. Consume with `aclosing`: closing cancels the stream.
 
-    For programs that embed an engine, and for tests. KV of a prefill call that ended just before the closing, unread,
-    is freed when its transfer expires.
+    For programs that embed an engine, and for tests.
     """
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by the request's tokens
-    handle = generator.generate(request, events.put_nowait)
+    handle, has_ended = generator.generate(request, events.put_nowait), False
     try:
-        while True:
+        while not has_ended:
             event = await events.get()
             if isinstance(event, DynamoError):
                 raise event
+            has_ended = event.finish_reason is not None
             yield event
-            if event.finish_reason is not None:
-                return
     finally:
-        handle.cancel()
+        if not has_ended:
+            handle.cancel()
 
 
 class Stream:
-    """The common part of stream handles: passes events on until the terminal one or `cancel`."""
+    """The common part of stream handles: passes events on until the terminal one or `cancel`.
 
-    __slots__ = ("_on_event",)
+    Args:
+        on_event: receives the events.
+        kv_holder: owner of the KV transfer with which the stream may end.
+    """
 
-    def __init__(self, on_event: OnEvent) -> None:
+    __slots__ = ("_kv_holder", "_on_event", "_transfer_id")
+
+    def __init__(self, on_event: OnEvent, kv_holder: KvHolder | None = None) -> None:
         self._on_event: OnEvent | None = on_event  # None: the stream has ended
+        self._kv_holder = kv_holder
+        self._transfer_id = ""  # of the transfer with which the stream has ended
 
     @property
     def has_ended(self) -> bool:
@@ -83,6 +110,8 @@ class Stream:
             return
         if isinstance(event, DynamoError) or event.finish_reason is not None:
             self._on_event = None
+            if isinstance(event, Chunk) and event.kv_params is not None:
+                self._transfer_id = event.kv_params.transfer_id
             self._close(event)
         on_event(event)
 
@@ -91,6 +120,13 @@ class Stream:
         if self._on_event is not None:
             self._on_event = None
             self._close(None)
+        elif self._transfer_id and self._kv_holder is not None:
+            self._kv_holder.release(self._transfer_id, ReleaseOutcome.ABORTED)
+
+    @property
+    def holds_kv(self) -> bool:
+        """See `StreamHandle.holds_kv`."""
+        return bool(self._transfer_id) and self._kv_holder is not None and self._kv_holder.is_pending(self._transfer_id)
 
     def _close(self, last: StreamEvent | None) -> None:
         """Free what the stream holds. Called once, before the terminal event `last` is passed on; None: cancelled."""
@@ -102,12 +138,13 @@ class TaskStream(Stream):
     Args:
         on_event: receives the events.
         tasks: the running tasks of the owner, which awaits them when it shuts down.
+        kv_holder: as for `Stream`.
     """
 
     __slots__ = ("_task", "_tasks", "_work")
 
-    def __init__(self, on_event: OnEvent, tasks: set[asyncio.Task[None]]) -> None:
-        super().__init__(on_event)
+    def __init__(self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None) -> None:
+        super().__init__(on_event, kv_holder)
         self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
         self._work: Coroutine[Any, Any, StreamEvent | None] | None = None
@@ -163,9 +200,14 @@ class ChunkStream(TaskStream):
     __slots__ = ()
 
     def __init__(
-        self, chunks: AsyncGenerator[Chunk, None], on_event: OnEvent, tasks: set[asyncio.Task[None]], name: str
+        self,
+        chunks: AsyncGenerator[Chunk, None],
+        on_event: OnEvent,
+        tasks: set[asyncio.Task[None]],
+        name: str,
+        kv_holder: KvHolder | None = None,
     ) -> None:
-        super().__init__(on_event, tasks)
+        super().__init__(on_event, tasks, kv_holder)
         self.run(self._read(chunks), name)
 
     async def _read(self, chunks: AsyncGenerator[Chunk, None]) -> StreamEvent | None:

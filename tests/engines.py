@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, EngineStats, ExportsKv, HasStats
+from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_transfer.base import TransferBackend
@@ -30,7 +30,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.streams import StreamEvent, as_stream
+from dynamo_trtllm.streams import KvHolder, StreamEvent, as_stream
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from tests.instances import make_instance
@@ -192,7 +192,7 @@ def stats(engine: Engine) -> EngineStats:
 
 
 def release(engine: Engine, kv_params: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED) -> None:
-    assert isinstance(engine, ExportsKv)
+    assert isinstance(engine, KvHolder)
     engine.release(kv_params.transfer_id, outcome)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, ReleaseOutcome
+from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits
 from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
 
 
@@ -92,15 +92,6 @@ class Engine(Generator, Protocol):
 
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
-        ...
-
-
-@runtime_checkable
-class ExportsKv(Protocol):
-    """An engine whose prefill calls return KV transfer parameters."""
-
-    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
         ...
 
 

@@ -242,7 +242,11 @@ class EngineSession(Protocol):
         ...
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `ExportsKv.release`."""
+        """See `KvHolder.release`."""
+        ...
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
         ...
 
     async def drain(self) -> None: ...
@@ -254,7 +258,7 @@ S = TypeVar("S", bound=EngineSession)
 
 
 class ExternalEngine(ABC, Generic[S]):
-    """Implementation of `Engine`, `ExportsKv` and `HasProgress` without `start`."""
+    """Implementation of `Engine`, `KvHolder` and `HasProgress` without `start`."""
 
     def __init__(self, engine: str, library: str) -> None:
         """Initialize an engine that is not loaded.
@@ -336,7 +340,7 @@ class ExternalEngine(ABC, Generic[S]):
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """See `Engine.generate`."""
-        return ChunkStream(self._chunks(request), on_event, self._tasks, f"{self._engine}-{request.request_id}")
+        return ChunkStream(self._chunks(request), on_event, self._tasks, f"{self._engine}-{request.request_id}", self)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._ready().generate(request)) as chunks:
@@ -351,7 +355,11 @@ class ExternalEngine(ABC, Generic[S]):
         return self._session
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `ExportsKv.release`."""
+        """See `KvHolder.release`."""
         _log.debug("KV transfer %s released: %s", transfer_id, outcome)
         if self._session is not None:
             self._session.release(transfer_id, outcome)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
+        return self._session is not None and self._session.is_pending(transfer_id)

@@ -137,6 +137,10 @@ class PendingTransfers:
             pending.abort()
         self._on_change()
 
+    def is_pending(self, transfer_id: str) -> bool:
+        """Return whether a transfer is neither released nor expired."""
+        return transfer_id in self._awaiting_fetch
+
     def _expire(self, transfer_id: str) -> None:
         _log.warning(
             "KV transfer %s expired after %.0f s without a fetch; check the decode workers", transfer_id, self._ttl_s

@@ -13,13 +13,13 @@ Sink: TypeAlias = Callable[[Chunk], bool]
 
 
 class Service(Generator, Protocol):
-    """The calls that a worker answers at its subject. The plane cancels a stream whose caller cancels it or is gone."""
+    """The calls that a worker answers at its subject.
+
+    The plane cancels a stream whose caller cancels it or is gone, also an ended one that still holds KV.
+    """
 
     async def control(self, verb: Control) -> bytes:
         """Run a control verb and return the encoded reply, whose type depends on the verb.
-
-        If a caller does not receive the KV transfer parameters of its stream, or is gone, the plane itself calls this
-        with a `ReleaseKv` of outcome ABORTED.
 
         Raises:
             DynamoError: the caller gets the same error.

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +28,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import KvTransferParams, ReleaseKv, ReleaseOutcome, wire_mismatch
+from dynamo_trtllm.messages import wire_mismatch
 from dynamo_trtllm.request_plane.base import Service
 from dynamo_trtllm.request_plane.frames import (
     PING,
@@ -43,7 +44,6 @@ from dynamo_trtllm.request_plane.frames import (
     Ping,
     StreamReport,
 )
-from dynamo_trtllm.request_plane.handed import Handed, StreamKey
 from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
 from dynamo_trtllm.streams import StreamEvent, StreamHandle
 
@@ -65,9 +65,16 @@ def control_subject(subject: str) -> str:
     return f"{subject}.control"
 
 
+class StreamKey(NamedTuple):
+    """Identity of a stream: the caller's inbox and the stream's number in it."""
+
+    inbox: str
+    stream: int
+
+
 @dataclass(slots=True, eq=False)
 class ServerStream:
-    """One running stream."""
+    """One stream, until it has ended and holds no KV."""
 
     key: StreamKey
     deadline: asyncio.TimerHandle | None = None
@@ -85,7 +92,7 @@ class EndpointServer:
         self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
         self._idle = asyncio.Event()  # set while no call runs
         self._idle.set()
-        self._pending_kv = Handed()
+        self._held: dict[str, dict[int, ServerStream]] = {}  # ended streams whose KV is not fetched yet, by inbox
         self._outboxes: dict[str, FrameBatcher] = {}
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,7 +106,7 @@ class EndpointServer:
             tasks=tasks,
         )
         self._messages: Counter[str] = Counter()  # received messages by caller, while it gets heartbeats
-        # inboxes of callers of wire version 2 or later that have streams or pending KV transfers
+        # inboxes of callers of wire version 2 or later that have streams
         self._report_readers: set[str] = set()
         self._latest_openings: dict[StreamKey, None] = {}  # keys of the latest requests, including ended ones
         self._subject = ""
@@ -172,10 +179,7 @@ class EndpointServer:
     async def _control(self, data: bytes, reply: str) -> None:
         answer = Ack(ErrorPayload.of(InternalError("the control verb failed in the worker; see its log")))
         try:
-            verb = decode(data, ControlRequest).verb
-            if isinstance(verb, ReleaseKv) and (key := self._pending_kv.key_of(verb.transfer_id)) is not None:
-                self._forget_transfer(key)
-            answer = Ack(data=await self._service.control(verb))
+            answer = Ack(data=await self._service.control(decode(data, ControlRequest).verb))
         except DynamoError as exc:
             answer = Ack(ErrorPayload.of(exc))
         finally:
@@ -201,14 +205,15 @@ class EndpointServer:
 
     def _ping_message(self, inbox: str) -> bytes:
         """Return the heartbeat message for a caller: the report of its streams, or PING for wire version 1."""
+        self._forget_fetched(inbox)
         return self._report(inbox, 0) if inbox in self._report_readers else PING
 
     def _report(self, inbox: str, ping: int) -> bytes:
         """Return the message that reports a caller's streams, or PING if it is too large for the transport."""
-        self._forget_expired()
+        self._forget_fetched(inbox)
         running = self._by_inbox.get(inbox, {})
         streams = [(stream, call.number) for stream, call in running.items()]
-        streams += [(key.stream, self._pending_kv.frames(key)) for key in self._pending_kv.of(inbox)]
+        streams += [(stream, call.number) for stream, call in self._held.get(inbox, {}).items()]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._transport.max_message_bytes:
             return data
@@ -217,16 +222,16 @@ class EndpointServer:
         return PING
 
     def _heard_from(self, inbox: str) -> int:
-        """Return a counter that changes whenever the caller is heard from. New streams and KV transfers count, too."""
+        """Return a counter that changes whenever the caller is heard from. New streams count, too."""
         return self._messages[inbox]
 
     def _watch(self, inbox: str) -> None:
-        """Count one more stream or pending KV transfer of a caller."""
+        """Count one more stream of a caller."""
         self._callers.add(inbox)
         self._messages[inbox] += 1
 
     def _unwatch(self, inbox: str) -> None:
-        """Remove one stream or pending KV transfer of a caller from the count."""
+        """Remove one stream of a caller from the count."""
         if self._callers.remove(inbox):
             self._report_readers.discard(inbox)
             del self._messages[inbox]
@@ -258,9 +263,11 @@ class EndpointServer:
             return
         self._send(call, Frame(call.key.stream, call.number, event))
         if event.finish_reason is not None:
-            if event.kv_params is not None:
-                self._watch_transfer(call.key, event.kv_params, call.number)
-            self._close(call)
+            self._remove(call)
+            if call.handle is not None and call.handle.holds_kv:  # its caller is watched until the KV is fetched
+                self._held.setdefault(call.key.inbox, {})[call.key.stream] = call
+            else:
+                self._unwatch(call.key.inbox)
 
     def _deadline_passed(self, call: ServerStream) -> None:
         self._end(call, DeadlineExceeded("the request's deadline passed in the worker"))
@@ -271,26 +278,29 @@ class EndpointServer:
         self._close(call)
 
     def _close(self, call: ServerStream) -> None:
-        """Remove a stream, and cancel it if it still runs."""
+        """Remove a running stream, and cancel it if it has not ended."""
+        self._remove(call)
+        self._unwatch(call.key.inbox)
+        if call.handle is not None:
+            call.handle.cancel()
+
+    def _remove(self, call: ServerStream) -> None:
         del self._calls[call.key]
         if call.deadline is not None:
             call.deadline.cancel()
-        if call.handle is not None:
-            call.handle.cancel()
         others = self._by_inbox[call.key.inbox]
         del others[call.key.stream]
         if not others:
             del self._by_inbox[call.key.inbox]
         if not self._calls:
             self._idle.set()
-        self._unwatch(call.key.inbox)
 
     def _cancel(self, key: StreamKey) -> None:
         call = self._calls.get(key)
         if call is not None:
             self._close(call)
         else:
-            self._abort_transfer(key)  # a cancel shows that the caller did not receive the terminal chunk
+            self._abort_held(key)  # a cancel shows that the caller did not receive the terminal chunk
 
     def _end_all(self, error: DynamoError) -> None:
         for call in list(self._calls.values()):
@@ -298,15 +308,15 @@ class EndpointServer:
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
         gone = list(self._by_inbox.get(inbox, {}).values())
-        pending = self._pending_kv.of(inbox)
-        if gone or pending:
+        held = list(self._held.get(inbox, {}).values())
+        if gone or held:
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
-            logger.warning(text, inbox, len(gone), len(pending), error)
+            logger.warning(text, inbox, len(gone), len(held), error)
         for call in gone:
             text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
             self._end(call, StreamIncomplete(text))
-        for key in pending:
-            self._abort_transfer(key)
+        for call in held:
+            self._abort_held(call.key)
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
@@ -315,36 +325,30 @@ class EndpointServer:
         if self._is_closed:
             return  # the service may be closed too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
-        for key in self._pending_kv.keys():
-            self._abort_transfer(key)
+        for call in [call for held in self._held.values() for call in held.values()]:
+            self._abort_held(call.key)
 
-    # --- pending KV transfers --------------------------------------------------------------------------
+    # --- ended streams that hold KV --------------------------------------------------------------------
 
-    def _watch_transfer(self, key: StreamKey, kv_params: KvTransferParams, frames: int) -> None:
-        """Send heartbeats to the caller of a KV transfer until the KV is released or expires."""
-        self._forget_expired()
-        self._pending_kv.put(key, kv_params, frames)
-        self._watch(key.inbox)
+    def _forget_fetched(self, inbox: str) -> None:
+        """Remove a caller's ended streams that hold no KV any more."""
+        for call in [call for call in self._held.get(inbox, {}).values() if call.handle and not call.handle.holds_kv]:
+            self._pop_held(call.key)
 
-    def _forget_expired(self) -> None:
-        for key in self._pending_kv.expired(time.time()):
-            self._forget_transfer(key)
+    def _abort_held(self, key: StreamKey) -> None:
+        """Free the KV of an ended stream whose caller can't release it."""
+        call = self._pop_held(key)
+        if call is not None and call.handle is not None:
+            call.handle.cancel()
 
-    def _forget_transfer(self, key: StreamKey) -> KvTransferParams | None:
-        kv_params = self._pending_kv.pop(key)
-        if kv_params is not None:
+    def _pop_held(self, key: StreamKey) -> ServerStream | None:
+        streams = self._held.get(key.inbox, {})
+        call = streams.pop(key.stream, None)
+        if call is not None:
+            if not streams:
+                del self._held[key.inbox]
             self._unwatch(key.inbox)
-        return kv_params
-
-    def _abort_transfer(self, key: StreamKey) -> None:
-        """Release the KV of a stream whose caller can't release it."""
-        kv_params = self._forget_transfer(key)
-        if kv_params is not None:
-            release = self._release(ReleaseKv(kv_params.transfer_id, ReleaseOutcome.ABORTED))
-            self._own(asyncio.create_task(release, name=f"plane-abort-{kv_params.transfer_id}"))
-
-    async def _release(self, release: ReleaseKv) -> None:
-        await self._service.control(release)
+        return call
 
     # --- what leaves -----------------------------------------------------------------------------------
 

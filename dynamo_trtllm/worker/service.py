@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.base import Engine, EngineStats, ExportsKv, HasStats
+from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
 from dynamo_trtllm.messages import (
     Chunk,
@@ -33,7 +33,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import ServerHandle
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
+from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission
 
 _log = logging.getLogger(__name__)
@@ -70,10 +70,17 @@ class _ServiceStream(Stream):
             self._output_tokens += len(event.token_ids)
         super().emit(event)
 
+    def cancel(self) -> None:
+        super().cancel()
+        if self.source is not None:
+            self.source.cancel()
+
+    @property
+    def holds_kv(self) -> bool:
+        return self.source is not None and self.source.holds_kv
+
     def _close(self, last: StreamEvent | None) -> None:
         code = "cancelled" if last is None else last.code if isinstance(last, DynamoError) else "ok"
-        if last is None and self.source is not None:
-            self.source.cancel()
         self.admission.close()
         self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self._output_tokens)
 
@@ -143,7 +150,7 @@ class WorkerService:
     async def control(self, verb: Control) -> bytes:
         match verb:
             case ReleaseKv(transfer_id, outcome):
-                if isinstance(self._engine, ExportsKv):
+                if isinstance(self._engine, KvHolder):
                     self._engine.release(transfer_id, outcome)
                 return b""
             case GetFile(sha256, offset):

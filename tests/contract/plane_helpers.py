@@ -20,6 +20,7 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     PhaseTimings,
     ReleaseKv,
+    ReleaseOutcome,
     Sampling,
     token_ids,
 )
@@ -42,6 +43,8 @@ class ScriptedService(ChunkSource):
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
         self.verbs: list[Control] = []
+        self.pending: dict[str, float] = {}  # transfer id -> expiry
+        self.kv_holder = self
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.open += 1
@@ -49,14 +52,24 @@ class ScriptedService(ChunkSource):
         try:
             async with aclosing(self.script(request)) as chunks:
                 async for chunk in chunks:
+                    if chunk.kv_params is not None:
+                        self.pending[chunk.kv_params.transfer_id] = chunk.kv_params.expires_at
                     yield chunk
         finally:
             self.open -= 1
             self.closed.set()
 
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        self.verbs.append(ReleaseKv(transfer_id, outcome))
+        self.pending.pop(transfer_id, None)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        return self.pending.get(transfer_id, 0) > time.time()
+
     async def control(self, verb: Control) -> bytes:
         self.verbs.append(verb)
         if isinstance(verb, ReleaseKv):
+            self.pending.pop(verb.transfer_id, None)
             raise TransferExpired("too late", field="ticket_id")
         if verb.sha256 == "boom":
             raise RuntimeError("boom")

@@ -110,4 +110,4 @@ async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(network
     await collect(bench.caller, make_request())
     assert isinstance(serving, EndpointServer)
     assert serving._callers._streams
-    await until(lambda: not serving._callers._streams and not len(serving._pending_kv))
+    await until(lambda: not serving._callers._streams and not serving._held)

@@ -59,8 +59,8 @@ class Scene:
         clients = [plane._transport._client for plane in (*self.running_workers.planes, self.side.plane)]
         return {
             "held": self.running_workers.held(),
-            "legs": [serving.running for serving in servings],
-            "tickets on their way": [len(serving._pending_kv) for serving in servings],
+            "streams of workers": [serving.running for serving in servings],
+            "ended streams that hold KV": [len(serving._held) for serving in servings],
             "admitted": [serving._service._admission.active() for serving in servings],
             "watched": [sorted(serving._callers._streams) for serving in servings]
             + [[*self.side.plane._workers._streams]],
@@ -175,4 +175,6 @@ async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
 
 async def settled(made: Scene) -> None:
     await until(lambda: not any(any(held) for held in made.running_workers.held()), SOON_S, made.running_workers.held)
+    servings = [serving for plane in made.running_workers.planes for serving in plane._servers]
+    await until(lambda: not any(serving._held for serving in servings), SOON_S)  # looked at with each heartbeat
     await asyncio.sleep(0.1)

@@ -69,7 +69,7 @@ class _MockStream(TaskStream):
     __slots__ = ("_engine", "_is_added", "_sequence")
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
-        super().__init__(on_event, engine.tasks)
+        super().__init__(on_event, engine.tasks, engine)
         prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
         self._engine = engine
         self._is_added = False
@@ -115,7 +115,7 @@ class _MockStream(TaskStream):
 
 
 class MockEngine:
-    """An `Engine` with `ExportsKv` and `HasStats` that simulates a model."""
+    """An `Engine` with `KvHolder` and `HasStats` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
@@ -263,6 +263,9 @@ class MockEngine:
         task = asyncio.get_running_loop().create_task(self._unpublish(transfer_id, pending))
         self._unpublish_tasks.add(task)
         task.add_done_callback(self._unpublished)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        return transfer_id in self._awaiting_fetch
 
     async def _unpublish(self, transfer_id: str, pending: _MockTransfer) -> None:
         """Unpublish the memory and free its blocks. `pending` keeps the memory alive until then."""

@@ -53,7 +53,7 @@ class _TorchStream(TaskStream):
     __slots__ = ("_engine", "_is_exported", "_scheduler", "_seq")
 
     def __init__(self, engine: TorchEngine, on_event: OnEvent) -> None:
-        super().__init__(on_event, engine.tasks)
+        super().__init__(on_event, engine.tasks, engine)
         self._engine = engine
         self._seq: TorchSequence | None = None
         self._scheduler: Scheduler | None = None
@@ -96,7 +96,7 @@ class _TorchStream(TaskStream):
 
 
 class TorchEngine:
-    """An `Engine` with `ExportsKv` and `HasStats` that runs transformers models.
+    """An `Engine` with `KvHolder` and `HasStats` that runs transformers models.
 
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
     """
@@ -341,10 +341,14 @@ class TorchEngine:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """End a KV transfer. See `ExportsKv.release`."""
+        """End a KV transfer. See `KvHolder.release`."""
         _log.debug("KV transfer %s: %s", transfer_id, outcome)
         if self._kv_connector is not None:
             self._kv_connector.release(transfer_id)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
+        return self._kv_connector is not None and self._kv_connector.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:

@@ -212,6 +212,10 @@ class KvConnector:
         self._unpublish_tasks.add(task)
         task.add_done_callback(self._unpublish_tasks.discard)
 
+    def is_pending(self, transfer_id: str) -> bool:
+        """Return whether a KV transfer is neither released nor expired."""
+        return transfer_id in self._awaiting_fetch
+
     def _expire(self, transfer_id: str) -> None:
         _log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", transfer_id, self._ttl_s)
         self.release(transfer_id)

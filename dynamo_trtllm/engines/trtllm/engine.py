@@ -34,7 +34,7 @@ _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGRE
 
 
 class TrtllmEngine(ExternalEngine[TrtllmSession]):
-    """Implementation of `Engine`, `ExportsKv`, `HasStats`, `HasProgress` and `HasPreflight`."""
+    """Implementation of `Engine`, `KvHolder`, `HasStats`, `HasProgress` and `HasPreflight`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.

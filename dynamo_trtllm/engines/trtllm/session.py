@@ -271,8 +271,12 @@ class TrtllmSession:
     # --- KV transfers and statistics -------------------------------------------------------------------
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `ExportsKv.release`. After a fetch TensorRT-LLM itself frees the KV, without reporting it."""
+        """See `KvHolder.release`. After a fetch TensorRT-LLM itself frees the KV, without reporting it."""
         self._transfers.release(transfer_id, outcome)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
+        return self._transfers.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         """See `HasStats`. An idle engine has no iterations, so the used KV blocks of the last one are ignored."""

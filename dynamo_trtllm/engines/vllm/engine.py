@@ -67,7 +67,7 @@ _ENVIRONMENT = {
 
 
 class VllmEngine(ExternalEngine[VllmSession]):
-    """An `Engine` with `ExportsKv`, `HasStats`, `HasProgress` and `HasPreflight` that runs vLLM.
+    """An `Engine` with `KvHolder`, `HasStats`, `HasProgress` and `HasPreflight` that runs vLLM.
 
     `config.model_path` must be a folder.
     """

@@ -281,6 +281,10 @@ class VllmSession:
         """
         self._transfers.release(transfer_id, outcome)
 
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
+        return self._transfers.is_pending(transfer_id)
+
     def stats(self, counts: Counts) -> EngineStats:
         """Return the statistics. `counts`: of the engine's last step."""
         return engine_stats(counts, len(self._inflight), self._transfers)

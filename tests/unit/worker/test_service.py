@@ -84,6 +84,9 @@ class TransferringEngine(PlainEngine):
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         self.released.append((transfer_id, outcome))
 
+    def is_pending(self, transfer_id: str) -> bool:
+        return not self.released
+
 
 class Desk:
     """A service with its metrics."""
