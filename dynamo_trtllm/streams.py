@@ -108,7 +108,7 @@ class Stream:
         on_event = self._on_event
         if on_event is None:
             return
-        if isinstance(event, DynamoError) or event.finish_reason is not None:
+        if not isinstance(event, Chunk) or event.finish_reason is not None:  # tests the class of most events first
             self._on_event = None
             if isinstance(event, Chunk) and event.kv_params is not None:
                 self._transfer_id = event.kv_params.transfer_id

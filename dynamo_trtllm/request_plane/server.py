@@ -28,7 +28,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import wire_mismatch
+from dynamo_trtllm.messages import Chunk, wire_mismatch
 from dynamo_trtllm.request_plane.base import Service
 from dynamo_trtllm.request_plane.frames import (
     PING,
@@ -258,16 +258,17 @@ class EndpointServer:
             self._end(call, InternalError("the request failed in the worker; see its log"))
 
     def _on_event(self, call: ServerStream, event: StreamEvent) -> None:
-        if isinstance(event, DynamoError):
+        if not isinstance(event, Chunk):
             self._end(call, event)
             return
         self._send(call, Frame(call.key.stream, call.number, event))
-        if event.finish_reason is not None:
-            self._remove(call)
-            if call.handle is not None and call.handle.holds_kv:  # its caller is watched until the KV is fetched
-                self._held.setdefault(call.key.inbox, {})[call.key.stream] = call
-            else:
-                self._unwatch(call.key.inbox)
+        if event.finish_reason is None:
+            return
+        self._remove(call)
+        if call.handle is not None and call.handle.holds_kv:  # its caller is watched until the KV is fetched
+            self._held.setdefault(call.key.inbox, {})[call.key.stream] = call
+        else:
+            self._unwatch(call.key.inbox)
 
     def _deadline_passed(self, call: ServerStream) -> None:
         self._end(call, DeadlineExceeded("the request's deadline passed in the worker"))

@@ -68,6 +68,10 @@ class _ServiceStream(Stream):
     def emit(self, event: StreamEvent) -> None:
         if isinstance(event, Chunk):
             self._output_tokens += len(event.token_ids)
+            if event.finish_reason is None:
+                if self._on_event is not None:
+                    self._on_event(event)
+                return
         super().emit(event)
 
     def cancel(self) -> None:

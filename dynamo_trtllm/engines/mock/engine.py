@@ -97,10 +97,11 @@ class _MockStream(TaskStream):
         self._engine.schedule(self._sequence)
 
     def _on_token(self, token: int, is_last: bool) -> None:
-        request = self._sequence.request
         if not is_last:
             self.emit(Chunk(token_ids=token_ids((token,))))
-        elif request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
+            return
+        request = self._sequence.request
+        if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
             self.run(self._engine.export_kv(self._sequence, token), f"mock-export-{request.request_id}")
         else:
             stats = self._engine.timings(self._sequence)
