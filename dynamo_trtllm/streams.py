@@ -7,6 +7,7 @@ or the last: the hop that has it calls `on_event` of the next one, on the event 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -28,7 +29,7 @@ class StreamHandle(Protocol):
     """One running stream."""
 
     def cancel(self) -> None:
-        """End the stream and free its KV on every side. No event follows. Idempotent.
+        """End the stream and free what its source holds for it. No event follows. Idempotent.
 
         After the end of a prefill call this aborts the KV transfer that its last chunk offered, if it is pending.
         """
@@ -104,9 +105,11 @@ class Stream:
         return self._on_event is None
 
     def emit(self, event: StreamEvent) -> None:
-        """Pass an event on. Events after the end are dropped."""
+        """Pass an event on. Events after the end are dropped; KV that such an event offers is freed."""
         on_event = self._on_event
         if on_event is None:
+            if isinstance(event, Chunk) and event.kv_params is not None and self._kv_holder is not None:
+                self._kv_holder.release(event.kv_params.transfer_id, ReleaseOutcome.ABORTED)
             return
         if not isinstance(event, Chunk) or event.finish_reason is not None:  # tests the class of most events first
             self._on_event = None
@@ -141,10 +144,11 @@ class TaskStream(Stream):
         kv_holder: as for `Stream`.
     """
 
-    __slots__ = ("_task", "_tasks", "_work")
+    __slots__ = ("_context", "_task", "_tasks", "_work")
 
     def __init__(self, on_event: OnEvent, tasks: set[asyncio.Task[None]], kv_holder: KvHolder | None = None) -> None:
         super().__init__(on_event, kv_holder)
+        self._context = contextvars.copy_context()  # of log lines: an engine's step runs in another one
         self._tasks = tasks
         self._task: asyncio.Task[None] | None = None
         self._work: Coroutine[Any, Any, StreamEvent | None] | None = None
@@ -152,7 +156,9 @@ class TaskStream(Stream):
     def run(self, work: Coroutine[Any, Any, StreamEvent | None], name: str) -> None:
         """Await `work` in a task and emit what it returns; its error ends the stream. A cancel cancels the task."""
         self._work = work
-        task = self._task = asyncio.get_running_loop().create_task(self._await_work(work), name=name)
+        task = self._task = asyncio.get_running_loop().create_task(
+            self._await_work(work), name=name, context=self._context
+        )
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
 
@@ -168,9 +174,14 @@ class TaskStream(Stream):
             _log.exception("%s failed", task.get_name() if task else "stream")
             event = InternalError(f"the worker failed on this request: {type(exc).__name__}")
             event.__cause__ = exc
-        self._task = None  # so that the end of the stream does not cancel this task, which is done
-        if event is not None:
-            self.emit(event)
+        task, self._task = self._task, None  # so that the end of the stream does not cancel this task, which is done
+        try:
+            if task is not None and self.has_ended:  # by a cancel that the work did not see
+                self._free()
+            if event is not None:
+                self.emit(event)
+        finally:
+            event = None  # its traceback refers to this frame: a cycle that would keep the request in memory
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

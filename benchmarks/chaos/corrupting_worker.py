@@ -21,7 +21,17 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models.resolve import resolve
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest, Instance, Restart, Role
+from dynamo_trtllm.messages import (
+    WIRE_VERSION,
+    Chunk,
+    Control,
+    GenerateRequest,
+    Instance,
+    ReleaseKv,
+    ReleaseOutcome,
+    Restart,
+    Role,
+)
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Plane, Service
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -47,19 +57,34 @@ class CorruptingService:
         self._plane, self._healthy, self._change = plane, healthy, change
         self.num_changed = 0  # chunks
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pending: set[str] = set()  # transfer ids
+        self._releases: set[asyncio.Task[bytes]] = set()
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        return ChunkStream(self._chunks(request), on_event, self._tasks, f"corrupting-{request.request_id}")
+        return ChunkStream(self._chunks(request), on_event, self._tasks, f"corrupting-{request.request_id}", self)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._plane.generate(self._healthy.subject, request)) as chunks:
             async for chunk in chunks:
                 if chunk.kv_params is not None:
+                    self._pending.add(chunk.kv_params.transfer_id)
                     self.num_changed += 1
                     chunk = self._change(chunk)
                 yield chunk
 
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        """Forward the end of a KV transfer to the healthy worker."""
+        if transfer_id in self._pending:
+            task = asyncio.get_running_loop().create_task(self.control(ReleaseKv(transfer_id, outcome)))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        return transfer_id in self._pending
+
     async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, ReleaseKv):
+            self._pending.discard(verb.transfer_id)
         if isinstance(verb, Restart):  # for this worker, not for the healthy one
             return b""
         return await self._plane.control(self._healthy.subject, verb)

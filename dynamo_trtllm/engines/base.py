@@ -69,11 +69,12 @@ class Engine(Generator, Protocol):
         ...
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        """Start a request. Its events are passed on within the step that made them.
+        """Start a request. See `streams.Generator.generate`.
 
         A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and the tokens if the
-        request ends with its first token. A DECODE call first yields the first token of the transfer parameters. An
-        engine that samples this token again (vLLM, for penalties, structured output and seeds) yields its own instead.
+        request ends with its first token. The first chunk of a DECODE call has the first token of the transfer
+        parameters. An engine that samples this token again (vLLM, for penalties, structured output and seeds) sends
+        its own instead.
 
         Errors that end a stream, among others:
             RequestRejected: this engine does not support the request.

@@ -92,7 +92,7 @@ class EndpointServer:
         self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
         self._idle = asyncio.Event()  # set while no call runs
         self._idle.set()
-        self._held: dict[str, dict[int, ServerStream]] = {}  # ended streams whose KV is not fetched yet, by inbox
+        self._held: dict[str, dict[int, ServerStream]] = {}  # by inbox: ended streams that held KV at the last report
         self._outboxes: dict[str, FrameBatcher] = {}
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,7 +161,8 @@ class EndpointServer:
                 self._answer(reply, Ack())
                 self._answer_ping(body)
                 return
-            is_new = StreamKey(body.inbox, body.stream) not in self._latest_openings
+            key = StreamKey(body.inbox, body.stream)
+            is_new = key not in self._latest_openings and key not in self._calls
             if is_new and not self._accepting:
                 raise Draining("the worker is shutting down and accepts no new requests")
             if mismatch := wire_mismatch(body.wire):
@@ -205,7 +206,8 @@ class EndpointServer:
 
     def _ping_message(self, inbox: str) -> bytes:
         """Return the heartbeat message for a caller: the report of its streams, or PING for wire version 1."""
-        self._forget_fetched(inbox)
+        if inbox not in self._report_readers:
+            self._forget_fetched(inbox)  # as `_report` does
         return self._report(inbox, 0) if inbox in self._report_readers else PING
 
     def _report(self, inbox: str, ping: int) -> bytes:
@@ -240,6 +242,7 @@ class EndpointServer:
 
     def _open(self, opening: OpenStream) -> None:
         call = ServerStream(StreamKey(opening.inbox, opening.stream))
+        self._abort_held(call.key)
         self._calls[call.key] = call
         self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = call
         self._latest_openings[call.key] = None
@@ -309,6 +312,7 @@ class EndpointServer:
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
         gone = list(self._by_inbox.get(inbox, {}).values())
+        self._forget_fetched(inbox)
         held = list(self._held.get(inbox, {}).values())
         if gone or held:
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"

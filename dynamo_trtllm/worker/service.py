@@ -1,6 +1,6 @@
 """Serve an engine's streams and the control verbs on the request plane, and drain the engine.
 
-An unexpected exception of the engine is logged here and becomes InternalError.
+An unexpected exception of the engine is logged, here or by its stream's task, and becomes InternalError.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _ServiceStream(Stream):
 
     def _close(self, last: StreamEvent | None) -> None:
         code = "cancelled" if last is None else last.code if isinstance(last, DynamoError) else "ok"
-        self.admission.close()
+        self.admission.close()  # the engine may hold a cancelled call for longer: until its fetch has stopped
         self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self._output_tokens)
 
 
@@ -131,7 +131,7 @@ class WorkerService:
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
-            _log.exception("request %s failed", request.request_id)
+            context.run(_log.exception, "request %s failed", request.request_id)
             error = InternalError(f"the worker failed on this request: {type(exc).__name__}")
             asyncio.get_running_loop().call_soon(stream.emit, error)
         return stream

@@ -33,6 +33,7 @@ from dynamo_trtllm.streams import StreamEvent, as_stream
 from tests.engines import (
     answer,
     ask,
+    cancel_after,
     check_nothing_left,
     check_stats,
     collect,
@@ -124,6 +125,14 @@ async def test_stream_when_cancelled_in_an_event_then_none_follows(open_engine: 
         handle.cancel()
         await check_nothing_left(engine)
         assert len(events) == 2
+
+
+async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(open_engine: Open) -> None:
+    engine = open_engine(Role.PREFILL)
+    async with started(engine):
+        for turns in range(25):
+            await cancel_after(engine, ask(prompt_of(40), phase=Phase.PREFILL), turns)
+        await check_nothing_left(engine)
 
 
 async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(open_engine: Open) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.torch.engine import TorchEngine
+from dynamo_trtllm.engines.torch.sequence import Delivery, PrefillDone
 from dynamo_trtllm.errors import (
     ConfigError,
     EngineFailed,
@@ -23,7 +25,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.streams import StreamEvent, StreamHandle, as_stream
 from tests.engines import (
     answer,
     ask,
@@ -96,8 +98,6 @@ async def test_two_calls_when_cancelled_while_fetching_then_nothing_left(gpt_oss
         async def read(self, *args: Any, **kwargs: Any) -> None:
             reached.set()
             await asyncio.Event().wait()
-
-    from dynamo_trtllm.engines.torch.engine import TorchEngine
 
     reached = asyncio.Event()
     config = WorkerConfig(model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE)
@@ -188,3 +188,22 @@ async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then
         assert (await engine.start()).eos_token_ids == (1, 2)
     finally:
         await engine.aclose()
+
+
+async def test_prefill_when_cancelled_as_its_kv_is_ready_then_nothing_is_left(
+    gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, handles = TorchEngine._receive, list[StreamHandle]()
+
+    def receive_and_cancel(engine: TorchEngine, delivery: Delivery) -> None:
+        receive(engine, delivery)
+        if any(isinstance(event, PrefillDone) for _, event in delivery):
+            handles[-1].cancel()  # before the task that exports the KV has begun
+
+    monkeypatch.setattr(TorchEngine, "_receive", receive_and_cancel)
+    engine = make("torch", gpt_oss, Role.PREFILL)
+    async with started(engine):
+        events: list[StreamEvent] = []
+        handles.append(engine.generate(ask(prompt_of(20), phase=Phase.PREFILL), events.append))
+        await check_nothing_left(engine)
+        assert events == []

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
+import weakref
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded, StreamIncomplete
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseOutcome, token_ids
+from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.streams import Stream, StreamEvent, TaskStream, as_stream
 from tests.contract.plane_helpers import make_request
+from tests.instances import make_transfer_params
 from tests.streaming import ChunkSource
 
 TOKEN = Chunk(token_ids=token_ids([1]))
@@ -130,6 +135,104 @@ async def test_cancel_when_a_task_runs_or_has_not_begun_then_freed_once_and_only
     assert stream.freed == [0]
     assert cleaned == ([0] if turns else [])
     assert not stream.running
+
+
+async def test_cancel_when_it_comes_from_an_event_of_the_task_then_all_is_freed() -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+
+    async def work() -> StreamEvent:
+        stream.emit(TOKEN)
+        stream.cancel()
+        return LAST  # without another await, so the cancel does not reach it
+
+    stream.run(work(), "work")
+    await settle()
+    assert (events, len(stream.freed)) == ([TOKEN], 1)
+
+
+async def test_cancel_when_the_task_ends_in_another_error_then_all_is_freed_and_nothing_told() -> None:
+    events: list[StreamEvent] = []
+    stream = Counted(events)
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise Overloaded("full") from None
+
+    stream.run(work(), "work")
+    await settle()
+    stream.cancel()
+    await settle()
+    assert (events, len(stream.freed)) == ([], 1)
+
+
+class Holder:
+    """The owner of one KV transfer, t1."""
+
+    def __init__(self) -> None:
+        self.released: list[tuple[str, ReleaseOutcome]] = []
+
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        self.released.append((transfer_id, outcome))
+
+    def is_pending(self, transfer_id: str) -> bool:
+        return transfer_id == "t1" and not self.released
+
+
+EXPORTED = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
+
+
+async def test_kv_when_a_stream_has_ended_then_its_handle_holds_it_until_it_is_cancelled() -> None:
+    holder, events = Holder(), list[StreamEvent]()
+    stream = Stream(events.append, holder)
+    assert not stream.holds_kv
+    stream.emit(EXPORTED)
+    assert stream.holds_kv
+    stream.cancel()
+    assert (stream.holds_kv, holder.released) == (False, [("t1", ReleaseOutcome.ABORTED)])
+
+
+async def test_kv_when_it_is_offered_after_a_cancel_then_it_is_freed() -> None:
+    holder, events = Holder(), list[StreamEvent]()
+    stream = Stream(events.append, holder)
+    stream.cancel()
+    stream.emit(EXPORTED)
+    assert (events, holder.released) == ([], [("t1", ReleaseOutcome.ABORTED)])
+
+
+async def test_log_when_a_task_is_started_by_a_step_then_it_has_the_streams_request_id(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = []
+
+    async def work() -> None:
+        seen.append(request_id.get())
+
+    context = contextvars.copy_context()
+    context.run(request_id.set, "r-42")
+    stream = context.run(Counted, [])
+    stream.run(work(), "work")  # in the context of the engine's step
+    await settle()
+    assert seen == ["r-42"]
+
+
+async def test_stream_when_it_has_ended_or_failed_then_no_cycle_keeps_it() -> None:
+    async def work() -> None:
+        raise Overloaded("full")
+
+    gc.collect()
+    gc.disable()
+    try:
+        stream = Counted([])
+        stream.run(work(), "work")
+        await settle()
+        there = weakref.ref(stream)
+        del stream
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 async def test_task_when_its_owner_cancels_it_then_the_stream_ends_in_engine_failed() -> None:

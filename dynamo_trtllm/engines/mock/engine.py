@@ -94,7 +94,8 @@ class _MockStream(TaskStream):
 
     async def _import_kv(self, kv_params: KvTransferParams) -> None:
         self.emit(await self._engine.import_kv(self._sequence, kv_params))
-        self._engine.schedule(self._sequence)
+        if not self.has_ended:
+            self._engine.schedule(self._sequence)
 
     def _on_token(self, token: int, is_last: bool) -> None:
         if not is_last:
@@ -113,6 +114,9 @@ class _MockStream(TaskStream):
     def _free(self) -> None:
         if self._is_added:
             self._engine.remove(self._sequence)
+
+
+def _ignore(*_: object) -> None: ...
 
 
 class MockEngine:
@@ -177,7 +181,8 @@ class MockEngine:
         self._scheduler.schedule(sequence, num_tokens)
 
     def remove(self, sequence: MockSequence) -> None:
-        """Remove a sequence and free its blocks."""
+        """Remove a sequence and free its blocks. A step in progress may still call it."""
+        sequence.on_token = sequence.on_stop = _ignore
         self._scheduler.remove(sequence)
         self._sequences.discard(sequence)
         self._note_idle()

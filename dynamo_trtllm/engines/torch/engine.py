@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -50,18 +50,17 @@ _MASK_64 = (1 << 64) - 1
 class _TorchStream(TaskStream):
     """One request: passes on what a step made for it, and runs what must be awaited as a task."""
 
-    __slots__ = ("_engine", "_is_exported", "_scheduler", "_seq")
+    __slots__ = ("_engine", "_is_exported", "_seq")
 
     def __init__(self, engine: TorchEngine, on_event: OnEvent) -> None:
         super().__init__(on_event, engine.tasks, engine)
         self._engine = engine
         self._seq: TorchSequence | None = None
-        self._scheduler: Scheduler | None = None
         self._is_exported = False  # the KV connector retires the sequence
 
     def start(self, seq: TorchSequence, scheduler: Scheduler) -> None:
         """Submit the sequence, after its output format is compiled. Raises the error of a rejected request."""
-        self._seq, self._scheduler = seq, scheduler
+        self._seq = seq
         self._engine.add(seq)
         if seq.request.sampling.guided is not None:
             self.run(self._compile_and_submit(seq, scheduler), f"torch-grammar-{seq.request.request_id}")
@@ -80,19 +79,21 @@ class _TorchStream(TaskStream):
             self.emit(event)
         elif self._seq is not None and not self.has_ended:
             if isinstance(event, PrefillDone):
-                self._is_exported = True
-                self.run(self._engine.export_kv(self._seq, event), f"torch-export-{self._seq.request.request_id}")
+                self.run(self._export_kv(self._seq, event), f"torch-export-{self._seq.request.request_id}")
             else:
-                self.run(self._fetch_and_install(self._seq, event), f"torch-fetch-{self._seq.request.request_id}")
+                self.run(
+                    self._engine.fetch_and_install(self._seq, event), f"torch-fetch-{self._seq.request.request_id}"
+                )
 
-    async def _fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
-        await self._engine.fetch(seq.request, reserved)
-        if self._scheduler is not None:
-            self._scheduler.post(partial(self._scheduler.install, seq))
+    async def _export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
+        export = self._engine.export_kv(seq, prefill_done)
+        self._is_exported = True
+        return await export
 
     def _free(self) -> None:
-        if self._seq is not None and not self._is_exported:
-            self._engine.retire(self._seq)
+        seq, self._seq = self._seq, None  # its callback refers to this stream: a cycle that would keep the prompt
+        if seq is not None and not self._is_exported:
+            self._engine.retire(seq)
 
 
 class TorchEngine:
@@ -255,6 +256,9 @@ class TorchEngine:
             stream.start(self._new_sequence(request, info, stream.receive), scheduler)
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
+        except BaseException:  # a bug
+            stream.cancel()
+            raise
         return stream
 
     def add(self, seq: TorchSequence) -> None:
@@ -262,20 +266,22 @@ class TorchEngine:
         self._sequences.add(seq)
         self._idle.clear()
 
-    async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
+    def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Coroutine[Any, Any, Chunk]:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        if self._kv_connector is None or self._info is None:
-            raise RuntimeError(f"request {seq.request.request_id} exports KV, but this engine has no KV connector")
-        return await self._kv_connector.export_kv(seq, prefill_done, self._info.layout)
+        _, info = self._ready()
+        assert self._kv_connector is not None
+        return self._kv_connector.export_kv(seq, prefill_done, info.layout)
 
-    async def fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
-        """Fetch the prompt's KV and return once the copies of all regions into the pool are queued."""
+    async def fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
+        """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
+        request, (scheduler, _) = seq.request, self._ready()
         if self._kv_connector is None or self._memory is None or self._memory.transfer_buffer is None:
             raise RuntimeError(
                 f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
             )
         scatter = partial(self._memory.transfer_buffer.scatter, reserved.allocation, reserved.rows)
         await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_region=scatter)
+        scheduler.post(partial(scheduler.install, seq))
 
     def _new_sequence(
         self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]

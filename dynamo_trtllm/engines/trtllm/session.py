@@ -115,7 +115,7 @@ class TrtllmSession:
     # --- requests --------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See `Engine.generate`. If the stream is closed early, a background task aborts the call and drains it."""
+        """See `EngineSession.generate`. After an early close, a background task aborts the call and drains it."""
         call = build_call(request, self._model_limits)
         disagg = self._disagg(request, call)
         inflight = self._submit(request, call, disagg)

@@ -107,7 +107,7 @@ class VllmSession:
     # --- requests --------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Run a request, see `Engine.generate`. Closing the stream early aborts the call."""
+        """Run a request, see `EngineSession.generate`. Closing the stream early aborts the call."""
         self.check()
         fetched_kv = self._transfers.import_kv(request) if request.phase is Phase.DECODE else None
         call = build_call(request, self._model_limits, fetched_kv)
