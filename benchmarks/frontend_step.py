@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.api.chat import ChatRequest
@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.sse import ChatSseEncoder
 from dynamo_trtllm.http_server.body_writer import WRITER
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
@@ -112,12 +112,11 @@ class FakePipeline:
     def __init__(self, chunks: list[Chunk]) -> None:
         self._chunks = chunks
 
-    async def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        for index, chunk in enumerate(self._chunks):  # like a request plane with a fast reader
-            if not index or sink is None or chunk.finish_reason is not None or not sink(chunk):
-                yield chunk
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        for index, chunk in enumerate(self._chunks):
+            on_chunk(chunk)
+            if not index:
+                await asyncio.sleep(0)  # the response starts
 
     def get(self, name: str) -> ServedModel:
         return SERVED

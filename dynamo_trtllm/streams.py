@@ -25,6 +25,10 @@ OnEvent: TypeAlias = Callable[[StreamEvent], None]
 """A callback that receives the events of one stream on the event loop. It must not block and must not raise."""
 
 
+OnChunk: TypeAlias = Callable[[Chunk], bool]
+"""A callback that receives the chunks of one stream. It returns False to end the stream before its last chunk."""
+
+
 class StreamHandle(Protocol):
     """One running stream."""
 
@@ -66,6 +70,59 @@ class Generator(Protocol):
         ...
 
 
+class _StreamEnd:
+    """Passes the chunks of a stream on, and completes `future` at its end."""
+
+    __slots__ = ("_on_chunk", "future", "is_terminal")
+
+    def __init__(self, on_chunk: OnChunk) -> None:
+        self._on_chunk = on_chunk
+        self.future: asyncio.Future[None] | None = asyncio.get_running_loop().create_future()
+        self.is_terminal = False  # ended by the stream itself
+
+    def on_event(self, event: StreamEvent) -> None:
+        future = self.future
+        if future is None or future.done():
+            return
+        if not isinstance(event, Chunk):
+            self.is_terminal = True
+            future.set_exception(event)
+            return
+        try:
+            goes_on = self._on_chunk(event)
+        except Exception as exc:  # noqa: BLE001 - raised to the caller of `run_stream`
+            # a future accepts no StopIteration
+            future.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
+            return
+        self.is_terminal = event.finish_reason is not None
+        if self.is_terminal or not goes_on:
+            future.set_result(None)
+
+
+async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk) -> None:
+    """Start a stream and wait for its end. Cancelling this cancels the stream.
+
+    Args:
+        start: starts the stream and returns its handle.
+        on_chunk: receives its chunks, within the call that has them.
+
+    Raises:
+        DynamoError: the error that ended the stream.
+        Exception: an exception of `on_chunk`, which cancels the stream.
+    """
+    end = _StreamEnd(on_chunk)
+    handle = start(end.on_event)
+    is_received = False
+    try:
+        assert end.future is not None
+        await end.future
+        is_received = end.is_terminal
+    finally:
+        if not is_received:
+            handle.cancel()  # nothing happens if the stream has ended in an error
+        end.future = None  # its error refers to this frame: a cycle that would keep the request in memory
+
+
 async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of a stream and raise its error. Consume with `aclosing`: closing cancels the stream.
 
@@ -77,7 +134,10 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
         while not has_ended:
             event = await events.get()
             if isinstance(event, DynamoError):
-                raise event
+                try:
+                    raise event
+                finally:
+                    del event  # its traceback refers to this frame: a cycle that would keep the request in memory
             has_ended = event.finish_reason is not None
             yield event
     finally:
@@ -115,7 +175,11 @@ class Stream:
             self._on_event = None
             if isinstance(event, Chunk) and event.kv_params is not None:
                 self._transfer_id = event.kv_params.transfer_id
-            self._close(event)
+            try:
+                self._close(event)
+            finally:
+                on_event(event)
+            return
         on_event(event)
 
     def cancel(self) -> None:
@@ -172,7 +236,7 @@ class TaskStream(Stream):
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
             _log.exception("%s failed", task.get_name() if task else "stream")
-            event = InternalError(f"the worker failed on this request: {type(exc).__name__}")
+            event = InternalError(f"an unexpected error ended the request: {type(exc).__name__}; see the log")
             event.__cause__ = exc
         task, self._task = self._task, None  # so that the end of the stream does not cancel this task, which is done
         try:
@@ -193,7 +257,11 @@ class TaskStream(Stream):
         if self.has_ended:
             self._free()
         else:
-            self.emit(EngineFailed("the engine shut down during the request"))
+            self.emit(self._shutdown_error())
+
+    def _shutdown_error(self) -> DynamoError:
+        """Return the error for the end of a task that its owner cancelled."""
+        return EngineFailed("the engine shut down during the request")
 
     def _close(self, last: StreamEvent | None) -> None:
         if self._task is None:

@@ -6,8 +6,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 
+from dynamo_trtllm.frontend.base import RequestGenerator
+from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest
-from dynamo_trtllm.streams import ChunkStream, KvHolder, OnEvent, StreamHandle
+from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.streams import ChunkStream, KvHolder, OnEvent, StreamHandle, as_stream
 
 
 class ChunkSource(ABC):
@@ -21,3 +24,38 @@ class ChunkSource(ABC):
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         tasks: set[asyncio.Task[None]] = set()
         return ChunkStream(self.chunks(request), on_event, tasks, f"stream-{request.request_id}", self.kv_holder)
+
+
+class WorkerCalls:
+    """The calls of one worker, at its subject, as a `Generator`."""
+
+    def __init__(self, plane: Plane, subject: str) -> None:
+        self._plane, self._subject = plane, subject
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        return self._plane.generate(self._subject, request, on_event)
+
+
+def call_stream(plane: Plane, subject: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    return as_stream(WorkerCalls(plane, subject), request)
+
+
+async def pipeline_stream(
+    pipeline: RequestGenerator, request: GenerateRequest, trace: RouteTrace
+) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of a request. Closing cancels it and waits for its end."""
+    arrived: asyncio.Queue[Chunk | asyncio.Task[None]] = asyncio.Queue()
+
+    def put(chunk: Chunk) -> bool:
+        arrived.put_nowait(chunk)
+        return True
+
+    task = asyncio.create_task(pipeline.generate(request, trace, put))
+    task.add_done_callback(arrived.put_nowait)
+    try:
+        while isinstance(item := await arrived.get(), Chunk):
+            yield item
+        item.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

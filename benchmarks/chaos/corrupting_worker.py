@@ -9,8 +9,8 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,7 +35,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Plane, Service
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.streams import ChunkStream, OnEvent, StreamHandle
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from dynamo_trtllm.worker.startup import live_peers
@@ -50,27 +50,39 @@ _AN_HOUR_S = 3600.0
 _KV_BYTES = 128  # requests for KV are shorter
 
 
+class _ForwardedStream(Stream):
+    """A stream whose events come from a call of another worker."""
+
+    __slots__ = ("source",)
+
+    source: StreamHandle
+
+    def _close(self, last: StreamEvent | None) -> None:
+        if last is None:
+            self.source.cancel()
+
+
 class CorruptingService:
     """A `request_plane.base.Service` that forwards to a healthy worker and changes its last chunks."""
 
     def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
         self._plane, self._healthy, self._change = plane, healthy, change
         self.num_changed = 0  # chunks
-        self._tasks: set[asyncio.Task[None]] = set()
         self._pending: set[str] = set()  # transfer ids
         self._releases: set[asyncio.Task[bytes]] = set()
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        return ChunkStream(self._chunks(request), on_event, self._tasks, f"corrupting-{request.request_id}", self)
+        stream = _ForwardedStream(on_event, self)
 
-    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self._plane.generate(self._healthy.subject, request)) as chunks:
-            async for chunk in chunks:
-                if chunk.kv_params is not None:
-                    self._pending.add(chunk.kv_params.transfer_id)
-                    self.num_changed += 1
-                    chunk = self._change(chunk)
-                yield chunk
+        def forward(event: StreamEvent) -> None:
+            if isinstance(event, Chunk) and event.kv_params is not None:
+                self._pending.add(event.kv_params.transfer_id)
+                self.num_changed += 1
+                event = self._change(event)
+            stream.emit(event)
+
+        stream.source = self._plane.generate(self._healthy.subject, request, forward)
+        return stream
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Forward the end of a KV transfer to the healthy worker."""

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance
+from dynamo_trtllm.messages import GenerateRequest, Instance
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.model_registry import ServedModel
     from dynamo_trtllm.frontend.pipeline import RouteTrace
     from dynamo_trtllm.frontend.readiness import ReadinessReport
     from dynamo_trtllm.observability.metrics import FrontendMetrics
-    from dynamo_trtllm.request_plane.base import Sink
+    from dynamo_trtllm.streams import OnChunk
 
 
 class RequestGenerator(Protocol):
     """A pipeline that runs requests on workers."""
 
-    def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        """Run the prefill and the decode call. Consume with `aclosing`; closing it cancels both.
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        """Run the prefill and the decode call, and return at the end. Cancelling this cancels both.
 
         Args:
             trace: filled as workers answer.
-            sink: may receive chunks, which are then not yielded, as in `Plane.generate`.
+            on_chunk: receives the chunks, within the call that has them.
         """
         ...
 

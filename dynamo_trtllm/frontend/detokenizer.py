@@ -6,8 +6,6 @@ Each choice has one `Detokenizer`. This module knows neither HTTP nor JSON.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import msgspec
@@ -246,23 +244,3 @@ def merged(first: Delta, second: Delta) -> Delta:
         tool_calls=first.tool_calls + second.tool_calls,
         reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
     )
-
-
-async def detokenize_stream(
-    chunks: AsyncGenerator[Chunk, None], output: Detokenizer
-) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yield the deltas of one choice. Closes `chunks` at a stop string and when this generator is closed.
-
-    Raises:
-        StreamIncomplete: `chunks` ended without a finish reason. Errors of `chunks` are passed on.
-    """
-    ended = False
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            delta = output.push(chunk)
-            yield delta
-            ended = chunk.finish_reason is not None
-            if delta.finish is not None and not ended:
-                return
-    if not ended:
-        raise StreamIncomplete("the worker's stream ended without a terminal chunk; retry")

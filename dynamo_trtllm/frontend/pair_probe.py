@@ -14,7 +14,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -30,7 +29,7 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS, KnownAnswer, KnownAnswers, is_salted, random_prompt
 from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
-from dynamo_trtllm.messages import GenerateRequest, Instance, Restart, Sampling, TokenIds
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, format_pair, pairs_of, suspects
 from dynamo_trtllm.router.policy import WorkerSelection
@@ -236,12 +235,13 @@ class PairProbes:
             cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
         )
         tokens: list[int] = []
-        async with (
-            asyncio.timeout(self._options.timeout_s),
-            aclosing(self._pipeline.attempt(selection, request, trace, is_probe=True)) as chunks,
-        ):
-            async for chunk in chunks:
-                tokens.extend(chunk.token_ids)
+
+        def collect(chunk: Chunk) -> bool:
+            tokens.extend(chunk.token_ids)
+            return True
+
+        async with asyncio.timeout(self._options.timeout_s):
+            await self._pipeline.attempt(selection, request, trace, collect, is_probe=True)
         return tokens
 
     def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:

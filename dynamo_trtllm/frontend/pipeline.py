@@ -2,7 +2,7 @@
 
 Steps: select workers → (decode_first: reserve a decode slot) → prefill call (one chunk with KV transfer parameters) →
 decode call (all tokens) → release the KV at the prefill worker. A prefill call that finishes the request needs no
-decode call. When a call fails, `retry_state` decides how to continue. Closing the stream closes the current call.
+decode call. When a call fails, `retry_state` decides how to continue. Cancelling the request cancels the current call.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 import msgspec
 
@@ -45,10 +43,11 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     ReserveSlot,
 )
-from dynamo_trtllm.request_plane.base import Plane, Sink
+from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import WorkerSelection, select
 from dynamo_trtllm.router.view import ClusterView, pairing_key
+from dynamo_trtllm.streams import OnChunk, run_stream
 
 _log = logging.getLogger(__name__)
 
@@ -68,12 +67,14 @@ class RouteTrace:
     migrations: int = 0
 
 
-class _Out(NamedTuple):
-    """The destinations of one attempt's results."""
+@dataclass(slots=True)
+class _Attempt:
+    """One attempt: where its results go, and whether its decode call has begun to answer."""
 
     trace: RouteTrace
-    sink: Sink | None
+    on_chunk: OnChunk
     is_probe: bool
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +109,13 @@ class Pipeline:
         self._background_control = BackgroundControl(plane)
         self._withheld_for_change: asyncio.Event | None = None  # the view's `changed` when new pairs were last withheld
 
-    async def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of the request, exactly one of them terminal. Consume with `aclosing`.
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        """Run a request and return at its end. Cancelling this ends the calls in progress.
 
         Args:
-            trace: filled while the stream runs.
-            sink: may receive chunks, which are then not yielded, as in `Plane.generate`.
+            trace: filled while the request runs.
+            on_chunk: receives the chunks within the call that has them, exactly one of them terminal, unless it ends
+                the request early.
 
         Raises:
             NoInstances: no worker of a role is available.
@@ -124,16 +124,12 @@ class Pipeline:
             DynamoError: a call failed and is not retried.
         """
         retry_state = RetryState(request=request, limits=self._options.limits)
-        sink = sink and retry_state.count_tokens(sink)
+        on_chunk = retry_state.recording(on_chunk)
         while not retry_state.is_complete:
             selection = await self._select_or_wait(retry_state)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                attempt = self.attempt(selection, retry_state.remaining(), trace, sink)
-                async with aclosing(attempt) as chunks:
-                    async for chunk in chunks:
-                        retry_state.on_chunk(chunk)
-                        yield chunk
+                await self.attempt(selection, retry_state.remaining(), trace, on_chunk)
                 return
             except DynamoError as exc:
                 at, card = self.record_unreachable(trace, exc), selection.decode.card
@@ -146,7 +142,7 @@ class Pipeline:
                     exc.code,
                     exc.message,
                 )
-        yield Chunk(finish_reason=FinishReason.LENGTH)
+        on_chunk(Chunk(finish_reason=FinishReason.LENGTH))
 
     async def _select_or_wait(self, retry_state: RetryState) -> WorkerSelection:
         """Select the workers of the next attempt. Waits a bounded time for a missing instance."""
@@ -227,59 +223,58 @@ class Pipeline:
             if worked:
                 self._view.notify_changed()  # probes test them soon
 
-    def attempt(
+    async def attempt(
         self,
         selection: WorkerSelection,
         request: GenerateRequest,
         trace: RouteTrace,
-        sink: Sink | None = None,
+        on_chunk: OnChunk,
         *,
         is_probe: bool = False,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Run one attempt on the given instances, without recovery, and yield its chunks as `generate` does.
+    ) -> None:
+        """Run one attempt on the given instances as `generate` does, but without recovery.
 
         With `is_probe` no other decode instance is tried, and the caller records whether the pair works.
         """
-        out = _Out(trace, sink, is_probe)
+        attempt = _Attempt(trace, on_chunk, is_probe)
         if selection.prefill is None:
-            return self._run_aggregated(selection.decode, request, out)
-        return self._run_pair(selection.prefill, selection.decode, request, out)
+            await self._run_aggregated(selection.decode, request, attempt)
+        else:
+            await self._run_pair(selection.prefill, selection.decode, request, attempt)
 
-    async def _run_aggregated(
-        self, instance: Instance, request: GenerateRequest, out: _Out
-    ) -> AsyncGenerator[Chunk, None]:
-        trace = out.trace
+    async def _run_aggregated(self, instance: Instance, request: GenerateRequest, attempt: _Attempt) -> None:
+        trace, on_chunk = attempt.trace, attempt.on_chunk
         trace.decode_instance = instance.id
-        is_recorded = out.is_probe
-        async with aclosing(self._plane.generate(instance.subject, request, out.sink)) as chunks:
-            async for chunk in chunks:
-                if not is_recorded:
-                    is_recorded = True
-                    self.record_success((None, instance.id))
-                trace.decode_stats = chunk.stats or trace.decode_stats
-                yield chunk
 
-    async def _run_pair(
-        self, prefill: Instance, decode: Instance, request: GenerateRequest, out: _Out
-    ) -> AsyncGenerator[Chunk, None]:
-        trace = out.trace
+        def pass_on(chunk: Chunk) -> bool:
+            if not attempt.has_begun:
+                attempt.has_begun = True
+                if not attempt.is_probe:
+                    self.record_success((None, instance.id))
+            if chunk.stats is not None:
+                trace.decode_stats = chunk.stats
+            return on_chunk(chunk)
+
+        await run_stream(partial(self._plane.generate, instance.subject, request), pass_on)
+
+    async def _run_pair(self, prefill: Instance, decode: Instance, request: GenerateRequest, attempt: _Attempt) -> None:
+        trace = attempt.trace
         slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
-        begun, params, tried = False, None, {decode.id}
+        params, tried = None, {decode.id}
         try:
             last = await self._prefill(prefill, request, trace)
             params = last.kv_params
             if params is None:
-                yield last
+                attempt.on_chunk(last)
                 return
             call = msgspec.structs.replace(request, phase=Phase.DECODE, kv_params=params, reservation_id=slot)
-            while not begun:
+            while True:
                 try:
-                    async with aclosing(self._decode(prefill, decode, call, out)) as chunks:
-                        async for chunk in chunks:
-                            begun = True
-                            yield chunk
+                    await self._decode(prefill, decode, call, attempt)
+                    return
                 except (Draining, Unreachable, Overloaded) as exc:
-                    other = self._other_decode(prefill, tried) if not (out.is_probe or begun) else None
+                    can_change = not (attempt.is_probe or attempt.has_begun)
+                    other = self._other_decode(prefill, tried) if can_change else None
                     if other is None:
                         raise
                     self._record_unreachable(decode.id, exc)
@@ -295,28 +290,29 @@ class Pipeline:
                     decode = other
                     tried.add(decode.id)
         finally:
-            if not begun:
+            if not attempt.has_begun:
                 self._background_control.release_slot(decode, slot)  # the call may never have arrived
                 if params is not None:
                     self._background_control.release(prefill, params, ReleaseOutcome.ABORTED)
 
-    async def _decode(
-        self, prefill: Instance, decode: Instance, call: GenerateRequest, out: _Out
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a decode call. The first one shows that the KV has arrived, so its source is released."""
-        trace = out.trace
+    async def _decode(self, prefill: Instance, decode: Instance, call: GenerateRequest, attempt: _Attempt) -> None:
+        """Run a decode call. Its first chunk shows that the KV has arrived, so its source is released."""
+        trace, on_chunk, params = attempt.trace, attempt.on_chunk, call.kv_params
         trace.decode_instance = decode.id
-        params = call.kv_params
+
+        def pass_on(chunk: Chunk) -> bool:
+            if not attempt.has_begun:
+                attempt.has_begun = True
+                if params is not None:
+                    self._background_control.release(prefill, params, ReleaseOutcome.FETCHED)
+                if not attempt.is_probe:
+                    self.record_success((prefill.id, decode.id))
+            if chunk.stats is not None:
+                trace.decode_stats = chunk.stats
+            return on_chunk(chunk)
+
         try:
-            async with aclosing(self._plane.generate(decode.subject, call, out.sink)) as chunks:
-                async for chunk in chunks:
-                    if params is not None:
-                        self._background_control.release(prefill, params, ReleaseOutcome.FETCHED)
-                        if not out.is_probe:
-                            self.record_success((prefill.id, decode.id))
-                        params = None
-                    trace.decode_stats = chunk.stats or trace.decode_stats
-                    yield chunk
+            await run_stream(partial(self._plane.generate, decode.subject, call), pass_on)
         except (TransferFailed, TransferTimeout) as exc:
             self._record_failure((prefill.id, decode.id), exc)
             raise
@@ -372,17 +368,20 @@ class Pipeline:
         """Return the terminal chunk of the prefill call, with KV transfer parameters or with the complete output."""
         trace.prefill_instance = instance.id
         call = msgspec.structs.replace(request, phase=Phase.PREFILL)
-        async with aclosing(self._plane.generate(instance.subject, call)) as chunks:
-            async for chunk in chunks:
-                if chunk.finish_reason is None:
-                    continue
-                if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
-                    raise StreamIncomplete(
-                        f"prefill instance {instance.id:x} returned no KV transfer parameters; restart it"
-                    )
-                trace.prefill_stats = chunk.stats
-                return chunk
-        raise StreamIncomplete(f"prefill instance {instance.id:x} ended without a terminal chunk")
+        chunks: list[Chunk] = []
+
+        def keep(chunk: Chunk) -> bool:
+            chunks[:] = [chunk]
+            return True
+
+        await run_stream(partial(self._plane.generate, instance.subject, call), keep)
+        (last,) = chunks
+        if (last.finish_reason is FinishReason.KV_TRANSFER) != (last.kv_params is not None):
+            if last.kv_params is not None:
+                self._background_control.release(instance, last.kv_params, ReleaseOutcome.ABORTED)
+            raise StreamIncomplete(f"prefill instance {instance.id:x} returned no KV transfer parameters; restart it")
+        trace.prefill_stats = last.stats
+        return last
 
     async def aclose(self) -> None:
         """Wait a bounded time for the control requests in progress."""

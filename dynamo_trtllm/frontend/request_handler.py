@@ -19,52 +19,19 @@ import msgspec
 
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight, in_thread
 from dynamo_trtllm.frontend.api_adapter import ApiAdapter, B, PreparedRequest, ResponseMeta, SseEncoder
 from dynamo_trtllm.frontend.base import ModelCatalog, RequestGenerator
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, detokenize_stream
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.http import ClientDisconnected, ClientResponse
 from dynamo_trtllm.frontend.preprocess import ChoiceRequest, GenerationPlan, RequestContext
-from dynamo_trtllm.frontend.request_metrics import RequestMetrics
+from dynamo_trtllm.frontend.request_metrics import ChoiceMetrics, RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.base import Sink
 
-AHEAD = 16  # deltas buffered per choice for a client that reads slowly; beyond that the choices wait
-
-ChoiceDeltas = AsyncGenerator[ChoiceDelta, None]
-
-
-async def merge_streams(streams: Sequence[ChoiceDeltas]) -> ChoiceDeltas:
-    """Yield the deltas of all streams as they arrive. The first error ends all streams and is raised."""
-    arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
-    slots = asyncio.Semaphore(AHEAD * len(streams))
-
-    async def pump(stream: ChoiceDeltas) -> None:
-        async with aclosing(stream):
-            async for delta in stream:
-                await slots.acquire()
-                arrived.put_nowait(delta)
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    for task in tasks:
-        task.add_done_callback(arrived.put_nowait)  # after all its deltas
-    try:
-        running = len(tasks)
-        while running:
-            item = await arrived.get()
-            if isinstance(item, ChoiceDelta):
-                slots.release()
-                yield item
-            else:
-                item.result()
-                running -= 1
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 
 
 def pick_best_of(
@@ -116,6 +83,8 @@ class RequestHandler(Generic[B]):
         self._request_metrics = request_metrics
         self._encoder: SseEncoder | None = None
         self._num_admitted = 0
+        self._num_pending = 0  # tokens in deltas that wait to be sent, and these deltas
+        self._is_sending = False  # a delta that has waited is being sent
         self._body_bytes = app_state.body_budget.body()
         self._arrived_at = time.time()
         self.raw_body = b""  # the body, until it is parsed
@@ -211,44 +180,90 @@ class RequestHandler(Generic[B]):
             await self._app_state.limiter.acquire(count, deadline - time.time())
         self._num_admitted = count
 
-    def _deltas(self, plan: GenerationPlan) -> AsyncGenerator[ChoiceDelta, None]:
-        """Return the stream of the deltas of all choices."""
-        generate = self._app_state.pipeline.generate
-        if len(plan.choices) == 1 and (sink := self._sink(plan.choices[0])) is not None:
-            choice = self._request_metrics.choices[0]
-            return detokenize_stream(generate(plan.choices[0].request, choice.trace, sink), choice.detokenizer)
-        streams = [
-            detokenize_stream(generate(choice_request.request, choice.trace), choice.detokenizer)
-            for choice_request, choice in zip(plan.choices, self._request_metrics.choices, strict=True)
+    async def _deltas(self, plan: GenerationPlan) -> AsyncGenerator[ChoiceDelta, None]:
+        """Run all choices. Yield their deltas that were not written at once; the first error ends all choices."""
+        arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()  # `_generate` bounds it
+        tasks = [
+            asyncio.create_task(self._generate(choice_request, choice, arrived), name=f"choice-{index}")
+            for index, (choice_request, choice) in enumerate(
+                zip(plan.choices, self._request_metrics.choices, strict=True)
+            )
         ]
-        return streams[0] if len(streams) == 1 else merge_streams(streams)
+        for task in tasks:
+            task.add_done_callback(arrived.put_nowait)  # after all its deltas
+        item: ChoiceDelta | asyncio.Task[None] | None = None
+        try:
+            running = len(tasks)
+            while running:
+                item = await arrived.get()
+                if isinstance(item, ChoiceDelta):
+                    self._num_pending -= item.tokens + 1
+                    self._is_sending = True
+                    yield item
+                    self._is_sending = False
+                else:
+                    item.result()
+                    running -= 1
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # An error refers to this frame and its task to the error. Such a cycle would keep the body in memory.
+            while not arrived.empty():
+                arrived.get_nowait()
+            del tasks, task, item, arrived
 
-    def _sink(self, choice_request: ChoiceRequest) -> Sink | None:
-        """Return a callback that writes the events of the only choice at once, without a task switch.
+    async def _generate(
+        self,
+        choice_request: ChoiceRequest,
+        choice: ChoiceMetrics,
+        arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]],
+    ) -> None:
+        """Run one choice. Each of its deltas is written within the call that has its tokens, or put into `arrived`.
 
-        Most chunks take this path. The callback declines while the client reads slowly; those chunks, the first and the
-        last go through `_stream`. None: all chunks do.
+        It is put there while the client reads slowly, behind earlier ones, and if it is the first or the last.
+
+        Raises:
+            Overloaded: the client reads too slowly.
+            StreamIncomplete: the workers' stream had no end.
         """
-        writer, encoder = self._response.writer, self._encoder
-        if writer is None or encoder is None or not choice_request.ends_with_engine:
-            return None
-        push, observe, encode = (
-            self._request_metrics.choices[0].detokenizer.push,
-            self._request_metrics.observe,
-            encoder.delta,
-        )
-        is_ready, write = writer.is_ready, writer.write
+        detokenize, write, has_ended = choice.detokenizer.push, self._direct_write(), False
 
-        def sink(chunk: Chunk) -> bool:
-            if not is_ready():
+        def on_chunk(chunk: Chunk) -> bool:
+            nonlocal has_ended
+            delta = detokenize(chunk)
+            has_ended = delta.finish is not None
+            if not (write is not None and not has_ended and arrived.empty() and write(delta)):
+                self._num_pending += delta.tokens + 1
+                limit = MAX_PENDING_TOKENS * len(self._request_metrics.choices)
+                if self._num_pending > limit:
+                    raise Overloaded(f"the client reads too slowly: over {limit} tokens are pending")
+                arrived.put_nowait(delta)
+            return not has_ended
+
+        await self._app_state.pipeline.generate(choice_request.request, choice.trace, on_chunk)
+        if not has_ended:
+            raise StreamIncomplete("the worker's stream ended without a terminal chunk; retry")
+
+    def _direct_write(self) -> Callable[[ChoiceDelta], bool] | None:
+        """Return a function that writes a delta's events at once, without a task switch; None if there is no writer.
+
+        It returns False, and writes nothing, before the stream has started and while the client reads slowly.
+        """
+        response, writer, encoder = self._response, self._response.writer, self._encoder
+        if writer is None or encoder is None:
+            return None
+        observe, encode, is_ready, send = self._request_metrics.observe, encoder.delta, writer.is_ready, writer.write
+
+        def write(delta: ChoiceDelta) -> bool:
+            if self._is_sending or not response.started or not is_ready():
                 return False
-            delta = push(chunk)
             observe(delta)
             if data := encode(delta):
-                write(data)
+                send(data)
             return True
 
-        return sink
+        return write
 
     async def _stream(
         self, prepared: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None], encoder: SseEncoder

@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo_trtllm.errors import Draining, DynamoError, KvTransferError, MigrationFailed, Overloaded, Unreachable
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelDeploymentCard, Sampling, TokenIds, token_ids
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.streams import OnChunk
 
 COOLDOWN_S = 5.0
 
@@ -73,24 +73,21 @@ class RetryState:
     rounds: int = 0  # how often all instances were tried again
     error: DynamoError | None = None  # of the last attempt
     _transfer_failures: int = 0
-    _is_first_chunk: bool = True  # the running attempt has returned nothing yet
+    _is_final: bool = False  # the last error was not a worker's
 
-    def on_chunk(self, chunk: Chunk) -> None:
-        """Record a chunk of the running attempt that is sent to the client."""
-        self.sent_ids.extend(chunk.token_ids)
-        self._is_first_chunk = False
-
-    def count_tokens(self, sink: Sink) -> Sink:
-        """Return a sink that also records the chunks that `sink` accepts. None of them is an attempt's first chunk."""
+    def recording(self, on_chunk: OnChunk) -> OnChunk:
+        """Return a callback that records the tokens of each chunk and passes the chunk on."""
         extend = self.sent_ids.extend
 
-        def counting(chunk: Chunk) -> bool:
-            accepted = sink(chunk)
-            if accepted:
-                extend(chunk.token_ids)
-            return accepted
+        def record(chunk: Chunk) -> bool:
+            extend(chunk.token_ids)
+            try:
+                return on_chunk(chunk)
+            except DynamoError:
+                self._is_final = True  # this frontend failed, not the worker
+                raise
 
-        return counting
+        return record
 
     @property
     def is_complete(self) -> bool:
@@ -118,7 +115,6 @@ class RetryState:
 
     def remaining(self) -> GenerateRequest:
         """Return the request of the next attempt, without the tokens that were sent."""
-        self._is_first_chunk = True
         num_sent = len(self.sent_ids)
         if num_sent == 0:
             return self.request
@@ -147,8 +143,7 @@ class RetryState:
             DynamoError: `error`, if there is no further attempt.
         """
         self.error = error
-        is_slow_reader = isinstance(error, Overloaded) and not self._is_first_chunk
-        if not error.retryable or is_slow_reader:
+        if self._is_final or not error.retryable:
             raise error
         if self.sent_ids:
             self._migrate(error, card)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
-from dynamo_trtllm.streams import Generator
-
-Sink: TypeAlias = Callable[[Chunk], bool]
-"""A callback that consumes a chunk synchronously and returns True. On False, the stream yields the chunk."""
+from dynamo_trtllm.messages import Control, GenerateRequest
+from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
 
 
 class Service(Generator, Protocol):
@@ -55,23 +51,21 @@ class Plane(Protocol):
         """Serve requests at `subject`, and control verbs at its control subject, until the handle is closed."""
         ...
 
-    def generate(self, subject: str, request: GenerateRequest, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one call, in order and without gaps.
+    def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        """Start one call. Its chunks come as events, in order and without gaps; see `streams.Generator.generate`.
 
-        Consume with `aclosing`: closing the generator sends a cancel without awaiting.
+        Cancelling the stream sends a cancel to the worker, without waiting.
 
         Args:
             subject: request-plane address of a worker's `generate`.
             request: the call.
-            sink: receives each chunk that arrives while the generator is awaited, except the first and the terminal
-                one. The generator yields only chunks that the sink does not consume.
+            on_event: receives the events.
 
-        Raises:
+        Errors that end a stream, beside those of the worker, which come as the same class:
             Unreachable: no worker acknowledges the request in time.
             StreamIncomplete: a frame is missing, or the stream ends without a terminal chunk.
             Disconnected: the request plane is lost.
             DeadlineExceeded: the request's deadline passes.
-            DynamoError: the worker's error, as the same class.
         """
         ...
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from dynamo_trtllm.background import BackgroundTasks
@@ -20,8 +21,8 @@ from dynamo_trtllm.errors import (
     PayloadTooLarge,
     Unreachable,
 )
-from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest
-from dynamo_trtllm.request_plane.base import ServerHandle, Service, Sink
+from dynamo_trtllm.messages import WIRE_VERSION, Control, GenerateRequest
+from dynamo_trtllm.request_plane.base import ServerHandle, Service
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
@@ -32,13 +33,14 @@ from dynamo_trtllm.request_plane.frames import (
     Frame,
     OpenStream,
     Ping,
-    StreamBuffer,
     StreamDemux,
+    StreamReceiver,
     StreamReport,
     read_batch,
 )
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
 from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
+from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
 
@@ -52,7 +54,7 @@ class FrameDispatcher:
 
     def __init__(self, inbox: StreamDemux) -> None:
         self._inbox = inbox
-        self._backlog: deque[StreamBuffer] = deque()  # streams with waiting frames, each once
+        self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
         self._chunks_left = CHUNKS_PER_ITERATION
         self._is_scheduled = False
 
@@ -73,15 +75,15 @@ class FrameDispatcher:
     def _defer(self, frames: list[Frame]) -> None:
         find = self._inbox.find
         for frame in frames:
-            buffer = find(frame.stream)
-            if buffer is None:
+            receiver = find(frame.stream)
+            if receiver is None:
                 continue
-            waiting = buffer.waiting
+            waiting = receiver.waiting
             if not waiting:
                 if frame.number == 0:
-                    buffer.feed(frame)
+                    receiver.feed(frame)
                     continue
-                self._backlog.append(buffer)
+                self._backlog.append(receiver)
             waiting.append(frame)
 
     def _schedule(self) -> None:
@@ -116,11 +118,10 @@ def _remember(latest: dict[K, None], key: K) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLimits:
-    """Time-outs and buffer limits of a plane."""
+    """Timeouts of a plane."""
 
     ack_timeout_s: float = 2.0  # for a worker to acknowledge a request
     ping_interval_s: float = 3.0  # a lost message is detected within twice this time, a dead peer within three times
-    max_pending_tokens: int = 262_144  # that one stream may buffer for a slow reader
 
 
 class TransportPlane:
@@ -132,11 +133,11 @@ class TransportPlane:
         self._is_closed = False
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = transport.new_inbox()
-        self._inbox = StreamDemux(limits.max_pending_tokens)
+        self._inbox = StreamDemux()
         self._dispatcher = FrameDispatcher(self._inbox)
         self._subscription: Subscription | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
-        self._running: dict[str, dict[int, StreamBuffer]] = {}  # by the worker's subject, then by stream
+        self._running: dict[str, dict[int, StreamReceiver]] = {}  # by the worker's subject, then by stream
         self._subjects: dict[str, None] = {}  # of the workers called, the latest last
         self._cancelled: dict[int, None] = {}  # streams that this process closed before their last frame, latest last
         self._num_pings = 0  # sent to all workers
@@ -150,6 +151,7 @@ class TransportPlane:
             tasks=self._tasks,
         )
         self._servers: list[EndpointServer] = []
+        self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
 
     async def serve(self, subject: str, service: Service) -> ServerHandle:
@@ -158,37 +160,35 @@ class TransportPlane:
         await server.start(subject, self._limits.ack_timeout_s)
         return server
 
-    async def generate(
-        self, subject: str, request: GenerateRequest, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        stream, loop = self._inbox.next_number(), asyncio.get_running_loop()
         if self._is_closed:
-            raise Disconnected(_CLOSED)
-        await self._subscribe()
-        stream, buffer = self._inbox.open()
-        self._running.setdefault(subject, {})[stream] = buffer
+            closed = Stream(on_event)
+            loop.call_soon(closed.emit, Disconnected(_CLOSED))
+            return closed
+        receiver = StreamReceiver(
+            on_event,
+            self._opening,
+            lambda: self._ended(subject, stream, deadline),
+            partial(self._send_cancel, subject, stream),
+        )
+        self._inbox.add(stream, receiver)
+        self._running.setdefault(subject, {})[stream] = receiver
         _remember(self._subjects, subject)
         self._workers.add(subject)
-        deadline = asyncio.get_running_loop().call_later(
-            request.deadline - time.time(), buffer.fail, DeadlineExceeded("the request's deadline passed")
-        )
-        ended = False
-        try:
-            await self._open(subject, stream, request)
-            buffer.last_ping_before_ack = self._num_pings
-            chunk = await buffer.get()
-            while True:
-                ended = chunk.finish_reason is not None
-                yield chunk
-                if ended:
-                    return
-                chunk = await buffer.get(sink)
-        finally:
-            deadline.cancel()
-            self._inbox.close(stream)
-            self._forget(subject, stream)
-            if not ended:
-                _remember(self._cancelled, stream)
-                self._cancel(subject, stream)
+        error = DeadlineExceeded("the request's deadline passed")
+        deadline = loop.call_later(request.deadline - time.time(), receiver.fail, error)
+        receiver.run(self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}")
+        return receiver
+
+    def _ended(self, subject: str, stream: int, deadline: asyncio.TimerHandle) -> None:
+        deadline.cancel()
+        self._inbox.close(stream)
+        self._forget(subject, stream)
+
+    def _send_cancel(self, subject: str, stream: int) -> None:
+        _remember(self._cancelled, stream)
+        self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
         reply = await self._transport.request(
@@ -204,6 +204,7 @@ class TransportPlane:
         for server in self._servers:
             await server.aclose()
         self._inbox.fail_all(Disconnected(_CLOSED))
+        await asyncio.gather(*self._opening, return_exceptions=True)
         await self._workers.aclose()
         if self._subscription is not None:
             await self._subscription.stop()
@@ -212,11 +213,18 @@ class TransportPlane:
     # --- a caller's streams ----------------------------------------------------------------------------
 
     async def _subscribe(self) -> None:
+        if self._subscription is not None:
+            return
         async with self._subscribe_lock:
             if self._subscription is None:
-                self._subscription = await self._transport.subscribe(self._inbox_subject, self._on_message)
+                # In its own context: messages are received in it, and log lines must not have the first request's id.
+                subscribing = asyncio.get_running_loop().create_task(
+                    self._transport.subscribe(self._inbox_subject, self._on_message), context=contextvars.Context()
+                )
+                self._subscription = await subscribing
 
-    async def _open(self, subject: str, stream: int, request: GenerateRequest) -> None:
+    async def _open(self, subject: str, stream: int, request: GenerateRequest, receiver: StreamReceiver) -> None:
+        await self._subscribe()
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline had passed before it was sent")
@@ -228,8 +236,11 @@ class TransportPlane:
         except Unreachable as exc:
             if time.time() >= request.deadline:
                 raise DeadlineExceeded("the request's deadline passed before a worker took it") from exc
-            raise
-        _ack_data(reply)
+            if not receiver.received:
+                raise
+        else:
+            _ack_data(reply)
+        receiver.last_ping_before_ack = self._num_pings
 
     def _encode_checked(self, value: ClientMessage | ControlRequest) -> bytes:
         data = encode(value)
@@ -266,8 +277,8 @@ class TransportPlane:
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:
-            for stream, buffer in running.items():
-                buffer.compare_with_worker(report.ping, sent.get(stream))
+            for stream, receiver in list(running.items()):
+                receiver.compare_with_worker(report.ping, sent.get(stream))
         if report.subject in self._subjects:
             # The first cancel was lost or has not arrived yet. A stream that ended with its last frame must not be
             # cancelled: the report may be old, or may list it because its KV transfer is pending.
@@ -281,7 +292,7 @@ class TransportPlane:
 
     def _frames_from(self, subject: str) -> int:
         """Return a number that changes with each frame of the worker's running streams."""
-        return sum(buffer.received for buffer in self._running.get(subject, {}).values())
+        return sum(receiver.received for receiver in self._running.get(subject, {}).values())
 
     def _forget(self, subject: str, stream: int) -> None:
         self._workers.remove(subject)
@@ -293,8 +304,9 @@ class TransportPlane:
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         ours = isinstance(error, Disconnected)  # this process lost its connection; the worker may be alive
         lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
-        for buffer in self._running.get(subject, {}).values():
-            buffer.fail(lost)
+        for receiver in list(self._running.get(subject, {}).values()):
+            if ours or receiver.last_ping_before_ack is not None:  # else the missing acknowledgment says more
+                receiver.fail(lost)
 
 
 def _ack_data(reply: bytes) -> bytes:

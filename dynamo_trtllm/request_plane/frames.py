@@ -1,15 +1,13 @@
 """Define the messages of the request plane, and batch, split and buffer the frames of its streams.
 
-`FrameBatcher` collects the frames that go to one caller. `StreamDemux` passes received frames to the buffers of their
+`FrameBatcher` collects the frames that go to one caller. `StreamDemux` passes received frames to the receivers of their
 streams. The module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import msgspec
@@ -17,15 +15,15 @@ import msgspec
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
+    Disconnected,
     DynamoError,
     InternalError,
-    Overloaded,
     PayloadTooLarge,
     StreamIncomplete,
     from_code,
 )
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, token_ids
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
 
 
 class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -209,21 +207,35 @@ def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
     return _messages(frames[:half], max_bytes) + _messages(frames[half:], max_bytes)
 
 
-@dataclass(slots=True, eq=False)
-class StreamBuffer:
-    """The receive buffer of one stream. It checks frame numbers and stores chunks until they are read."""
+def _nothing() -> None: ...
 
-    max_pending_tokens: int
-    # number of the last ping, to any worker, that was sent before the worker acknowledged the stream
-    last_ping_before_ack: int | None = None
-    _chunks: deque[Chunk] = field(default_factory=deque)
-    _pending_tokens: int = 0
-    _next_number: int = 0
-    _ended: bool = False  # the terminal chunk is in `_chunks` or was read
-    _error: Exception | None = None
-    _sink: Sink | None = None  # set while its reader waits and `_chunks` is empty
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: list[Frame] = field(default_factory=list)  # received, not yet fed
+
+class StreamReceiver(TaskStream):
+    """The caller's side of one stream: checks frame numbers and passes the chunks on as events.
+
+    Args:
+        on_event: receives the events.
+        tasks: running tasks of the owner; the task that opens the stream is one.
+        on_end: called once.
+        send_cancel: tells the worker that this caller did not receive the terminal chunk.
+    """
+
+    __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
+
+    def __init__(
+        self,
+        on_event: OnEvent,
+        tasks: set[asyncio.Task[None]],
+        on_end: Callable[[], None],
+        send_cancel: Callable[[], None],
+    ) -> None:
+        super().__init__(on_event, tasks)
+        self._on_end = on_end
+        self._send_cancel = send_cancel
+        self._next_number = 0
+        # number of the last ping, to any worker, that was sent before the worker acknowledged the stream
+        self.last_ping_before_ack: int | None = None
+        self.waiting: list[Frame] = []  # received, not yet fed
 
     @property
     def received(self) -> int:
@@ -251,34 +263,18 @@ class StreamBuffer:
         return 1
 
     def feed(self, frame: Frame) -> None:
-        """Check a frame; pass its chunk to the sink or store it. Ignore repeated frames and frames after the end."""
-        if self._ended or self._error is not None or frame.number < self._next_number:
+        """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
+        if self.has_ended or frame.number < self._next_number:
             return
         if frame.number > self._next_number:
-            self._end(StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
-        elif frame.failure is not None:
-            self._end(frame.failure.error())
-        elif frame.chunk is None:
-            self._end(StreamIncomplete(f"frame {frame.number} is empty"))
-        else:
+            self.emit(StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
+        elif frame.chunk is not None and frame.failure is None:
             self._next_number += 1
-            try:
-                is_consumed = self._sink is not None and frame.chunk.finish_reason is None and self._sink(frame.chunk)
-            except Exception as exc:  # noqa: BLE001 - `get` raises it; frames of other streams follow in this message
-                self._end(exc)
-                return
-            if not is_consumed:
-                self._store(frame.chunk)
-
-    def _store(self, chunk: Chunk) -> None:
-        self._sink = None
-        self._pending_tokens += len(chunk.token_ids) + 1
-        if self._pending_tokens > self.max_pending_tokens:
-            self._end(Overloaded(f"the client reads too slowly: over {self.max_pending_tokens} tokens are pending"))
-            return
-        self._ended = chunk.finish_reason is not None
-        self._chunks.append(chunk)
-        self._arrived.set()
+            self.emit(frame.chunk)
+        elif frame.failure is not None:
+            self.emit(frame.failure.error())
+        else:
+            self.emit(StreamIncomplete(f"frame {frame.number} is empty"))
 
     def compare_with_worker(self, ping: int, sent: int | None) -> None:
         """End with StreamIncomplete if the worker's reply to a ping shows that frames were lost.
@@ -296,38 +292,28 @@ class StreamBuffer:
         elif sent != self._next_number:
             self.fail(StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
 
-    def fail(self, error: Exception) -> None:
-        """End the stream with `error` after the chunks that were received. A second end is ignored."""
+    def fail(self, error: DynamoError) -> None:
+        """End the stream with a copy of `error`, after the frames that were received."""
         self.catch_up()
-        self._end(error)
+        # A copy: several streams may share the error, whose traceback would reference the frames of each.
+        self.emit(type(error)(error.message, field=error.field))
 
-    def _end(self, error: Exception) -> None:
-        if not self._ended and self._error is None:
-            self._error = error
-            self._arrived.set()
+    def _close(self, last: StreamEvent | None) -> None:
+        super()._close(last)
+        on_end, self._on_end = self._on_end, _nothing  # it refers to this stream's timer: a cycle
+        on_end()
+        if not isinstance(last, Chunk):
+            self._send_cancel()
 
-    async def get(self, sink: Sink | None = None) -> Chunk:
-        """Return the next chunk that `sink` does not consume. Must not be called after the terminal chunk.
+    def _shutdown_error(self) -> DynamoError:
+        return Disconnected("the request plane is closed")
 
-        Raises:
-            DynamoError: the error that ended the stream.
-            Exception: an exception of `sink`.
-        """
-        while not self._chunks:
-            if isinstance(self._error, DynamoError):
-                # A copy: all streams may share the error, whose traceback would reference the frames of each.
-                raise type(self._error)(self._error.message, field=self._error.field)
-            if self._error is not None:  # raised by the sink
-                raise self._error
-            self._arrived.clear()
-            self._sink = sink
-            try:
-                await self._arrived.wait()
-            finally:
-                self._sink = None
-        chunk = self._chunks.popleft()
-        self._pending_tokens -= len(chunk.token_ids) + 1
-        return chunk
+    def cancel(self) -> None:
+        """See `StreamHandle.cancel`."""
+        if self.has_ended and self._transfer_id:
+            self._transfer_id = ""
+            self._send_cancel()
+        super().cancel()
 
 
 def _only_tokens(frame: Frame) -> Chunk | None:
@@ -348,17 +334,19 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
 class StreamDemux:
     """The open streams of one caller, by number."""
 
-    def __init__(self, max_pending_tokens: int) -> None:
-        self._max_pending_tokens = max_pending_tokens
-        self._streams: dict[int, StreamBuffer] = {}
+    def __init__(self) -> None:
+        self._streams: dict[int, StreamReceiver] = {}
         self.find = self._streams.get  # None: closed, or never opened
         self._last = 0
 
-    def open(self) -> tuple[int, StreamBuffer]:
-        """Open a stream. Return its number, which is unique in this inbox, and its buffer."""
+    def next_number(self) -> int:
+        """Return the number of the next stream. It is unique in this inbox."""
         self._last += 1
-        buffer = self._streams[self._last] = StreamBuffer(self._max_pending_tokens)
-        return self._last, buffer
+        return self._last
+
+    def add(self, stream: int, receiver: StreamReceiver) -> None:
+        """Pass later frames of a stream to its receiver."""
+        self._streams[stream] = receiver
 
     def close(self, stream: int) -> None:
         """Remove a stream. Later frames of it are ignored."""
@@ -368,14 +356,14 @@ class StreamDemux:
         """Pass each frame to its stream."""
         streams = self._streams
         for frame in batch.frames:
-            buffer = streams.get(frame.stream)
-            if buffer is not None:
-                buffer.feed(frame)
+            receiver = streams.get(frame.stream)
+            if receiver is not None:
+                receiver.feed(frame)
 
     def fail_all(self, error: DynamoError) -> None:
         """End all streams with `error`."""
-        for buffer in self._streams.values():
-            buffer.fail(error)
+        for receiver in list(self._streams.values()):
+            receiver.fail(error)
 
     def __len__(self) -> int:
         return len(self._streams)

@@ -109,6 +109,7 @@ class NatsTransport:
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
+        self._is_drop_reported = False  # its report is scheduled, or runs
         self._writer: asyncio.Task[None] | None = None
         self._writing = True
         self._is_waiting_logged = False
@@ -207,7 +208,17 @@ class NatsTransport:
         try:
             self._outgoing.put_nowait((subject, data))
         except asyncio.QueueFull:
-            self._report_disconnect(Disconnected("message dropped: too many unsent messages; check the load of NATS"))
+            # Not within this call: the callbacks end all streams, which publish cancels.
+            if not self._is_drop_reported:
+                self._is_drop_reported = True
+                asyncio.get_running_loop().call_soon(self._report_drop)
+
+    def _report_drop(self) -> None:
+        error = Disconnected("message dropped: too many unsent messages; check the load of NATS")
+        try:
+            self._report_disconnect(error)
+        finally:
+            self._is_drop_reported = False
 
     async def aclose(self) -> None:
         if self._closing:

@@ -26,10 +26,10 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.request_plane.client import PlaneLimits
-from tests.streaming import ChunkSource
+from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 
-LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6, max_pending_tokens=2000)
+LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6)
 SUBJECT = "ns_prefill.generate-1f"
 Script = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
 
@@ -113,7 +113,7 @@ async def wait_for_ever(request: GenerateRequest) -> AsyncGenerator[Chunk, None]
 
 
 async def collect(plane: Plane, request: GenerateRequest, subject: str = SUBJECT) -> list[Chunk]:
-    async with aclosing(plane.generate(subject, request)) as chunks:
+    async with aclosing(call_stream(plane, subject, request)) as chunks:
         return [chunk async for chunk in chunks]
 
 

@@ -30,6 +30,7 @@ from dynamo_trtllm.worker.service import WorkerService
 from tests.engines import ask, make
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.instances import make_instance
+from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 
 GOOD, BAD = (1, 2), (1, 3)
@@ -176,7 +177,7 @@ async def deployment(kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def tokens_of(pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace) -> list[int]:
-    async with aclosing(pipeline.generate(request, trace)) as chunks:
+    async with aclosing(pipeline_stream(pipeline, request, trace)) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
 

@@ -35,6 +35,7 @@ from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from tests.instances import CARD, make_instance
+from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.25)
@@ -168,7 +169,7 @@ def make_request(number: int) -> GenerateRequest:
 
 
 async def answer(pipeline: Pipeline, number: int) -> list[int]:
-    async with aclosing(pipeline.generate(make_request(number), RouteTrace())) as chunks:
+    async with aclosing(pipeline_stream(pipeline, make_request(number), RouteTrace())) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
 

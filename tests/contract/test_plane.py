@@ -14,7 +14,6 @@ from dynamo_trtllm.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
-    Overloaded,
     PayloadTooLarge,
     RequestRejected,
     StreamIncomplete,
@@ -43,6 +42,7 @@ from tests.contract.plane_helpers import (
     one_then_wait,
     wait_for_ever,
 )
+from tests.streaming import call_stream
 from tests.waiting import SOON_S
 
 
@@ -105,7 +105,7 @@ async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench
     got: list[Chunk] = []
 
     async def read() -> None:
-        async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
+        async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
             async for chunk in chunks:
                 got.append(chunk)  # noqa: PERF401
 
@@ -129,7 +129,7 @@ async def test_generate_when_service_raises_unexpectedly_then_internal_and_logge
 async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
         async for _ in chunks:
             break
     await asyncio.wait_for(service.closed.wait(), SOON_S)
@@ -230,28 +230,6 @@ async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench
     await check_fails(bench.caller.control(SUBJECT, GetFile("boom")), InternalError)
     await check_fails(bench.caller.control(SUBJECT, GetFile("huge")), PayloadTooLarge)
     await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), Unreachable)
-
-
-async def test_slow_reader_when_it_falls_behind_then_only_its_stream_ends(bench: PlanePair) -> None:
-    async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        size = 500 if request.request_id == "slow" else 1
-        for _ in range(20):
-            yield Chunk(token_ids=token_ids(range(size)))
-            await asyncio.sleep(0)
-        yield Chunk(finish_reason=FinishReason.STOP)
-
-    await bench.worker.serve(SUBJECT, ScriptedService(script))
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(name="slow"))) as slow:
-        assert len((await anext(slow)).token_ids) == 500
-        assert len(await collect(bench.caller, make_request(name="fast"))) == 21
-        kept: list[Chunk] = []
-
-        async def read_on() -> None:
-            async for chunk in slow:
-                kept.append(chunk)  # noqa: PERF401
-
-        await check_fails(read_on(), Overloaded)
-        assert len(kept) < 19
 
 
 async def test_ping_when_both_sides_live_then_a_quiet_stream_goes_on(bench: PlanePair) -> None:

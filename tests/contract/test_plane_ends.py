@@ -25,6 +25,7 @@ from dynamo_trtllm.request_plane.frames import PING, ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
 from tests.contract.plane_helpers import SUBJECT, PlanePair, ScriptedService, collect, make_request, until
 from tests.instances import make_transfer_params
+from tests.streaming import call_stream
 from tests.waiting import SOON_S
 
 
@@ -51,7 +52,7 @@ async def test_close_when_a_transfer_is_on_its_way_then_the_worker_is_told_to_re
 async def test_close_when_a_transfer_was_taken_then_it_is_the_callers_to_release(bench: PlanePair) -> None:
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
         assert (await anext(chunks)).kv_params is not None
     await asyncio.sleep(0.7)  # two pings: the caller is there
     assert service.verbs == []
@@ -92,7 +93,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
 
     service = ScriptedService(gated)
     await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
         await anext(chunks)
         transport = bench.caller._transport  # type: ignore[attr-defined]
         nobody = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0)))

@@ -43,6 +43,7 @@ from tests.contract.plane_helpers import (
     one_then_wait,
     until,
 )
+from tests.streaming import call_stream
 from tests.waiting import SOON_S
 
 
@@ -109,7 +110,7 @@ async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_t
     """As of a caller that was frozen for longer than any time-out: the worker gave it up meanwhile."""
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         network.to_caller = lambda data: []
         network.to_worker = lambda data: []
@@ -125,7 +126,7 @@ async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
     assert isinstance(serving, EndpointServer)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         serving._caller_lost(bench.caller._inbox_subject, StreamIncomplete("no answer"))  # type: ignore[attr-defined]
         with pytest.raises(StreamIncomplete, match="the worker ended this stream"):
@@ -147,7 +148,7 @@ async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_sa
     network.to_worker = lose_the_first
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
     assert len(lost) == 1
@@ -200,7 +201,7 @@ async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it
 ) -> None:
     first = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, first)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         with monkeypatch.context() as silent:  # a process that is killed says nothing
             silent.setattr(bench.worker._transport, "publish", lambda subject, data: None)  # type: ignore[attr-defined]
@@ -259,7 +260,7 @@ async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_with
 ) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         transport = bench.worker._transport  # type: ignore[attr-defined]
         monkeypatch.setattr(type(transport), "max_message_bytes", 8)
@@ -292,7 +293,7 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
     """A subject of more than 4 KiB would cost the connection."""
     await bench.worker.serve(SUBJECT, ScriptedService(one_then_wait))
     transport = bench.worker._transport  # type: ignore[attr-defined]
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
         for subject in ("x" * 5000, "not a subject", "ns_x.generate-7"):

@@ -37,6 +37,7 @@ from tests.contract.plane_helpers import (
     until,
 )
 from tests.instances import make_instance
+from tests.streaming import call_stream
 from tests.waiting import SOON_S
 
 LONG_S = 3 * LIMITS.ping_interval_s  # a peer that is not understood is given up by then
@@ -126,7 +127,7 @@ async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: 
             transport.publish(reply, encode(Ack(ErrorPayload(BadFrame.code, "not an Envelope"))))
 
     listening = await listen(transport, take)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
         assert (await anext(chunks)).token_ids == token_ids([7])
         reading = asyncio.create_task(anext(chunks))
         await asyncio.sleep(LONG_S)
@@ -183,8 +184,8 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
     caller = bench.caller
     transport = link_of(bench.worker)
     async with (
-        aclosing(caller.generate(SUBJECT, make_request(name="good", seconds=60))) as good,
-        aclosing(caller.generate(SUBJECT, make_request(name="bad", seconds=60))) as bad,
+        aclosing(call_stream(caller, SUBJECT, make_request(name="good", seconds=60))) as good,
+        aclosing(call_stream(caller, SUBJECT, make_request(name="bad", seconds=60))) as bad,
     ):
         await anext(good)
         await anext(bad)

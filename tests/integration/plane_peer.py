@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from tests.streaming import ChunkSource
+from tests.streaming import ChunkSource, call_stream
 
 
 class QuietService(ChunkSource):
@@ -40,7 +40,7 @@ async def main(url: str, what: str, subject: str) -> None:
         await plane.serve(subject, QuietService())
         print("ready", flush=True)
         await asyncio.Event().wait()
-    async with aclosing(plane.generate(subject, make_request())) as chunks:
+    async with aclosing(call_stream(plane, subject, make_request())) as chunks:
         async for _ in chunks:
             print("ready", flush=True)
 

@@ -17,6 +17,7 @@ from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker.admission import Admission
 from tests.engines import tokens
 from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
+from tests.streaming import call_stream, pipeline_stream
 from tests.waiting import SOON_S
 
 SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 10}  # 100 tokens: 3 s
@@ -30,7 +31,7 @@ class Scene:
         self.running_workers = running_workers
 
     async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[Chunk]:
-        async with aclosing(self.side.pipeline.generate(asked, trace or RouteTrace())) as chunks:
+        async with aclosing(pipeline_stream(self.side.pipeline, asked, trace or RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
     def serving(self, role: Role) -> EndpointServer:
@@ -47,7 +48,7 @@ class Scene:
     async def kv_params(self) -> KvTransferParams:
         """Of a prefill leg whose decode leg never comes."""
         leg = request(max_tokens=8, phase=Phase.PREFILL)
-        async with aclosing(self.side.plane.generate(self.subject(Role.PREFILL), leg)) as stream:
+        async with aclosing(call_stream(self.side.plane, self.subject(Role.PREFILL), leg)) as stream:
             last = [chunk async for chunk in stream][-1]
         assert last.kv_params is not None
         return last.kv_params

@@ -16,6 +16,7 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Batch
 from tests.engines import tokens
 from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
+from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 
 
@@ -50,7 +51,7 @@ class Scene:
         backend.read = slow_fetch  # type: ignore[method-assign]
 
     async def run(self, asked: GenerateRequest) -> list[Chunk]:
-        async with aclosing(self.side.pipeline.generate(asked, RouteTrace())) as chunks:
+        async with aclosing(pipeline_stream(self.side.pipeline, asked, RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
     def left(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import uvicorn
 
-from dynamo_trtllm.frontend import http
+from dynamo_trtllm.frontend import http, request_handler
 from dynamo_trtllm.http_server.connection import http_server
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
@@ -341,6 +341,7 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http, "STALL_S", SOON_S)
+    monkeypatch.setattr(request_handler, "MAX_PENDING_TOKENS", 1 << 30)  # the script does not wait for its reader
     async with serving(request_timeout_s=1.5) as served:
         served.front.pipeline.script = [*FLOOD, stop()]
         client = await served.connect()

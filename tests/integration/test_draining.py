@@ -23,6 +23,7 @@ from tests.integration.worker_helpers import (
     until,
 )
 from tests.servers import TestServer
+from tests.streaming import call_stream, pipeline_stream
 from tests.waiting import SOON_S
 
 STEP = {"step_s": 0.01}
@@ -31,7 +32,7 @@ STEP = {"step_s": 0.01}
 async def transfer_params_of(side: FrontendSide, running_workers: RunningWorkers) -> KvTransferParams:
     """Of the one prefill worker, for `request(max_tokens=8)`."""
     (prefill, *_) = [i for i in side.view.instances() if i.role is Role.PREFILL]
-    async with aclosing(side.plane.generate(prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
+    async with aclosing(call_stream(side.plane, prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
         kv_params = [chunk async for chunk in stream][-1].kv_params
     assert kv_params is not None
     return kv_params
@@ -51,7 +52,7 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetche
         await side.until_instances(1)
         await until(lambda: "running requests: 0, pending KV transfers: 1" in caplog.text, SOON_S)
         leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, kv_params=kv_params)
-        async with aclosing(side.plane.generate(decode.subject, leg)) as stream:
+        async with aclosing(call_stream(side.plane, decode.subject, leg)) as stream:
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
         # its carrier tells that the KV was read; with one that can't, the pipeline's release does
@@ -86,7 +87,7 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
         traces = [RouteTrace() for _ in range(4)]  # two for each decode worker
 
         async def run(trace: RouteTrace) -> int:
-            async with aclosing(side.pipeline.generate(request(max_tokens=8), trace)) as chunks:
+            async with aclosing(pipeline_stream(side.pipeline, request(max_tokens=8), trace)) as chunks:
                 return len(tokens([chunk async for chunk in chunks]))
 
         running = [asyncio.create_task(run(trace)) for trace in traces]

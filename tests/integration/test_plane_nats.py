@@ -24,7 +24,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer
-from tests.streaming import ChunkSource
+from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 
 QUICK = PlaneLimits(ack_timeout_s=3.0, ping_interval_s=0.5)
@@ -69,7 +69,7 @@ async def connect() -> AsyncIterator[Callable[[str, PlaneLimits], object]]:
 
 
 async def collect(plane: NatsPlane, subject: str = "s.g-1") -> list[Chunk]:
-    async with aclosing(plane.generate(subject, make_request())) as chunks:
+    async with aclosing(call_stream(plane, subject, make_request())) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -169,7 +169,7 @@ async def test_worker_when_its_process_dies_then_the_callers_stream_ends(nats_se
     caller = await connect(nats_server, QUICK)
     peer = await start_peer(nats_server, "serve")
     try:
-        async with aclosing(caller.generate("s.g-2", make_request())) as chunks:
+        async with aclosing(call_stream(caller, "s.g-2", make_request())) as chunks:
             await anext(chunks)
             peer.send_signal(how)
             with pytest.raises(Disconnected, match=r"s\.g-2"):

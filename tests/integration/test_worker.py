@@ -27,6 +27,7 @@ from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens
 from tests.integration.worker_helpers import config, frontend_side, request
+from tests.streaming import call_stream, pipeline_stream
 from tests.waiting import SOON_S
 
 
@@ -114,7 +115,7 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
-        async with aclosing(side.pipeline.generate(request(max_tokens=60), RouteTrace())) as stream:
+        async with aclosing(pipeline_stream(side.pipeline, request(max_tokens=60), RouteTrace())) as stream:
             chunks = [await anext(stream)]
             go.clear()  # the request does not end by itself
             worker.stop()
@@ -135,7 +136,7 @@ async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(etcd_serve
         await side.until_instances(1)
         (instance,) = side.view.instances()
         leg = request(max_tokens=8, phase=Phase.PREFILL)
-        async with aclosing(side.plane.generate(instance.subject, leg)) as stream:
+        async with aclosing(call_stream(side.plane, instance.subject, leg)) as stream:
             last = [chunk async for chunk in stream][-1]
         assert last.kv_params is not None
         begun_s = time.monotonic()
@@ -213,7 +214,7 @@ async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_
             await asyncio.sleep(0.01)
         plane = await NatsPlane.connect(nats_server)
         subject = keys.subject(endpoint_of(chosen), worker.instance_id)
-        async with aclosing(plane.generate(subject, request(max_tokens=1000))) as chunks:
+        async with aclosing(call_stream(plane, subject, request(max_tokens=1000))) as chunks:
             await anext(chunks)  # the worker asks its callers whether they live
             (victim,) = [task for task in worker._tasks._tasks if part in task.get_name()]
             victim.cancel()

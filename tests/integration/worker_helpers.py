@@ -23,6 +23,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker import Worker
+from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 
 
@@ -67,7 +68,7 @@ class FrontendSide:
                 await asyncio.sleep(0.01)
 
     async def ask(self, max_tokens: int) -> list[Chunk]:
-        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), RouteTrace())) as chunks:
+        async with aclosing(pipeline_stream(self.pipeline, request(max_tokens=max_tokens), RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
 

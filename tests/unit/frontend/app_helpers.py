@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,7 +27,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
@@ -153,9 +153,7 @@ class ScriptedPipeline:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     yielded: int = 0
 
-    async def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         self.requests.append(request)
         self.running += 1
         self.begun.set()
@@ -176,7 +174,9 @@ class ScriptedPipeline:
                             queue_s=0.25, kv_transfer_s=2.0, kv_bytes=4096, transport="nixl"
                         )
                     self.yielded += 1
-                    yield step
+                    if not on_chunk(step):
+                        return
+                    await asyncio.sleep(0)  # the next one comes with another step
         finally:
             self.running -= 1
             self.closed.set()

@@ -29,7 +29,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_transfer_params
-from tests.streaming import ChunkSource
+from tests.streaming import ChunkSource, pipeline_stream
 
 PREFILL_STATS = PhaseTimings(prefill_s=0.25)
 DECODE_STATS = PhaseTimings(kv_transfer_s=0.5, kv_bytes=7)
@@ -118,7 +118,7 @@ class Cluster:
 
     async def tokens(self, trace: RouteTrace | None = None, **sampling: Any) -> list[int]:
         """Return all tokens of a request. Only its last chunk may have a finish reason."""
-        async with aclosing(self.pipeline.generate(request(**sampling), trace or RouteTrace())) as stream:
+        async with aclosing(pipeline_stream(self.pipeline, request(**sampling), trace or RouteTrace())) as stream:
             chunks = [chunk async for chunk in stream]
         assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         return [token for chunk in chunks for token in chunk.token_ids]

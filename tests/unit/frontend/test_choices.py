@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -17,9 +15,9 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.frontend.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.request_handler import AHEAD, merge_streams, pick_best_of
+from dynamo_trtllm.frontend.request_handler import pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.streams import OnChunk
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
 
 CHAT = "/v1/chat/completions"
@@ -33,11 +31,9 @@ class Each:
         self.each = [ScriptedPipeline(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
-    def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         self.requests.append(request)
-        return self.each[len(self.requests) - 1].generate(request, trace)
+        await self.each[len(self.requests) - 1].generate(request, trace, on_chunk)
 
     @property
     def running(self) -> int:
@@ -292,34 +288,6 @@ async def test_cancel_by_id_then_an_error_ends_the_answer_and_all_choices(monkey
 
 
 # --- the parts -----------------------------------------------------------------------------------------
-
-
-async def ticking(index: int, count: int, made: list[int]) -> AsyncGenerator[ChoiceDelta, None]:
-    try:
-        for at in range(count):
-            made[index] += 1
-            yield ChoiceDelta(index=index, content=str(at), finish="stop" if at == count - 1 else None)
-    finally:
-        made[index] = -made[index]
-
-
-async def test_together_when_read_slowly_then_streams_wait_and_closing_closes_them() -> None:
-    made = [0, 0]
-    async with aclosing(merge_streams([ticking(0, 10_000, made), ticking(1, 10_000, made)])) as stream:
-        async for _ in stream:
-            for _ in range(100):
-                await asyncio.sleep(0)
-            break
-        assert sum(map(abs, made)) <= 2 * AHEAD + 3
-    assert all(count < 0 for count in made)
-
-
-async def test_together_when_read_to_the_end_then_every_piece_in_the_order_of_its_stream() -> None:
-    streams = [ticking(index, 3 * AHEAD, [0, 0]) for index in (0, 1)]
-    async with aclosing(merge_streams(streams)) as stream:
-        came = [region async for region in stream]
-    for index in (0, 1):
-        assert [region.content for region in came if region.index == index] == [str(at) for at in range(3 * AHEAD)]
 
 
 def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:

@@ -20,6 +20,7 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseSlot, ReserveSlot, Role, token_ids
+from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, ScriptedWorker, Step, kv_chunk, request
 from tests.waiting import SOON_S
 
@@ -71,7 +72,7 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
 ) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], FINISHED)
     long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
-    async with aclosing(cluster.pipeline.generate(long, RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, long, RouteTrace())) as stream:
         async for _ in stream:
             pass
     (kept,) = decode.reservations
@@ -183,7 +184,7 @@ async def test_slot_when_the_deadline_has_passed_then_deadline_and_nobody_is_ask
     _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):
-        async with aclosing(cluster.pipeline.generate(late, RouteTrace())) as stream:
+        async with aclosing(pipeline_stream(cluster.pipeline, late, RouteTrace())) as stream:
             await anext(stream)
     assert decode.reservations == []
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import Disconnected
+from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
+from dynamo_trtllm.frontend import request_handler
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.messages import Chunk, FinishReason, Role
 from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, FakeFrontend, ScriptedPipeline, chunk, stop
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, request
 
@@ -30,20 +28,6 @@ SCRIPT = [
     chunk("{}"),
     stop(),
 ]
-
-
-class Offering(ScriptedPipeline):
-    """As the pipeline does: a chunk that the sink takes is not yielded."""
-
-    async def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        begun = False
-        async with aclosing(super().generate(request, trace)) as chunks:
-            async for each in chunks:
-                if not begun or sink is None or each.finish_reason is not None or not sink(each):
-                    yield each
-                begun = True
 
 
 class Wire:
@@ -75,7 +59,7 @@ class Wire:
 
 async def streamed(wire: Wire, script: list[Any], **fields: Any) -> list[Any]:
     """The choices of all events."""
-    served = FakeFrontend(Offering(script), FrontendConfig())
+    served = FakeFrontend(ScriptedPipeline(script), FrontendConfig())
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True} | fields
     told = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -103,7 +87,9 @@ async def test_stream_when_the_client_can_be_written_to_then_the_same_events_com
 
 
 async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_directly() -> None:
-    served = FakeFrontend(Offering([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]), FrontendConfig())
+    served = FakeFrontend(
+        ScriptedPipeline([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]), FrontendConfig()
+    )
     body = {"model": MODEL, "prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
     told, wire = [{"type": "http.request", "body": json.dumps(body).encode()}], Wire(1)
 
@@ -116,30 +102,82 @@ async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_di
     assert b'"completion_tokens":4' in b"".join(wire.parts)
 
 
-@pytest.mark.parametrize("fields", [{"stop": ["lo"]}, {"parallel_tool_calls": False}])
-async def test_stream_when_its_text_may_end_it_then_nothing_is_written_directly(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{"stop": ["lo"]}, {"parallel_tool_calls": False}, {"n": 2}])
+async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_events_come(fields: dict[str, Any]) -> None:
     wire = Wire(1)
-    await streamed(wire, SCRIPT, **fields)
-    assert wire.written == 0
+    direct, queued = await streamed(wire, SCRIPT, **fields), await streamed(Wire(0), SCRIPT, **fields)
+    for index in range(fields.get("n", 1)):
+        assert [c for [c] in direct if c["index"] == index] == [c for [c] in queued if c["index"] == index]
+    assert wire.written > 0
 
 
-async def test_pipeline_when_a_sink_takes_chunks_then_a_call_that_breaks_goes_on_behind_them(cluster: Cluster) -> None:
+async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(Wire):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.gate = asyncio.Event()
+
+        def is_ready(self) -> bool:
+            return False
+
+        async def send(self, message: Any) -> None:
+            if message.get("body"):
+                await self.gate.wait()
+            await super().send(message)
+
+    monkeypatch.setattr(request_handler, "MAX_PENDING_TOKENS", 50)
+    served = FakeFrontend(ScriptedPipeline([chunk("a") for _ in range(200)]), FrontendConfig())
+    told, wire = (
+        [{"type": "http.request", "body": json.dumps({"model": MODEL, "prompt": "hi", "stream": True}).encode()}],
+        Slow(),
+    )
+
+    async def receive() -> Any:
+        return told.pop() if told else await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "state": {WRITER: wire}}
+    answering = asyncio.create_task(served.app(scope, receive, wire.send))
+    await served.pipeline.closed.wait()
+    assert served.pipeline.yielded < 60
+    wire.gate.set()
+    await answering
+    *texts, error, done = b"".join(wire.parts).decode().strip().split("\n\n")
+    assert done == "data: [DONE]"
+    assert 20 < len(texts) <= served.pipeline.yielded
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "overloaded"
+
+
+async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(cluster: Cluster) -> None:
     begun = asyncio.Event()
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], begun, FINISHED[1], Disconnected("gone")])
     second = await cluster.add(2, Role.AGGREGATED, [FINISHED[2]])
-    taken: list[int] = []
+    got: list[int] = []
 
-    def sink(each: Chunk) -> bool:
-        taken.extend(each.token_ids)
+    def take(each: Chunk) -> bool:
+        got.extend(each.token_ids)
+        begun.set()
         return True
 
-    got: list[int] = []
-    async with aclosing(cluster.pipeline.generate(request(), RouteTrace(), sink)) as chunks:
-        async for each in chunks:
-            got.extend(each.token_ids)
-            begun.set()
-    assert (got, taken) == ([10, 13], [11, 12])
+    await cluster.pipeline.generate(request(), RouteTrace(), take)
+    assert got == [10, 11, 12, 13]
     assert second.requests[0].num_resumed_output_tokens == 3
+
+
+@pytest.mark.parametrize("error", [StreamIncomplete("as if a worker had failed"), Overloaded("the reader is behind")])
+async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_a_worker(
+    cluster: Cluster, error: DynamoError
+) -> None:
+    first = await cluster.add(1, Role.AGGREGATED, FINISHED)
+    second = await cluster.add(2, Role.AGGREGATED, FINISHED)
+
+    def fail(each: Chunk) -> bool:
+        raise error
+
+    with pytest.raises(type(error)):
+        await cluster.pipeline.generate(request(), RouteTrace(), fail)
+    assert len(first.requests) + len(second.requests) == 1
 
 
 class Sent:

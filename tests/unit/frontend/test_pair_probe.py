@@ -33,7 +33,7 @@ from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance, make_transfer_params
-from tests.streaming import ChunkSource
+from tests.streaming import ChunkSource, pipeline_stream
 from tests.unit.frontend.pipeline_helpers import request
 from tests.waiting import SOON_S
 
@@ -266,7 +266,7 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         await bench.until(lambda: bench.codes["inconclusive"] == 1)
         decode.ending = Unreachable("nobody listens")
         with pytest.raises(Unreachable):
-            async with aclosing(bench.pipeline.generate(request(), RouteTrace())) as chunks:
+            async with aclosing(pipeline_stream(bench.pipeline, request(), RouteTrace())) as chunks:
                 await anext(chunks)
         assert bench.breakers.status((1, 2)).state is PairState.FAILING
         decode.ending = answer()

@@ -34,6 +34,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
+from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
 
@@ -90,7 +91,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_re
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
         await anext(stream)
         await cluster.pipeline.aclose()  # waits for what was posted: the leg still runs
         assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
@@ -246,14 +247,6 @@ async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(cl
     assert sum(len(worker.requests) for worker in workers) == 4  # the first, and three migrations
 
 
-async def test_generate_when_the_reader_is_too_slow_then_it_is_not_moved(cluster: Cluster) -> None:
-    await cluster.add(1, Role.AGGREGATED, [FINISHED[0], Overloaded("the reader is behind")])
-    other = await cluster.add(2, Role.AGGREGATED, FINISHED)
-    with pytest.raises(Overloaded, match="behind"):
-        await cluster.tokens()
-    assert other.requests == []
-
-
 async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(cluster: Cluster) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
     await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
@@ -304,7 +297,7 @@ async def test_close_when_no_decode_chunk_came_then_its_call_is_closed_and_the_k
 async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_transfer_fetched(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
         await anext(stream)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
@@ -313,7 +306,7 @@ async def test_close_when_decode_is_midway_then_its_call_is_closed_and_the_trans
 
 async def test_close_when_an_aggregated_worker_is_midway_then_its_call_is_closed(cluster: Cluster) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
-    async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
+    async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
         await anext(stream)
     await asyncio.wait_for(worker.closed.wait(), SOON_S)
 

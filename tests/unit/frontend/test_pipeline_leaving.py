@@ -49,8 +49,7 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(clus
     other = await cluster.add(4, Role.DECODE, FINISHED)
     selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
     with pytest.raises(Draining):
-        async for _ in cluster.pipeline.attempt(selection, request(), RouteTrace(), is_probe=True):
-            pass
+        await cluster.pipeline.attempt(selection, request(), RouteTrace(), lambda chunk: True, is_probe=True)
     assert other.requests == []
 
 

@@ -5,7 +5,6 @@ The pipeline plays all sorts of answers and errors, but none that is a 500: one 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import hypothesis
@@ -24,8 +23,8 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.pipeline import RouteTrace
-from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
-from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.messages import Conversation, FinishReason, GenerateRequest, TokenIds
+from dynamo_trtllm.streams import OnChunk
 from tests.unit.frontend.app_helpers import (
     CALL,
     CARD,
@@ -76,11 +75,9 @@ class AnyModel(Catalog):
 class Varied(ScriptedPipeline):
     """Another script for each prompt."""
 
-    def generate(
-        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         self.script = SCRIPTS[(sum(request.token_ids) + request.sampling.max_tokens) % len(SCRIPTS)]
-        return super().generate(request, trace)
+        await super().generate(request, trace, on_chunk)
 
 
 def served() -> FakeFrontend:

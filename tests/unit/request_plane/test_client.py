@@ -10,12 +10,13 @@ from contextlib import aclosing
 import pytest
 
 from dynamo_trtllm.codec import decode
-from dynamo_trtllm.errors import Disconnected
+from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.inproc import InprocTransport
-from tests.streaming import ChunkSource
+from dynamo_trtllm.request_plane.nats import NatsTransport
+from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 
 SUBJECT = "ns_prefill.generate-1"
@@ -64,7 +65,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
     )
-    async with aclosing(plane.generate(SUBJECT, request)) as chunks:
+    async with aclosing(call_stream(plane, SUBJECT, request)) as chunks:
         await anext(chunks)
         for _ in range(100):
             transport.publish(transport.inbox, b"\xc1 no message")
@@ -92,9 +93,30 @@ async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_bla
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
     )
-    async with aclosing(plane.generate(SUBJECT, request)) as chunks:
+    async with aclosing(call_stream(plane, SUBJECT, request)) as chunks:
         await anext(chunks)
         transport.cut = True
         with pytest.raises(Disconnected, match=r"^no connection here$"):
             await asyncio.wait_for(anext(chunks), SOON_S)
     await plane.aclose()
+
+
+async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within_the_call() -> None:
+    transport = NatsTransport.__new__(NatsTransport)
+    transport._outgoing = asyncio.Queue(1)
+    transport._is_drop_reported = False
+    transport._address = "n"
+    reports: list[DynamoError] = []
+
+    def end_streams(error: DynamoError) -> None:
+        reports.append(error)
+        for _ in range(1000):
+            transport.publish("s", b"a cancel")
+
+    transport._on_disconnect = [end_streams]
+    for _ in range(3):
+        transport.publish("s", b"x")
+    assert reports == []
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [type(error) for error in reports] == [Disconnected]

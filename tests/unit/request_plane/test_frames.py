@@ -28,10 +28,10 @@ from dynamo_trtllm.request_plane.frames import (
     FrameBatcher,
     OpenStream,
     Ping,
-    StreamBuffer,
     StreamDemux,
     StreamReport,
 )
+from tests.unit.request_plane.arrivals import Arrivals, opened
 
 LIMIT = 1 << 20
 
@@ -40,8 +40,8 @@ def make_chunk(*ids: int, finish: FinishReason | None = None) -> Chunk:
     return Chunk(token_ids=token_ids(ids), finish_reason=finish)
 
 
-def make_arrivals(*frames: Frame, limit: int = 1000) -> StreamBuffer:
-    arrivals = StreamBuffer(limit)
+def make_arrivals(*frames: Frame) -> Arrivals:
+    arrivals = Arrivals()
     for frame in frames:
         arrivals.feed(frame)
     return arrivals
@@ -179,7 +179,7 @@ async def test_arrivals_when_terminal_chunk_came_then_later_errors_do_not_count(
 
 
 async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error() -> None:
-    arrivals = StreamBuffer(1000)
+    arrivals = Arrivals()
     reader = asyncio.create_task(arrivals.get())
     await asyncio.sleep(0)
     arrivals.feed(Frame(1, 0, make_chunk(4)))
@@ -191,26 +191,11 @@ async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error
         await reader
 
 
-async def test_arrivals_when_reader_is_behind_then_bounded_and_overloaded() -> None:
-    arrivals = make_arrivals(*(Frame(1, n, make_chunk(*range(9))) for n in range(6)), limit=50)
-    for _ in range(5):
-        await arrivals.get()
-    with pytest.raises(Overloaded):
-        await arrivals.get()
-
-
-async def test_arrivals_when_reader_keeps_up_then_no_bound_is_met() -> None:
-    arrivals = StreamBuffer(10)
-    for n in range(100):
-        arrivals.feed(Frame(1, n, make_chunk(*range(9))))
-        assert len((await arrivals.get()).token_ids) == 9
-
-
 async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unknown_are_ignored() -> None:
-    inbox = StreamDemux(1000)
-    first, first_arrivals = inbox.open()
-    second, second_arrivals = inbox.open()
-    gone, gone_arrivals = inbox.open()
+    inbox = StreamDemux()
+    first, first_arrivals = opened(inbox)
+    second, second_arrivals = opened(inbox)
+    gone, gone_arrivals = opened(inbox)
     inbox.close(gone)
     frames = [Frame(s, 0, make_chunk(s)) for s in (second, 999, gone, first)]
     inbox.feed(Batch(frames))
@@ -219,70 +204,19 @@ async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unk
     gone_arrivals.fail(Overloaded("nothing came"))
     with pytest.raises(Overloaded):
         await gone_arrivals.get()
-    assert inbox.open()[0] not in (first, second, gone)
+    assert inbox.next_number() not in (first, second, gone)
 
 
-class Taking:
-    """A sink that takes chunks while it is open."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self.taken: list[int] = []
-
-    def __call__(self, chunk: Chunk) -> bool:
-        if self.open:
-            self.taken.extend(chunk.token_ids)
-        return self.open
-
-
-async def test_get_when_a_sink_takes_chunks_then_only_what_ends_the_stream_is_got() -> None:
-    arrivals, sink = make_arrivals(), Taking()
-    reading = asyncio.create_task(arrivals.get(sink))
-    await asyncio.sleep(0)
-    for number, chunk in enumerate((make_chunk(1), make_chunk(2), make_chunk(3, finish=FinishReason.STOP))):
-        arrivals.feed(Frame(1, number, chunk))
-    assert (await reading).token_ids == token_ids([3])
-    assert sink.taken == [1, 2]
-
-
-async def test_get_when_the_sink_takes_no_more_then_the_rest_is_got_in_order() -> None:
-    arrivals, sink = make_arrivals(), Taking()
-    reading = asyncio.create_task(arrivals.get(sink))
-    await asyncio.sleep(0)
-    arrivals.feed(Frame(1, 0, make_chunk(1)))
-    sink.open = False
-    arrivals.feed(Frame(1, 1, make_chunk(2)))
-    sink.open = True
-    arrivals.feed(Frame(1, 2, make_chunk(3)))
-    assert [(await reading).token_ids, (await arrivals.get(sink)).token_ids] == [token_ids([2]), token_ids([3])]
-    assert sink.taken == [1]
-
-
-async def test_feed_when_nobody_waits_then_the_sink_is_not_asked() -> None:
-    arrivals, sink = make_arrivals(Frame(1, 0, make_chunk(1))), Taking()
-    assert (await arrivals.get(sink)).token_ids == token_ids([1])
-    arrivals.feed(Frame(1, 1, make_chunk(2)))
-    assert (await arrivals.get(sink)).token_ids == token_ids([2])
-    assert sink.taken == []
-
-
-async def test_feed_when_the_sink_fails_then_its_reader_gets_that_and_others_go_on() -> None:
-    inbox = StreamDemux(1000)
-    bad, bad_end = inbox.open()
-    good, good_end = inbox.open()
-    sink = Taking()
-
-    def failing(_: Chunk) -> bool:
-        raise KeyError("a bug")
-
-    readings = [asyncio.create_task(bad_end.get(failing)), asyncio.create_task(good_end.get(sink))]
-    await asyncio.sleep(0)
-    inbox.feed(Batch([Frame(bad, 0, make_chunk(1)), Frame(good, 0, make_chunk(2))]))
-    inbox.feed(Batch([Frame(good, 1, make_chunk(3, finish=FinishReason.STOP))]))
-    with pytest.raises(KeyError, match="a bug"):
-        await readings[0]
-    assert (await readings[1]).token_ids == token_ids([3])
-    assert sink.taken == [2]
+async def test_arrivals_when_they_end_then_the_owner_is_told_once_how() -> None:
+    last = make_chunk(1, finish=FinishReason.STOP)
+    whole, failed, left = make_arrivals(Frame(1, 0, last)), make_arrivals(), make_arrivals()
+    whole.cancel()
+    failed.fail(Overloaded("full"))
+    failed.cancel()
+    left.cancel()
+    left.fail(Overloaded("late"))
+    assert (whole.ends, failed.ends, left.ends) == (["end"], ["end", "cancel"], ["end", "cancel"])
+    assert left.events.empty()
 
 
 async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_others_is_kept() -> None:
@@ -291,15 +225,15 @@ async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_othe
 
     kept: list[DynamoError] = []
 
-    async def read(arrivals: StreamBuffer, prompt: Prompt) -> None:
+    async def read(arrivals: Arrivals, prompt: Prompt) -> None:
         try:
             await arrivals.get()
         except Disconnected as exc:
             if arrivals is streams[0]:
                 kept.append(exc)
 
-    inbox = StreamDemux(1000)
-    streams = [inbox.open()[1] for _ in range(3)]
+    inbox = StreamDemux()
+    streams = [opened(inbox)[1] for _ in range(3)]
     prompts = [Prompt() for _ in streams]
     gone = [weakref.ref(prompt) for prompt in prompts]
     readers = [asyncio.create_task(read(*each)) for each in zip(streams, prompts, strict=True)]

@@ -10,7 +10,9 @@ from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane import client
 from dynamo_trtllm.request_plane.client import FrameDispatcher
-from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamBuffer, StreamDemux
+from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamDemux
+from dynamo_trtllm.streams import StreamEvent
+from tests.unit.request_plane.arrivals import Arrivals, opened
 
 PER_TURN = 6
 
@@ -21,13 +23,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Reader:
-    """One stream that has begun, whose sink takes all; `seen` has the tokens of each chunk, of other readers too."""
+    """One stream; once it has begun, `seen` has the tokens of each further chunk, of other readers too."""
 
     def __init__(self, inbox: StreamDemux, seen: list[tuple[int, list[int]]]) -> None:
-        self.stream, self.arrivals = inbox.open()
+        self.stream, self.arrivals = opened(inbox)
         self._seen = seen
         self._number = 0
-        self.rest: asyncio.Task[Chunk] | None = None
+        self.error: DynamoError | None = None
 
     def frame(self, finish: FinishReason | None = None) -> Frame:
         """Its next one; the token's id is the frame's number."""
@@ -36,29 +38,29 @@ class Reader:
             self.stream, self._number - 1, Chunk(token_ids=token_ids([self._number - 1]), finish_reason=finish)
         )
 
-    async def begin(self) -> None:
+    def begin(self) -> None:
         self.arrivals.feed(self.frame())
-        await self.arrivals.get()
-        self.rest = asyncio.create_task(self.arrivals.get(self._sink))
-        await asyncio.sleep(0)
+        self.arrivals._on_event = self._take
 
-    def _sink(self, chunk: Chunk) -> bool:
-        self._seen.append((self.stream, list(chunk.token_ids)))
-        return True
+    def _take(self, event: StreamEvent) -> None:
+        if isinstance(event, Chunk):
+            self._seen.append((self.stream, list(event.token_ids)))
+        else:
+            self.error = event
 
 
 class Bench:
     """Streams of one inbox, and what their readers saw: stream and tokens, which are the numbers of the frames."""
 
     def __init__(self) -> None:
-        self.inbox = StreamDemux(1000)
+        self.inbox = StreamDemux()
         self.rounds = FrameDispatcher(self.inbox)
         self.seen: list[tuple[int, list[int]]] = []
 
     async def begun(self, count: int) -> list[Reader]:
         readers = [Reader(self.inbox, self.seen) for _ in range(count)]
         for reader in readers:
-            await reader.begin()
+            reader.begin()
         return readers
 
     def feed(self, *frames: Frame) -> None:
@@ -153,14 +155,13 @@ async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_ha
         await bench.in_turns()
         assert bench.tokens_of(one) == given
         one.arrivals.fail(Disconnected("only if nothing ended it before"))
-        assert one.rest is not None
-        with pytest.raises(DynamoError, match=message or "only if"):
-            await one.rest
+        assert one.error is not None
+        assert (message or "only if") in one.error.message
 
 
 async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens() -> None:
-    inbox = StreamDemux(1000)
-    stream, arrivals = inbox.open()
+    inbox = StreamDemux()
+    stream, arrivals = opened(inbox)
     arrivals.waiting += [
         Frame(stream, n, Chunk(token_ids=token_ids([n]), logprobs=(TokenLogprob(n, -1.0 * n),))) for n in range(3)
     ]
@@ -173,9 +174,7 @@ async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on
     bench = Bench()
     gone, stays = await bench.begun(2)
     bench.feed(*(gone.frame() for _ in range(3 * PER_TURN)), stays.frame())
-    assert gone.rest is not None
-    gone.rest.cancel()
-    await asyncio.gather(gone.rest, return_exceptions=True)
+    gone.arrivals.cancel()
     bench.inbox.close(gone.stream)
     taken = bench.tokens_of(gone)
     bench.feed(gone.frame(), stays.frame())
@@ -192,8 +191,8 @@ async def test_check_when_frames_wait_then_they_count_as_arrived() -> None:
     assert list((await arrivals.get()).token_ids) == [0, 1, 2]
 
 
-def behind(*frames: Frame) -> StreamBuffer:
-    arrivals = StreamBuffer(1000)
+def behind(*frames: Frame) -> Arrivals:
+    arrivals = Arrivals()
     arrivals.waiting.extend(frames)
     return arrivals
 

@@ -11,6 +11,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.frames import Batch
 from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
+from tests.streaming import call_stream
 
 
 class CountingLink(InprocTransport):
@@ -55,7 +56,7 @@ def asked(n: int) -> GenerateRequest:
 
 
 async def settle() -> None:
-    for _ in range(20):
+    for _ in range(200):
         await asyncio.sleep(0)
 
 
@@ -67,7 +68,7 @@ async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step(
     got: list[int] = []
 
     async def read(n: int) -> None:
-        got.append(len([chunk async for chunk in plane.generate("s", asked(n))]))
+        got.append(len([chunk async for chunk in call_stream(plane, "s", asked(n))]))
 
     async with asyncio.TaskGroup() as group:
         for n in range(64):

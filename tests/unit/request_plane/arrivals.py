@@ -1,0 +1,33 @@
+"""A stream's receiver whose events are read like a queue."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dynamo_trtllm.messages import Chunk
+from dynamo_trtllm.request_plane.frames import StreamDemux, StreamReceiver
+from dynamo_trtllm.streams import StreamEvent
+
+
+class Arrivals(StreamReceiver):
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self.ends: list[str] = []
+        super().__init__(
+            self.events.put_nowait, set(), lambda: self.ends.append("end"), lambda: self.ends.append("cancel")
+        )
+
+    async def get(self) -> Chunk:
+        event = await self.events.get()
+        if isinstance(event, Chunk):
+            return event
+        try:
+            raise event
+        finally:
+            del event  # its traceback refers to this frame
+
+
+def opened(inbox: StreamDemux) -> tuple[int, Arrivals]:
+    number, arrivals = inbox.next_number(), Arrivals()
+    inbox.add(number, arrivals)
+    return number, arrivals
