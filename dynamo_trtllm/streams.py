@@ -235,7 +235,7 @@ class TaskStream(Stream):
             event = exc
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
-            _log.exception("%s failed", task.get_name() if task else "stream")
+            _log.exception("request failed in task %s", task.get_name() if task else "-")
             event = InternalError(f"an unexpected error ended the request: {type(exc).__name__}; see the log")
             event.__cause__ = exc
         task, self._task = self._task, None  # so that the end of the stream does not cancel this task, which is done

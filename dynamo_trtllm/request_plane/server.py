@@ -257,7 +257,7 @@ class EndpointServer:
         try:
             call.handle = self._service.generate(request, partial(self._on_event, call))
         except Exception:
-            logger.exception("plane-call-%s failed", request.request_id)
+            logger.exception("request %s failed", request.request_id)
             self._end(call, InternalError("the request failed in the worker; see its log"))
 
     def _on_event(self, call: ServerStream, event: StreamEvent) -> None:
