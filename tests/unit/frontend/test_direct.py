@@ -13,7 +13,8 @@ from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIn
 from dynamo_trtllm.frontend import request_handler
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
-from dynamo_trtllm.messages import Chunk, FinishReason, Role
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
+from dynamo_trtllm.streams import OnChunk
 from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, FakeFrontend, ScriptedPipeline, chunk, stop
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, request
 
@@ -109,6 +110,70 @@ async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_even
     for index in range(fields.get("n", 1)):
         assert [c for [c] in direct if c["index"] == index] == [c for [c] in queued if c["index"] == index]
     assert wire.written > 0
+
+
+class AtOnce(ScriptedPipeline):
+    """Passes on the chunks between two events of its script in one step."""
+
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        for step in self.script:
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            else:
+                assert isinstance(step, Chunk)
+                on_chunk(step)
+
+
+class Impatient(Wire):
+    """Sends what is written at once. `send` waits for `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.gate = asyncio.Event()
+        self.ready: list[bool] = []  # the next answers of `is_ready`; then True
+
+    def is_ready(self) -> bool:
+        return self.ready.pop(0) if self.ready else True
+
+    def write(self, data: bytes) -> None:
+        self.parts.append(data)
+
+    async def send(self, message: Any) -> None:
+        if message.get("body"):
+            await self.gate.wait()
+        await super().send(message)
+
+    def texts(self) -> str:
+        events = [part.removeprefix("data: ") for part in b"".join(self.parts).decode().split("\n\n")]
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events if event.startswith("{"))
+
+
+@pytest.mark.parametrize("case", ["a delta is being sent", "a delta waits"])
+async def test_stream_when_a_delta_was_not_written_at_once_then_later_ones_stay_behind_it(case: str) -> None:
+    wire, go = Impatient(), asyncio.Event()
+    script = [chunk("a"), go, chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
+    served = FakeFrontend(AtOnce([*script]), FrontendConfig())
+    body = {"model": MODEL, "prompt": "hi", "stream": True}
+    told = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        return told.pop() if told else await asyncio.Event().wait()
+
+    if case == "a delta waits":
+        wire.gate.set()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "state": {WRITER: wire}}
+    answering = asyncio.create_task(served.app(scope, receive, wire.send))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    if case == "a delta waits":
+        assert wire.texts() == "a"
+        wire.ready = [False]  # for b
+    go.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    wire.gate.set()
+    await answering
+    assert wire.texts() == "abcd"
 
 
 async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloaded(

@@ -88,7 +88,7 @@ class TransferringEngine(PlainEngine):
         return not self.released
 
 
-class Desk:
+class MeteredService:
     """A service with its metrics."""
 
     def __init__(
@@ -126,22 +126,22 @@ def request(**fields: Any) -> GenerateRequest:
 async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are_counted(
     role: Role, phase: Phase
 ) -> None:
-    desk = Desk(PlainEngine(), role)
-    assert await desk.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None) == list(ANSWER)
-    assert desk.counted("requests_total") == {("ok", str(phase)): 1}
-    assert desk.counted("output_tokens_total") == {(str(phase),): 3}
+    bench = MeteredService(PlainEngine(), role)
+    assert await bench.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None) == list(ANSWER)
+    assert bench.counted("requests_total") == {("ok", str(phase)): 1}
+    assert bench.counted("output_tokens_total") == {(str(phase),): 3}
 
 
 @pytest.mark.parametrize(
     ("role", "phase"), [(role, phase) for role in Role for phase in Phase if (role, phase) not in FITTING]
 )
 async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(role: Role, phase: Phase) -> None:
-    desk = Desk(PlainEngine(), role)
+    bench = MeteredService(PlainEngine(), role)
     with pytest.raises(InvalidRequest) as caught:
-        await desk.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None)
+        await bench.ask(phase=phase, kv_params=TRANSFER_PARAMS if phase is Phase.DECODE else None)
     assert caught.value.field == "phase"
-    assert desk.engine.asked == 0
-    assert desk.counted("requests_total") == {("invalid_request", str(phase)): 1}
+    assert bench.engine.asked == 0
+    assert bench.counted("requests_total") == {("invalid_request", str(phase)): 1}
 
 
 @pytest.mark.parametrize(
@@ -150,43 +150,43 @@ async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(ro
 async def test_generate_when_transfer_and_phase_disagree_then_refused(
     role: Role, phase: Phase, kv_params: KvTransferParams | None
 ) -> None:
-    desk = Desk(PlainEngine(), role)
+    bench = MeteredService(PlainEngine(), role)
     with pytest.raises(InvalidRequest, match="KV transfer parameters"):
-        await desk.ask(phase=phase, kv_params=kv_params)
-    assert desk.engine.asked == 0
+        await bench.ask(phase=phase, kv_params=kv_params)
+    assert bench.engine.asked == 0
 
 
 async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they_pass() -> None:
-    desk = Desk(PlainEngine(), Role.DECODE, can_aggregate=True)
-    assert await desk.ask(phase=Phase.AGGREGATED) == list(ANSWER)
+    bench = MeteredService(PlainEngine(), Role.DECODE, can_aggregate=True)
+    assert await bench.ask(phase=Phase.AGGREGATED) == list(ANSWER)
 
 
 async def test_control_when_asked_to_restart_then_its_owner_is_told_why() -> None:
-    desk = Desk(PlainEngine())
-    assert await desk.service.control(Restart("no KV leaves")) == b""
-    assert desk.service.restart_asked.is_set()
-    assert desk.service.restart_reason == "no KV leaves"
+    bench = MeteredService(PlainEngine())
+    assert await bench.service.control(Restart("no KV leaves")) == b""
+    assert bench.service.restart_asked.is_set()
+    assert bench.service.restart_reason == "no KV leaves"
 
 
 async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:
-    desk = Desk(PlainEngine())
+    bench = MeteredService(PlainEngine())
     with pytest.raises(ModelNotFound, match="'tiny', not 'other'") as caught:
-        await desk.ask(model="other")
+        await bench.ask(model="other")
     assert caught.value.field == "model"
-    assert desk.engine.asked == 0
-    assert desk.counted("requests_total") == {("model_not_found", "whole"): 1}
+    assert bench.engine.asked == 0
+    assert bench.counted("requests_total") == {("model_not_found", "whole"): 1}
 
 
 async def test_generate_when_the_engine_raises_a_typed_error_then_it_passes_with_its_code(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     error = Overloaded("full")
-    desk = Desk(PlainEngine([ANSWER[0], error]))
+    bench = MeteredService(PlainEngine([ANSWER[0], error]))
     with pytest.raises(DynamoError) as caught:
-        await desk.ask()
+        await bench.ask()
     assert caught.value is error
-    assert desk.counted("requests_total") == {("overloaded", "whole"): 1}
-    assert desk.counted("output_tokens_total") == {("whole",): 2}
+    assert bench.counted("requests_total") == {("overloaded", "whole"): 1}
+    assert bench.counted("output_tokens_total") == {("whole",): 2}
     assert caplog.records == []
 
 
@@ -194,9 +194,9 @@ async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_w
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bug = ZeroDivisionError("secret detail")
-    desk = Desk(PlainEngine([ANSWER[0], bug]))
+    bench = MeteredService(PlainEngine([ANSWER[0], bug]))
     with pytest.raises(InternalError) as caught:
-        await desk.ask()
+        await bench.ask()
     assert caught.value.__cause__ is bug
     assert "ZeroDivisionError" in caught.value.message
     assert "secret detail" not in caught.value.message  # the message goes to clients
@@ -205,26 +205,26 @@ async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_w
     assert "r-42" in record.getMessage()
     assert record.exc_info is not None
     assert record.exc_info[1] is bug
-    assert desk.counted("requests_total") == {("internal", "whole"): 1}
+    assert bench.counted("requests_total") == {("internal", "whole"): 1}
 
 
 async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> None:
-    desk = Desk(PlainEngine([ANSWER[0], asyncio.Event()]))
-    async with aclosing(as_stream(desk.service, request())) as chunks:
+    bench = MeteredService(PlainEngine([ANSWER[0], asyncio.Event()]))
+    async with aclosing(as_stream(bench.service, request())) as chunks:
         await anext(chunks)
-        assert desk.engine.closed == 0
+        assert bench.engine.closed == 0
     await asyncio.sleep(0)
-    assert desk.engine.closed == 1
-    assert desk.counted("requests_total") == {("cancelled", "whole"): 1}
-    assert desk.counted("output_tokens_total") == {("whole",): 2}
+    assert bench.engine.closed == 1
+    assert bench.counted("requests_total") == {("cancelled", "whole"): 1}
+    assert bench.counted("output_tokens_total") == {("whole",): 2}
 
 
 async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> None:
-    desk = Desk(PlainEngine())
-    async with aclosing(as_stream(desk.service, request())) as chunks:
+    bench = MeteredService(PlainEngine())
+    async with aclosing(as_stream(bench.service, request())) as chunks:
         while (await anext(chunks)).finish_reason is None:
             pass
-    assert desk.counted("requests_total") == {("ok", "whole"): 1}
+    assert bench.counted("requests_total") == {("ok", "whole"): 1}
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, FILE_CHUNK_BYTES, FILE_CHUNK_BYTES + 1, 2 * FILE_CHUNK_BYTES + 17])
@@ -233,10 +233,10 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content[:size_bytes])
     sha256 = digest(path)
-    desk = Desk(PlainEngine(), files={sha256: path})
+    bench = MeteredService(PlainEngine(), files={sha256: path})
     data, chunks = b"", 0
     while True:
-        chunk = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
+        chunk = codec.decode(await bench.service.control(GetFile(sha256, len(data))), FileChunk)
         assert chunk.total_bytes == size_bytes
         assert len(chunk.data) <= FILE_CHUNK_BYTES
         data, chunks = data + chunk.data, chunks + 1
@@ -249,8 +249,8 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
 async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
-    desk = Desk(PlainEngine(), files={"f": path})
-    assert codec.decode(await desk.service.control(GetFile("f", 9)), FileChunk) == FileChunk(b"", 3)
+    bench = MeteredService(PlainEngine(), files={"f": path})
+    assert codec.decode(await bench.service.control(GetFile("f", 9)), FileChunk) == FileChunk(b"", 3)
 
 
 @pytest.mark.parametrize(("verb", "field"), [(GetFile("f", -1), "offset"), (GetFile("unknown"), "sha256")])
@@ -258,31 +258,35 @@ async def test_file_when_it_is_asked_wrongly_then_refused_by_field(tmp_path: Pat
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     with pytest.raises(InvalidRequest) as caught:
-        await Desk(PlainEngine(), files={"f": path}).service.control(verb)
+        await MeteredService(PlainEngine(), files={"f": path}).service.control(verb)
     assert caught.value.field == field
 
 
 async def test_release_when_the_engine_has_transfers_then_it_is_told_at_once() -> None:
     engine = TransferringEngine()
-    assert await Desk(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.ABORTED)) == b""
+    assert await MeteredService(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.ABORTED)) == b""
     assert engine.released == [("t-1", ReleaseOutcome.ABORTED)]
 
 
 async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
-    assert await Desk(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.FETCHED)) == b""
+    assert await MeteredService(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.FETCHED)) == b""
 
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
     go = asyncio.Event()
-    desk = Desk(PlainEngine([ANSWER[0], go, ANSWER[1]]), limits=AdmissionLimits(active=1))
-    async with aclosing(as_stream(desk.service, request())) as chunks:
+    bench = MeteredService(PlainEngine([ANSWER[0], go, ANSWER[1]]), limits=AdmissionLimits(active=1))
+    async with aclosing(as_stream(bench.service, request())) as chunks:
         await anext(chunks)
         with pytest.raises(Overloaded):
-            await desk.ask()
-    assert desk.engine.asked == 1
+            await bench.ask()
+    assert bench.engine.asked == 1
     go.set()
-    assert await desk.ask() == list(ANSWER)
-    assert desk.counted("requests_total") == {("cancelled", "whole"): 1, ("overloaded", "whole"): 1, ("ok", "whole"): 1}
+    assert await bench.ask() == list(ANSWER)
+    assert bench.counted("requests_total") == {
+        ("cancelled", "whole"): 1,
+        ("overloaded", "whole"): 1,
+        ("ok", "whole"): 1,
+    }
 
 
 async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
@@ -292,30 +296,30 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
                 running=0, waiting=0, kv_blocks_used=6, kv_blocks_total=10, tickets_held=1, ticket_kv_blocks=6
             )
 
-    desk = Desk(Full(), Role.PREFILL, limits=AdmissionLimits(max_pending_transfer_fraction=0.5))
+    bench = MeteredService(Full(), Role.PREFILL, limits=AdmissionLimits(max_pending_transfer_fraction=0.5))
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
-        await desk.ask(phase=Phase.PREFILL)
-    assert desk.engine.asked == 0
+        await bench.ask(phase=Phase.PREFILL)
+    assert bench.engine.asked == 0
 
 
 async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_call() -> None:
-    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
-    await desk.service.control(ReserveSlot("a", time.time() + 60))
-    assert desk.counted("reserved") == {(): 1}
+    bench = MeteredService(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
+    await bench.service.control(ReserveSlot("a", time.time() + 60))
+    assert bench.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
-        await desk.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
-    assert await desk.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS, reservation_id="a") == list(ANSWER)
-    assert desk.counted("reserved") == {(): 0}
-    assert desk.counted("legs") == {(): 0}
+        await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
+    assert await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS, reservation_id="a") == list(ANSWER)
+    assert bench.counted("reserved") == {(): 0}
+    assert bench.counted("legs") == {(): 0}
 
 
 async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
-    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
-    await desk.service.control(ReserveSlot("a", time.time() + 60))
-    await desk.service.control(ReleaseSlot("a"))
-    assert await desk.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS) == list(ANSWER)
+    bench = MeteredService(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
+    await bench.service.control(ReserveSlot("a", time.time() + 60))
+    await bench.service.control(ReleaseSlot("a"))
+    assert await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS) == list(ANSWER)
 
 
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
     with pytest.raises(InvalidRequest, match="no decode slots to reserve"):
-        await Desk(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
+        await MeteredService(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
