@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.external import construct
+from dynamo_trtllm.engines.external.engine import construct
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmCall
 from dynamo_trtllm.errors import ConfigError

@@ -15,8 +15,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
-from dynamo_trtllm.engines.external import NO_STATS, EngineLoader, ExternalEngine, Times
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.engine import NO_STATS, EngineLoader, ExternalEngine, Times
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args

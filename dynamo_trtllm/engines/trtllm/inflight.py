@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.external import Counts, EngineOutput, phase_timings
+from dynamo_trtllm.engines.external.engine import Counts, EngineOutput, phase_timings
 from dynamo_trtllm.engines.trtllm.requests import TrtllmCall
 from dynamo_trtllm.errors import MigrationFailed, RequestRejected
 from dynamo_trtllm.kv_transfer.params import Deadline

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engines.request_checks import check, guided_params, is_plain, stop_token_ids
+from dynamo_trtllm.engines.external.request_checks import check, guided_params, is_plain, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 

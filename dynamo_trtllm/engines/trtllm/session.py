@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.external import EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity, transfer_params_of
+from dynamo_trtllm.engines.external.engine import EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity, transfer_params_of
 from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.inflight import (

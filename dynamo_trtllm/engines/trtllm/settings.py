@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.request_checks import HARMONY_STOP_IDS
+from dynamo_trtllm.engines.external.request_checks import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.preflight import facts as preflight

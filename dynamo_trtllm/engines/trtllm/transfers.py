@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import (
+from dynamo_trtllm.engines.external.pending_transfers import (
     EngineState,
     PendingTransfers,
     PrefillResult,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.external import construct
+from dynamo_trtllm.engines.external.engine import construct
 from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.engines.vllm.requests import VllmCall
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint

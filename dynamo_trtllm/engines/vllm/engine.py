@@ -16,8 +16,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_bytes
-from dynamo_trtllm.engines.external import NO_STATS, Counts, EngineLoader, ExternalEngine, Times
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.engine import NO_STATS, Counts, EngineLoader, ExternalEngine, Times
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.vllm import preflight, settings
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings, installed_version, load_bindings

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.external import EngineOutput, phase_timings
+from dynamo_trtllm.engines.external.engine import EngineOutput, phase_timings
 from dynamo_trtllm.errors import DynamoError, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, PhaseTimings, TokenLogprob
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.request_checks import check, guided_params, stop_token_ids
+from dynamo_trtllm.engines.external.request_checks import check, guided_params, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 

@@ -15,8 +15,8 @@ from contextlib import aclosing
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.external import Counts, EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.engine import Counts, EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings
 from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest, VllmOutputCursor
 from dynamo_trtllm.engines.vllm.requests import VllmCall, VllmModelLimits, build_call

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.request_checks import HARMONY_STOP_IDS
+from dynamo_trtllm.engines.external.request_checks import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.vllm.args import VllmArgs
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import ConfigError

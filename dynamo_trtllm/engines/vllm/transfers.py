@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.external import EngineOutput
-from dynamo_trtllm.engines.pending_transfers import (
+from dynamo_trtllm.engines.external.engine import EngineOutput
+from dynamo_trtllm.engines.external.pending_transfers import (
     EngineState,
     PendingTransfers,
     PrefillResult,

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external import Counts, EngineOutput, chunk_of, engine_stats, phase_timings, transfer_chunk
+from dynamo_trtllm.engines.external.engine import (
+    Counts,
+    EngineOutput,
+    chunk_of,
+    engine_stats,
+    phase_timings,
+    transfer_chunk,
+)
 from dynamo_trtllm.messages import (
     FinishReason,
     GenerateRequest,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import (
+from dynamo_trtllm.engines.external.pending_transfers import (
     EngineState,
     PendingTransfers,
     PrefillResult,

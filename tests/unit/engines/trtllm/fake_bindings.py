@@ -8,8 +8,8 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.external import Times
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.engine import Times
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities, TrtllmBindings
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.engines.trtllm.session import TrtllmSession

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external import Counts
+from dynamo_trtllm.engines.external.engine import Counts
 from dynamo_trtllm.engines.trtllm import inflight
 from dynamo_trtllm.engines.trtllm.inflight import StatsPoller, counts_of
 

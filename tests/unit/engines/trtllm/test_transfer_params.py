@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.transfers import TrtllmTransfers

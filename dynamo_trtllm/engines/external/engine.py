@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.pending_transfers import PendingTransfers
+from dynamo_trtllm.engines.external.pending_transfers import PendingTransfers
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady, RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,

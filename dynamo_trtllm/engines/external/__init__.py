@@ -1,0 +1,1 @@
+"""Run inference libraries (TensorRT-LLM, vLLM) as engines."""
