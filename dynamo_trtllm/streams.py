@@ -10,10 +10,9 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, StreamIncomplete
+from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome
 
 _log = logging.getLogger(__name__)
@@ -145,6 +144,14 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
             handle.cancel()
 
 
+def unexpected_error(exc: Exception, stream: str) -> InternalError:
+    """Log an exception that is a bug, and return the error that ends its stream. `stream`: its name, for the log."""
+    _log.error("request failed: %s", stream, exc_info=exc)
+    error = InternalError(f"an unexpected error ended the request: {type(exc).__name__}; see the log")
+    error.__cause__ = exc
+    return error
+
+
 class Stream:
     """The common part of stream handles: passes events on until the terminal one or `cancel`.
 
@@ -235,9 +242,7 @@ class TaskStream(Stream):
             event = exc
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
             task = asyncio.current_task()
-            _log.exception("request failed in task %s", task.get_name() if task else "-")
-            event = InternalError(f"an unexpected error ended the request: {type(exc).__name__}; see the log")
-            event.__cause__ = exc
+            event = unexpected_error(exc, task.get_name() if task else "-")
         task, self._task = self._task, None  # so that the end of the stream does not cancel this task, which is done
         try:
             if task is not None and self.has_ended:  # by a cancel that the work did not see
@@ -271,30 +276,3 @@ class TaskStream(Stream):
 
     def _free(self) -> None:
         """Free what the stream holds. Called once; no task of the stream runs."""
-
-
-class ChunkStream(TaskStream):
-    """The stream of an async generator of chunks, which a task reads."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        chunks: AsyncGenerator[Chunk, None],
-        on_event: OnEvent,
-        tasks: set[asyncio.Task[None]],
-        name: str,
-        kv_holder: KvHolder | None = None,
-    ) -> None:
-        super().__init__(on_event, tasks, kv_holder)
-        self.run(self._read(chunks), name)
-
-    async def _read(self, chunks: AsyncGenerator[Chunk, None]) -> StreamEvent | None:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if chunk.finish_reason is not None:
-                    self._task = None  # the end of the stream must not cancel the generator's cleanup
-                    self.emit(chunk)
-                    return None
-                self.emit(chunk)
-        return StreamIncomplete("the stream ended without a terminal chunk")

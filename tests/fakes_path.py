@@ -50,14 +50,13 @@ def trap_names() -> list[str]:
 
 def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the adapter's timeouts from seconds to milliseconds."""
-    from dynamo_trtllm.engines.trtllm import inflight
-    from dynamo_trtllm.engines.trtllm.inflight import TrtllmInflightRequest
+    from dynamo_trtllm.engines.external import runner
+    from dynamo_trtllm.engines.trtllm import library
 
-    monkeypatch.setattr(inflight, "_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(inflight, "_PAUSE_S", 0.01)
-    defaults = TrtllmInflightRequest.abort_and_drain.__kwdefaults__
-    monkeypatch.setitem(defaults, "kv_wait_s", 0.5)
-    monkeypatch.setitem(defaults, "answer_s", 0.5)
+    monkeypatch.setattr(library, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(library, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(runner, "KV_WAIT_S", 0.5)
+    monkeypatch.setattr(runner, "ANSWER_S", 0.5)
 
 
 @contextmanager

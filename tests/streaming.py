@@ -5,12 +5,41 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
+from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.base import RequestGenerator
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.streams import ChunkStream, KvHolder, OnEvent, StreamHandle, as_stream
+from dynamo_trtllm.streams import KvHolder, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream
+
+
+class ChunkStream(TaskStream):
+    """The stream of an async generator of chunks, which a task reads."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[Chunk, None],
+        on_event: OnEvent,
+        tasks: set[asyncio.Task[None]],
+        name: str,
+        kv_holder: KvHolder | None = None,
+    ) -> None:
+        super().__init__(on_event, tasks, kv_holder)
+        self.run(self._read(chunks), name)
+
+    async def _read(self, chunks: AsyncGenerator[Chunk, None]) -> StreamEvent | None:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    self._task = None  # the end of the stream must not cancel the generator's cleanup
+                    self.emit(chunk)
+                    return None
+                self.emit(chunk)
+        return StreamIncomplete("the stream ended without a terminal chunk")
 
 
 class ChunkSource(ABC):

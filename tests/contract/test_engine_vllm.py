@@ -243,7 +243,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ours, theirs = "dynamo_trtllm.engines.vllm", "vllm.sampling_params.SamplingParams.__init__"
     bugs = [
         (f"{ours}.{p}", "internal")
-        for p in ("session.build_call", "bindings.VllmBindings.arguments", "inflight.VllmOutputCursor.read")
+        for p in ("library.build_request", "bindings.VllmBindings.arguments", "library.VllmOutputCursor.read")
     ]
     for (place, code), error in [
         *product(bugs, (ValueError, AttributeError)),
@@ -255,12 +255,11 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
         await engines.whole.check()
         await check_nothing_left(engines.whole)
 
-    async def refuse(*_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("wrong")
-        yield
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm.v1.engine.async_llm.AsyncLLM.generate", refuse)
+        patch.setattr("vllm.v1.engine.async_llm.AsyncLLM.add_request", refuse)
         assert await error_code(engines.whole, ask(PROMPT)) == "engine_refused"
     assert len(await answer(engines.whole, PROMPT)) == 8
 

@@ -12,7 +12,8 @@ import os
 import runpy
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -24,7 +25,7 @@ from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.streams import OnEvent, StreamEvent, as_stream
 from tests.contract.vllm_real import ROOT, SPOILED, Pair, all_failed_reads, save_model, started
 from tests.engines import (
     answer,
@@ -104,6 +105,56 @@ async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_tran
         chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0))
         release(pair.prefill, kv_params, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == kv_params.first_token_ids[0]
+
+
+async def test_streams_when_answers_are_longer_then_no_task_wakes_more_often_but_vllms_own(pair: Pair) -> None:
+    """Per step one wake-up of vLLM's output handler, for all requests; none per request and token."""
+    wakes = Counter[str]()
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(lambda loop, work, **more: asyncio.Task(_Counted(work, wakes), loop=loop, **more))
+    try:
+        counts = []
+        for max_tokens in (10, 60):
+            wakes.clear()
+            ended = [loop.create_future() for _ in range(8)]
+            for n, end in enumerate(ended):
+                request = ask(prompt_of(40, n), max_tokens=max_tokens, ignore_eos=True)
+                pair.decode.generate(request, _last_to(end))
+            await asyncio.wait_for(asyncio.gather(*ended), 60)
+            counts.append(wakes.total())
+    finally:
+        loop.set_task_factory(None)
+    assert counts[0] == counts[1]  # of the tasks that submit the 8 requests
+
+
+def _last_to(end: asyncio.Future[None]) -> OnEvent:
+    def on_event(event: StreamEvent) -> None:
+        if not isinstance(event, Chunk):
+            end.set_exception(event)
+        elif event.finish_reason is not None:
+            end.set_result(None)
+
+    return on_event
+
+
+class _Counted(Coroutine[Any, Any, Any]):
+    """A coroutine that counts how often its task continues it, by name."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], wakes: Counter[str]) -> None:
+        self._work, self._wakes = work, wakes
+
+    def send(self, value: Any) -> Any:
+        self._wakes[getattr(self._work, "__qualname__", "?")] += 1
+        return self._work.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._work.throw(*error)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
 
 
 async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) -> None:
@@ -202,7 +253,7 @@ async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_
     import vllm.envs
 
     kv_params = await prefill_params(pair.prefill, prompt_of(40, 5))
-    port = unpack(kv_params).params["remote_port"]
+    port = unpack(kv_params).kv_transfer_params["remote_port"]
     release(pair.prefill, kv_params)
     assert vllm.envs.compile_factors()["VLLM_NIXL_SIDE_CHANNEL_PORT"] != port
 

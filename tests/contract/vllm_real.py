@@ -39,7 +39,7 @@ SPOILED = ("dead port", "blocks out of range")
 
 def spoiled(kv_params: KvTransferParams, how: str, peer: str) -> KvTransferParams:
     """A ticket whose KV can't be read. `peer`: of a dead port, the engine that is said to listen there."""
-    params = wire.unpack(kv_params).params
+    params = dict(wire.unpack(kv_params).kv_transfer_params)
     if how == "dead port":
         params |= {"remote_engine_id": peer, "remote_host": "127.0.0.1", "remote_port": free_ports(1, "127.0.0.1")}
     else:

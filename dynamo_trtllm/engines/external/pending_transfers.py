@@ -40,12 +40,12 @@ class PrefillResult(NamedTuple):
     first_token_ids: Sequence[int]
     first_logprobs: tuple[TokenLogprob, ...]
     engine_state: bytes
-    abort: Callable[[], None]  # makes the engine free KV that no decode worker fetched
+    release_kv: Callable[..., None]  # frees KV that no decode worker fetched; see `LibraryCall.release_kv`
 
 
 class _PendingTransfer(NamedTuple):
     kv_blocks: int
-    abort: Callable[[], None]
+    release_kv: Callable[..., None]
     expiry: asyncio.TimerHandle
 
 
@@ -80,7 +80,7 @@ class PendingTransfers:
         transfer_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         self._awaiting_fetch[transfer_id] = _PendingTransfer(
-            kv_blocks(identity.layout, prompt_tokens), result.abort, expiry
+            kv_blocks(identity.layout, prompt_tokens), result.release_kv, expiry
         )
         self._on_change()
         return KvTransferParams(
@@ -129,13 +129,18 @@ class PendingTransfers:
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Release a transfer; an unknown one is ignored. On ABORTED the engine frees the KV, if it can."""
+        self._end(transfer_id, is_fetched=outcome is not ReleaseOutcome.ABORTED, has_expired=False)
+
+    def _end(self, transfer_id: str, *, is_fetched: bool, has_expired: bool) -> None:
         pending = self._awaiting_fetch.pop(transfer_id, None)
         if pending is None:
             return
         pending.expiry.cancel()
-        if outcome is ReleaseOutcome.ABORTED:
-            pending.abort()
-        self._on_change()
+        try:
+            if not is_fetched:
+                pending.release_kv(has_expired=has_expired)
+        finally:
+            self._on_change()
 
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
@@ -145,7 +150,7 @@ class PendingTransfers:
         _log.warning(
             "KV transfer %s expired after %.0f s without a fetch; check the decode workers", transfer_id, self._ttl_s
         )
-        self.release(transfer_id, ReleaseOutcome.ABORTED)
+        self._end(transfer_id, is_fetched=False, has_expired=True)
 
     def close(self) -> None:
         """Remove all transfers without releasing their KV: the engine is about to shut down."""

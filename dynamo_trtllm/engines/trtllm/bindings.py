@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.external.engine import construct
+from dynamo_trtllm.engines.external.library import construct
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, release_for
-from dynamo_trtllm.engines.trtllm.requests import TrtllmCall
+from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class TrtllmBindings:
         """Return False if the executor is shut down. True does not prove that it responds."""
         return bool(llm._check_health()) if self.reports_health else True
 
-    def arguments(self, call: TrtllmCall, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
+    def arguments(self, call: TrtllmRequest, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
         """Return keyword arguments of `generate_async`; its positional order depends on the release.
 
         Args:

@@ -13,18 +13,21 @@ from typing import Any
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
-from dynamo_trtllm.engines.external.engine import NO_STATS, EngineLoader, ExternalEngine, Times
+from dynamo_trtllm.engines.external.engine import ExternalEngine
+from dynamo_trtllm.engines.external.library import VENDOR_ERRORS
+from dynamo_trtllm.engines.external.loading import EngineLoader
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, installed_version, load_bindings, release_line
-from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS
+from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.session import TrtllmSession
+from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
 
@@ -33,7 +36,7 @@ _log = logging.getLogger(__name__)
 _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.AGGREGATED}
 
 
-class TrtllmEngine(ExternalEngine[TrtllmSession]):
+class TrtllmEngine(ExternalEngine):
     """Implementation of `Engine`, `KvHolder`, `HasStats`, `HasProgress` and `HasPreflight`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
@@ -83,10 +86,10 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             gpu_bytes_used=gpu.memory_used_bytes,
             weight_bytes=weight_bytes(self._checkpoint).total // self._facts.tensor_parallel,
         )
-        info = self._serve(await self._load(loading))
+        info, library = self._serve(await self._load(loading))
         await self._warm_up(self._model)
-        if settings.has_statistics(self._args) and self._session is not None:
-            self._session.poll_stats()
+        if settings.has_statistics(self._args):
+            library.poll_stats()
         return info
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
@@ -102,7 +105,7 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             raise EngineFailed(f"TensorRT-LLM failed to start: {exc}") from exc
         return bindings, llm
 
-    def _serve(self, bindings: TrtllmBindings) -> EngineInfo:
+    def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
         unsupported = settings.unsupported_features(
             self._args, self._release, cache_salt=bindings.capabilities.cache_salt
         )
@@ -111,7 +114,11 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
         identity = TransferIdentity(
             "trtllm", self._instance_id, self._model, self._layout(), self._kv_compat, transport
         )
-        self._session = TrtllmSession(bindings, self._llm, model_limits, identity, self._times)
+        context_params = ContextParams(self._instance_id, bindings.capabilities.disagg_fields)
+        library = TrtllmLibrary(
+            bindings, self._llm, model_limits, context_params, ticket_ttl_s=self._times.ticket_ttl_s
+        )
+        self._run(library, identity, self._times)
         limit = model_limits.prompt_limits[_OWN_PHASE[model_limits.role]]
         _log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens (%s)",
@@ -121,7 +128,7 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             limit.tokens,
             limit.why,
         )
-        return EngineInfo(
+        info = EngineInfo(
             engine="trtllm",
             context_length=model_limits.context_length,
             vocab_size=model_limits.vocab_size,
@@ -134,15 +141,12 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             can_aggregate=True,
             files=self._checkpoint.files,
         )
+        return info, library
 
     def _layout(self) -> KvLayout:
         layout = self._facts.layout()
         assert layout is not None  # the model was read
         return layout
-
-    def stats(self) -> EngineStats:
-        """See `HasStats`."""
-        return NO_STATS if self._session is None else self._session.stats()
 
     def _shut_down(self, llm: Any) -> None:
         try:

@@ -37,7 +37,7 @@ class TrtllmModelLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrtllmCall:
+class TrtllmRequest:
     """Arguments of one call of `generate_async`. They are not shared, because TensorRT-LLM modifies them."""
 
     prompt: list[int]
@@ -51,7 +51,7 @@ class TrtllmCall:
     exports_kv: bool  # context-only call, whose KV is transferred to a decode worker
 
 
-def build_call(request: GenerateRequest, model_limits: TrtllmModelLimits) -> TrtllmCall:
+def build_request(request: GenerateRequest, model_limits: TrtllmModelLimits) -> TrtllmRequest:
     """Check a request and convert it.
 
     Raises:
@@ -64,7 +64,7 @@ def build_call(request: GenerateRequest, model_limits: TrtllmModelLimits) -> Trt
     stop_ids = stop_token_ids(sampling, model_limits.end_ids)
     # A request for one token ends in prefill, so no KV may wait for a decode worker.
     exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
-    return TrtllmCall(
+    return TrtllmRequest(
         prompt=list(request.token_ids),
         streaming=request.phase is not Phase.PREFILL,
         max_tokens=max_tokens,

@@ -1,7 +1,4 @@
-"""Convert between KV transfer parameters and TensorRT-LLM's `DisaggregatedParams`, and track pending transfers.
-
-TensorRT-LLM does not report when a decode engine has fetched the KV; see `PendingTransfers`.
-"""
+"""Convert between KV transfer parameters and TensorRT-LLM's `DisaggregatedParams`."""
 
 from __future__ import annotations
 
@@ -10,16 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.external.pending_transfers import (
-    EngineState,
-    PendingTransfers,
-    PrefillResult,
-    TransferIdentity,
-    decode_state,
-)
-from dynamo_trtllm.engines.trtllm.bindings import Capabilities
+from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.errors import RequestRejected, TransferMismatch
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
+from dynamo_trtllm.messages import KvTransferParams
 
 ENGINE_STATE_VERSION = 1
 
@@ -70,7 +60,7 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
 
 
 def unpack(kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
-    """Decode engine state to arguments of DisaggregatedParams.
+    """Decode engine state to the arguments of DisaggregatedParams of a generation-only call.
 
     Args:
         kv_params: parameters from the prefill worker.
@@ -91,7 +81,8 @@ def unpack(kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callab
     missing = [name for name in _NEEDED if name not in engine_state.params]
     if missing:
         raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no {missing[0]}", field=missing[0])
-    return {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
+    params = {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
+    return params | {"request_type": "generation_only"}
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -123,60 +114,23 @@ _COUNTER_BITS = 20
 _GLOBAL = 1 << 62  # distinguishes these ids from the executor's own counter
 
 
-class TrtllmTransfers(PendingTransfers):
-    """The pending KV transfers of a TensorRT-LLM worker."""
+class ContextParams:
+    """Makes the arguments of DisaggregatedParams for the context-only calls of one worker.
 
-    def __init__(
-        self, identity: TransferIdentity, capabilities: Capabilities, *, ttl_s: float, on_change: Callable[[], None]
-    ) -> None:
-        """Initialize as `PendingTransfers`, for the capabilities of the installed release."""
-        super().__init__(identity, ttl_s=ttl_s, on_change=on_change)
-        self._capabilities = capabilities
+    Args:
+        prefill_instance_id: id of the worker.
+        known: fields that DisaggregatedParams has in the installed release.
+    """
+
+    def __init__(self, prefill_instance_id: int, known: Iterable[str]) -> None:
+        self._instance_id = prefill_instance_id
+        self._has_ids = "disagg_request_id" in known
         self._requests = itertools.count(1)
 
-    def context_params(self) -> dict[str, Any]:
-        """Return the arguments of a context-only call's DisaggregatedParams."""
+    def make(self) -> dict[str, Any]:
+        """Return the arguments of one call."""
         params: dict[str, Any] = {"request_type": "context_only"}
-        if "disagg_request_id" in self._capabilities.disagg_fields:
-            params["disagg_request_id"] = self._disagg_request_id()
+        if self._has_ids:  # unique in the cluster: 42 bits of the random instance id and a counter
+            count = next(self._requests) & ((1 << _COUNTER_BITS) - 1)
+            params["disagg_request_id"] = _GLOBAL | (self._instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
         return params
-
-    def _disagg_request_id(self) -> int:
-        """Return an id that is unique in the cluster: 42 bits of the random instance id and a counter."""
-        count = next(self._requests) & ((1 << _COUNTER_BITS) - 1)
-        return _GLOBAL | (self._identity.prefill_instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
-
-    def export_kv(
-        self,
-        request: GenerateRequest,
-        params: Mapping[str, Any],
-        logprobs: tuple[TokenLogprob, ...],
-        abort: Callable[[], None],
-    ) -> KvTransferParams:
-        """Return KV transfer parameters for a context-only call.
-
-        Args:
-            request: the prefill call.
-            params: fields of its DisaggregatedParams, by name.
-            logprobs: log-probabilities of the first token.
-            abort: makes the engine free KV that is not fetched.
-
-        Raises:
-            RequestRejected: a needed field is missing.
-        """
-        engine_state = pack(params, release=self._capabilities.release)
-        return self.create(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, engine_state, abort))
-
-    def import_kv(self, request: GenerateRequest, logprob: Callable[..., Any] | None) -> dict[str, Any]:
-        """Return the arguments of a generation-only call's DisaggregatedParams.
-
-        Args:
-            request: the decode call.
-            logprob: see `unpack`.
-
-        Raises:
-            TransferMismatch: the parameters do not match the call or this worker.
-            TransferExpired: the transfer has expired.
-        """
-        params = unpack(self.validate(request), known=self._capabilities.disagg_fields, logprob=logprob)
-        return params | {"request_type": "generation_only"}

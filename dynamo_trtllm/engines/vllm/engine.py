@@ -14,14 +14,17 @@ from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_bytes
-from dynamo_trtllm.engines.external.engine import NO_STATS, Counts, EngineLoader, ExternalEngine, Times
+from dynamo_trtllm.engines.external.engine import ExternalEngine
+from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, Counts
+from dynamo_trtllm.engines.external.loading import EngineLoader
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.vllm import preflight, settings
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings, installed_version, load_bindings
-from dynamo_trtllm.engines.vllm.session import VllmSession
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings
+from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
@@ -66,7 +69,7 @@ _ENVIRONMENT = {
 }
 
 
-class VllmEngine(ExternalEngine[VllmSession]):
+class VllmEngine(ExternalEngine):
     """An `Engine` with `KvHolder`, `HasStats`, `HasProgress` and `HasPreflight` that runs vLLM.
 
     `config.model_path` must be a folder.
@@ -114,8 +117,8 @@ class VllmEngine(ExternalEngine[VllmSession]):
             gpu_bytes_used=gpu.memory_used_bytes,
             weight_bytes=weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size"),
         )
-        info = self._serve(await self._load(loading))
-        await self._ready().bind_lifetime()
+        info, library = self._serve(await self._load(loading))
+        await library.bind_lifetime()
         await self._warm_up(self._model)
         return info
 
@@ -132,14 +135,16 @@ class VllmEngine(ExternalEngine[VllmSession]):
         values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
         return bindings, bindings.build(values, self._steps.record)
 
-    def _serve(self, bindings: VllmBindings) -> EngineInfo:
+    def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
         config = self._llm.vllm_config
         self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
         layout = settings.layout(self._checkpoint, config)
         model_limits = settings.model_limits(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
         kv_compat = settings.kv_compat(self._role, self._checkpoint, config, self._release)
         identity = TransferIdentity("vllm", self._instance_id, self._model, layout, kv_compat, transport="vllm/nixl")
-        self._session = VllmSession(bindings, self._llm, model_limits, identity, self._times)
+        ranks = self._args.count("data_parallel_size")
+        library = VllmLibrary(bindings, self._llm, model_limits, lambda: self._steps.counts(ranks))
+        self._run(library, identity, self._times)
         _log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,
@@ -147,7 +152,7 @@ class VllmEngine(ExternalEngine[VllmSession]):
             self._steps.blocks_per_rank,
             layout.block_tokens,
         )
-        return EngineInfo(
+        info = EngineInfo(
             engine="vllm",
             context_length=model_limits.context_length,
             vocab_size=model_limits.vocab_size,
@@ -161,11 +166,7 @@ class VllmEngine(ExternalEngine[VllmSession]):
             can_aggregate=True,
             files=self._checkpoint.files,
         )
-
-    def stats(self) -> EngineStats:
-        if self._session is None:
-            return NO_STATS
-        return self._session.stats(self._steps.counts(self._args.count("data_parallel_size")))
+        return info, library
 
     def _shut_down(self, llm: Any) -> None:
         try:

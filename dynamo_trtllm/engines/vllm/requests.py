@@ -1,4 +1,4 @@
-"""Convert a prefill, decode or aggregated request to the arguments of `AsyncLLM.generate`, as plain values.
+"""Convert a prefill, decode or aggregated request to the arguments of `AsyncLLM.add_request`, as plain values.
 
 Unsupported fields are rejected here, before the engine sees them.
 """
@@ -48,8 +48,8 @@ class FetchedKv:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmCall:
-    """One call of `generate`."""
+class VllmRequest:
+    """The arguments of one call of `AsyncLLM.add_request`, as plain values."""
 
     prompt: list[int]
     sampling: dict[str, Any]  # of SamplingParams
@@ -61,9 +61,9 @@ class VllmCall:
     first: tuple[int, ...] = ()  # a token to emit before the engine's own
 
 
-def build_call(
+def build_request(
     request: GenerateRequest, model_limits: VllmModelLimits, fetched_kv: FetchedKv | None = None
-) -> VllmCall:
+) -> VllmRequest:
     """Return the arguments of a request's call.
 
     Args:
@@ -103,7 +103,7 @@ def build_call(
     values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
     if transfer is not None:
         values["extra_args"] = {"kv_transfer_params": dict(transfer)}
-    return VllmCall(
+    return VllmRequest(
         prompt=prompt,
         sampling=values,
         guided=None if sampling.guided is None else guided_params(sampling.guided),

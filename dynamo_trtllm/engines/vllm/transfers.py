@@ -10,17 +10,10 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.external.engine import EngineOutput
-from dynamo_trtllm.engines.external.pending_transfers import (
-    EngineState,
-    PendingTransfers,
-    PrefillResult,
-    TransferIdentity,
-    decode_state,
-)
+from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, FetchedKv
 from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
+from dynamo_trtllm.messages import KvTransferParams
 
 ENGINE_STATE_VERSION = 1
 
@@ -63,66 +56,15 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
     return codec.encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=typed, seed=seed))
 
 
-class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's part of KV transfer parameters, decoded."""
-
-    params: dict[str, Any]  # plain values for `extra_args`
-    seed: int | None
-
-
-def unpack(kv_params: KvTransferParams) -> Unpacked:
+def unpack(kv_params: KvTransferParams) -> FetchedKv:
     """Decode the engine's part of KV transfer parameters.
 
     Raises:
         TransferMismatch: It is from another engine or version. The error names the field.
     """
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
-    return Unpacked(params=msgspec.structs.asdict(engine_state.params), seed=engine_state.seed)
-
-
-class VllmTransfers(PendingTransfers):
-    """The pending KV transfers of one engine. `release`: vLLM's version, for messages."""
-
-    def __init__(
-        self, identity: TransferIdentity, release: str, *, ttl_s: float, on_change: Callable[[], None]
-    ) -> None:
-        super().__init__(identity, ttl_s=ttl_s, on_change=on_change)
-        self._release = release
-
-    def export_kv(
-        self,
-        request: GenerateRequest,
-        params: Mapping[str, Any] | None,
-        step: EngineOutput,
-        *,
-        seed: int | None,
-        abort: Callable[[], None],
-    ) -> KvTransferParams:
-        """Return the KV transfer parameters of a prefill call.
-
-        Args:
-            params: The `kv_transfer_params` that vLLM returned.
-            step: The call's last output, with the first token.
-            seed: The seed that the decode call must use, if the request has none.
-            abort: Asks the engine to free KV that is not fetched.
-
-        Raises:
-            RequestRejected: See `pack`.
-        """
-        engine_state = pack(params, release=self._release, seed=seed if request.sampling.seed is None else None)
-        return self.create(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], engine_state, abort))
-
-    def import_kv(self, request: GenerateRequest) -> FetchedKv:
-        """Return what the decode call needs from its KV transfer parameters.
-
-        Raises:
-            TransferMismatch: They do not fit this engine.
-            TransferExpired: They have expired.
-        """
-        kv_params = self.validate(request)
-        unpacked = unpack(kv_params)
-        params = unpacked.params | {EXPIRES_AT: kv_params.expires_at}
-        return FetchedKv(first_token=kv_params.first_token_ids[0], seed=unpacked.seed, kv_transfer_params=params)
+    params = msgspec.structs.asdict(engine_state.params) | {EXPIRES_AT: kv_params.expires_at}
+    return FetchedKv(first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params)
 
 
 _log = logging.getLogger(__name__)
@@ -146,8 +88,17 @@ class KvReleaser:
         self._again: set[asyncio.TimerHandle] = set()
         self._task: asyncio.Task[None] | None = None
 
-    def post(self, request_id: str, tried: int = 0) -> None:
-        """Free the KV of a call as soon as possible."""
+    def post(self, request_id: str, *, has_expired: bool = False) -> None:
+        """Free the KV of a call: at once, or if its transfer has expired, after _GRACE_S seconds.
+
+        Until then a decode engine whose clock is behind may still read it.
+        """
+        if has_expired:
+            self._later(request_id, 0, _GRACE_S)
+        else:
+            self._post(request_id, 0)
+
+    def _post(self, request_id: str, tried: int) -> None:
         self._wanted[request_id] = tried
         self._wake.set()
         if self._task is None:
@@ -170,17 +121,10 @@ class KvReleaser:
                 if request_id not in freed and tried + 1 < _TRIES:
                     self._later(request_id, tried + 1)
 
-    def post_later(self, request_id: str) -> None:
-        """Free the KV of an expired transfer after _GRACE_S seconds.
-
-        Until then a decode engine whose clock is behind may still read it.
-        """
-        self._later(request_id, 0, _GRACE_S)
-
     def _later(self, request_id: str, tried: int, wait_s: float = _AGAIN_S) -> None:
         def again() -> None:
             self._again.discard(handle)
-            self.post(request_id, tried)
+            self._post(request_id, tried)
 
         handle = asyncio.get_running_loop().call_later(wait_s, again)
         self._again.add(handle)

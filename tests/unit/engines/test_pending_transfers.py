@@ -41,13 +41,18 @@ class Book(PendingTransfers):
     def __init__(self, ttl_s: float = 60.0) -> None:
         self.changes = 0
         self.given_up = asyncio.Event()
+        self.has_expired = False
         super().__init__(TERMS, ttl_s=ttl_s, on_change=self._changed)
 
     def _changed(self) -> None:
         self.changes += 1
 
+    def _give_up(self, *, has_expired: bool) -> None:
+        self.has_expired = has_expired
+        self.given_up.set()
+
     def written(self, engine_state: bytes = b"") -> KvTransferParams:
-        return self.create(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), engine_state, self.given_up.set))
+        return self.create(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), engine_state, self._give_up))
 
 
 def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> GenerateRequest:
@@ -83,6 +88,7 @@ async def test_transfer_when_nobody_comes_then_the_kv_is_given_up() -> None:
     async with asyncio.timeout(10):
         await book.given_up.wait()
     assert len(book) == 0
+    assert book.has_expired
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.standin.tokens import logprobs, next_token
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.request import RequestStatus
 
 engines: dict[str, Core] = {}  # by the connector's engine id; a dead one is not in it
@@ -23,7 +24,7 @@ class Job:
     id: str
     prompt: list[int]
     sampling: Any
-    queue: asyncio.Queue[Any]
+    collector: RequestOutputCollector
     salt: str | None = None
     context: list[int] = field(default_factory=list)  # the prompt as its KV has it
     output: list[int] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Core:
         outputs = self.scheduler.update_from_output(None, SimpleNamespace(kv_connector_output=told))
         self._free_leases()
         for output in [each for client in outputs.values() for each in client.outputs]:
-            jobs[output.request_id].queue.put_nowait(self._output([], None, output.finish_reason, None))
+            _send(jobs[output.request_id], self._output([], None, output.finish_reason, None))
 
     def _free_leases(self) -> None:
         held = self.connector_worker._reqs_to_send
@@ -212,7 +213,7 @@ class Core:
             finish = "length"
         told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
         params = self._lease(job) if finish and job.kv_transfer_params.get("do_remote_decode") else None
-        job.queue.put_nowait(self._output([token], told, finish, params, job.cached_tokens))
+        _send(job, self._output([token], told, finish, params, job.cached_tokens))
         if finish:
             job.blocks = 0 if params is not None else job.blocks  # they are the lease's
             self._end(job, RequestStatus.FINISHED_STOPPED)
@@ -237,7 +238,7 @@ class Core:
     def _end(self, job: Job, status: RequestStatus) -> None:
         self.scheduler.finish_requests(job.id, status)
         if status is not RequestStatus.FINISHED_STOPPED:
-            job.queue.put_nowait(self._output([], None, job.get_finished_reason(), None))
+            _send(job, self._output([], None, job.get_finished_reason(), None))
 
     def _drop(self, job: Job) -> None:
         for group in (self.waiting, self.running):
@@ -262,9 +263,14 @@ class Core:
         engines.pop(self.engine_id, None)
         self.task.cancel()
         for job in [*self.waiting, *self.running]:
-            job.queue.put_nowait(EngineDeadError())
+            _send(job, EngineDeadError())
         self.waiting.clear()
         self.running.clear()
+
+
+def _send(job: Job, output: Any) -> None:
+    """Pass an output on as vLLM does: another task receives it, after the step."""
+    asyncio.get_running_loop().call_soon(lambda: job.collector.put(output))
 
 
 def _connector(config: Any, role: str) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from dynamo_trtllm.engines.external import runner
+from dynamo_trtllm.engines.external.runner import Runner
 from dynamo_trtllm.engines.trtllm import kernels
-from dynamo_trtllm.engines.trtllm.inflight import TrtllmInflightRequest
-from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import Llm, make
 
@@ -23,11 +23,11 @@ def profiles_read_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def decode() -> tuple[TrtllmSession, Llm]:
+def decode() -> tuple[Runner, Llm]:
     return make(Role.DECODE)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kv_wait_s", "answer_s"):
-        monkeypatch.setitem(TrtllmInflightRequest.abort_and_drain.__kwdefaults__, name, 0.05)
+    for name in ("KV_WAIT_S", "ANSWER_S"):
+        monkeypatch.setattr(runner, name, 0.05)

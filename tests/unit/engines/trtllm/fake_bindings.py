@@ -1,4 +1,4 @@
-"""A minimal fake of TensorRT-LLM that tests control, for the adapter's session."""
+"""A minimal fake of TensorRT-LLM that tests control, under the runner and the adapter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.external.engine import Times
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.runner import Runner, Times
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities, TrtllmBindings
+from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
-from dynamo_trtllm.engines.trtllm.session import TrtllmSession
+from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -23,6 +24,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
+from dynamo_trtllm.streams import as_stream
 from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=8)
@@ -105,7 +107,7 @@ def vendor() -> TrtllmBindings:
     )
 
 
-def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[TrtllmSession, Llm]:
+def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[Runner, Llm]:
     rules = TrtllmModelLimits(
         role=role,
         context_length=1000,
@@ -117,7 +119,9 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
     )
     llm, settled = Llm(), vendor()
     terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
-    return TrtllmSession(settled, llm, rules, terms, Times(ttl_s, handoff_timeout_s)), llm
+    context_params = ContextParams(1, settled.capabilities.disagg_fields)
+    library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s)
+    return Runner(library, terms, Times(ttl_s, handoff_timeout_s)), llm
 
 
 def ask(
@@ -138,13 +142,15 @@ def ask(
     )
 
 
-async def started(at: TrtllmSession, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
+async def started(at: Runner, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
     async def collected() -> list[Chunk]:
-        async with aclosing(at.generate(request)) as stream:
+        async with aclosing(as_stream(at, request)) as stream:
             return [chunk async for chunk in stream]
 
-    task = asyncio.create_task(collected())
-    await asyncio.sleep(0)
+    known, task = len(llm.results), asyncio.create_task(collected())
+    async with asyncio.timeout(SOON_S):
+        while len(llm.results) == known:  # noqa: ASYNC110 - the adapter's task appends to it
+            await asyncio.sleep(0)
     return task, llm.results[-1]
 
 
@@ -158,6 +164,6 @@ async def some_transfer_params() -> KvTransferParams:
     return chunk.kv_params
 
 
-async def check_idle(at: TrtllmSession) -> None:
+async def check_idle(at: Runner) -> None:
     await asyncio.wait_for(at.drain(), SOON_S)
     assert at.stats().running == 0

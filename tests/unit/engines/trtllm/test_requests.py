@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits, build_call
+from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits, build_request
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
 
@@ -42,7 +42,7 @@ def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = No
 
 
 def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
-    call = build_call(ask(), rules())
+    call = build_request(ask(), rules())
     assert call.exports_kv
     assert not call.streaming
     assert call.sampling["max_tokens"] == 1
@@ -53,24 +53,24 @@ def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
 def test_call_when_one_token_is_all_there_may_be_then_nothing_is_handed_over(
     prompt: int, max_tokens: int, context: int
 ) -> None:
-    call = build_call(ask(prompt, max_tokens=max_tokens), rules(context_length=context))
+    call = build_request(ask(prompt, max_tokens=max_tokens), rules(context_length=context))
     assert not call.exports_kv
     assert call.sampling["max_tokens"] == 1
 
 
 def test_call_when_decode_then_it_streams_the_original_length() -> None:
-    call = build_call(ask(phase=Phase.DECODE), rules(role=Role.DECODE))
+    call = build_request(ask(phase=Phase.DECODE), rules(role=Role.DECODE))
     assert call.streaming
     assert call.sampling["max_tokens"] == 20
 
 
 def test_call_when_answer_would_leave_the_context_then_it_is_cut() -> None:
-    assert build_call(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling["max_tokens"] == 70
+    assert build_request(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling["max_tokens"] == 70
 
 
 def test_call_when_made_twice_then_nothing_is_shared() -> None:
     request, settled = ask(), rules()
-    first, second = build_call(request, settled), build_call(request, settled)
+    first, second = build_request(request, settled), build_request(request, settled)
     first.sampling["max_tokens"] = 99
     first.prompt.append(1)
     first.sampling["stop_token_ids"].append(1)
@@ -80,7 +80,7 @@ def test_call_when_made_twice_then_nothing_is_shared() -> None:
 
 
 def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> None:
-    sampling = build_call(ask(), rules()).sampling
+    sampling = build_request(ask(), rules()).sampling
     assert sampling["end_id"] == RETURN
     assert sampling["stop_token_ids"] == [EOS, CALL]
     assert sampling["include_stop_str_in_output"] is True
@@ -88,27 +88,27 @@ def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> No
 
 
 def test_stops_when_eos_is_ignored_then_only_foreign_ones_are_left() -> None:
-    call = build_call(ask(ignore_eos=True, stop_token_ids=(7, CALL)), rules())
+    call = build_request(ask(ignore_eos=True, stop_token_ids=(7, CALL)), rules())
     assert call.sampling["ignore_eos"] is True
     assert call.sampling["stop_token_ids"] == [7]
     assert call.stop_ids == {7}
 
 
 def test_stops_when_model_has_none_then_end_id_is_the_vendors_never() -> None:
-    sampling = build_call(ask(), rules(end_ids=())).sampling
+    sampling = build_request(ask(), rules(end_ids=())).sampling
     assert sampling["end_id"] == -1
     assert sampling["stop_token_ids"] is None
 
 
 def test_sampling_when_greedy_then_top_k_is_one_and_temperature_is_not_sent() -> None:
-    sampling = build_call(ask(temperature=0.0, top_p=0.5), rules()).sampling
+    sampling = build_request(ask(temperature=0.0, top_p=0.5), rules()).sampling
     assert sampling["top_k"] == 1
     assert "temperature" not in sampling
     assert "top_p" not in sampling
 
 
 def test_sampling_when_random_by_default_then_it_is_said_in_full() -> None:
-    sampling = build_call(ask(), rules()).sampling
+    sampling = build_request(ask(), rules()).sampling
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, None)
 
 
@@ -122,12 +122,12 @@ def test_sampling_when_asked_then_every_field_arrives() -> None:
         "seed": 11,
         "top_k": 5,
     }
-    sampling = build_call(ask(**asked), rules()).sampling
+    sampling = build_request(ask(**asked), rules()).sampling
     assert {name: sampling[name] for name in asked} == asked
 
 
 def test_sampling_when_neutral_then_penalties_are_left_out() -> None:
-    sampling = build_call(ask(), rules()).sampling
+    sampling = build_request(ask(), rules()).sampling
     assert not {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"} & set(sampling)
 
 
@@ -135,13 +135,13 @@ def test_sampling_when_neutral_then_penalties_are_left_out() -> None:
 def test_logprobs_when_asked_without_alternatives_then_the_vendor_is_asked_for_one(
     asked: int | None, sent: int | None
 ) -> None:
-    assert build_call(ask(logprobs=asked), rules()).sampling["logprobs"] == sent
+    assert build_request(ask(logprobs=asked), rules()).sampling["logprobs"] == sent
 
 
 def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
     with pytest.raises(ContextTooLong, match=r"41 tokens.* 40 \(limit of prefill\)"):
-        build_call(ask(41), rules())
-    build_call(ask(40), rules())
+        build_request(ask(41), rules())
+    build_request(ask(40), rules())
 
 
 @pytest.mark.parametrize(
@@ -157,30 +157,30 @@ def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
 def test_call_when_it_can_not_be_supported_then_refused_by_name(request_: GenerateRequest, field: str) -> None:
     unsupported_features = ("cache_salt", "guided", "logit_bias", "presence_penalty")
     with pytest.raises(RequestRejected) as caught:
-        build_call(request_, rules(unsupported_features=unsupported_features))
+        build_request(request_, rules(unsupported_features=unsupported_features))
     assert caught.value.field == field
 
 
 def test_call_when_token_is_not_in_the_vocabulary_then_refused() -> None:
     with pytest.raises(RequestRejected, match="vocabulary"):
-        build_call(ask(10), rules(vocab_size=9))
+        build_request(ask(10), rules(vocab_size=9))
 
 
 def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:
     with pytest.raises(RequestRejected, match="aggregated"):
-        build_call(ask(), rules(role=Role.AGGREGATED))
+        build_request(ask(), rules(role=Role.AGGREGATED))
 
 
 def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
     request = msgspec.structs.replace(ask(10), num_resumed_output_tokens=4)
-    assert build_call(request, rules()).prompt == list(range(10))
+    assert build_request(request, rules()).prompt == list(range(10))
 
 
 # --- guided --------------------------------------------------------------------------------------------
 
 
 def guided(*alternatives: OutputFormat, after: str = "", **changes: Any) -> dict[str, Any]:
-    call = build_call(ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes))
+    call = build_request(ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes))
     assert call.guided is not None
     return call.guided
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external.engine import Counts
-from dynamo_trtllm.engines.trtllm import inflight
-from dynamo_trtllm.engines.trtllm.inflight import StatsPoller, counts_of
+from dynamo_trtllm.engines.external.library import Counts
+from dynamo_trtllm.engines.trtllm import library
+from dynamo_trtllm.engines.trtllm.library import StatsPoller, counts_of
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(inflight, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(library, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(library, "_TIMEOUT_S", 0.01)
 
 
 def test_row_when_release_tells_all_then_it_is_read() -> None:

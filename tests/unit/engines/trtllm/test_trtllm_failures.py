@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing
 
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm import session as serving_module
-from dynamo_trtllm.engines.trtllm.session import TrtllmSession
+from dynamo_trtllm.engines.external.runner import Runner
+from dynamo_trtllm.engines.trtllm import library as library_module
+from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.errors import (
-    DeadlineExceeded,
     EngineFailed,
     MigrationFailed,
     RequestRejected,
@@ -21,6 +20,7 @@ from dynamo_trtllm.messages import (
     Phase,
     Role,
 )
+from dynamo_trtllm.streams import as_stream
 from tests.unit.engines.trtllm.fake_bindings import Llm, Refusal, ask, check_idle, make, some_transfer_params, started
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -51,7 +51,7 @@ async def test_error_when_it_is_the_executors_then_everybody_hears_it() -> None:
     with pytest.raises(EngineFailed):
         at.check()
     with pytest.raises(EngineFailed):
-        await anext(at.generate(ask()))
+        await anext(as_stream(at, ask()))
     await check_idle(at)
 
 
@@ -68,15 +68,16 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
 async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving_module, "_STALL_S", 60.0)
+    monkeypatch.setattr(library_module, "_STALL_S", 60.0)
     at, llm = make(Role.AGGREGATED, ttl_s=0.01)
-    at.poll_stats()
-    monkeypatch.setattr(at, "_stall_s", 0.0)
+    assert isinstance(at.library, TrtllmLibrary)
+    at.library.poll_stats()
+    monkeypatch.setattr(at.library, "_stall_s", 0.0)
     at.check()  # idle: nothing has to move
     monkeypatch.undo()
     task, _ = await started(at, llm, ask())
     at.check()
-    monkeypatch.setattr(at, "_stall_s", 0.0)
+    monkeypatch.setattr(at.library, "_stall_s", 0.0)
     with pytest.raises(EngineFailed, match="no iteration for"):
         at.check()
     with pytest.raises(EngineFailed):
@@ -114,52 +115,7 @@ async def test_close_when_streams_run_then_they_end_and_transfers_are_forgotten(
     await check_idle(at)
 
 
-# --- one timer for many waits --------------------------------------------------------------------------
-
-
-async def test_deadline_when_it_passes_while_nobody_waits_then_the_next_wait_ends() -> None:
-    at, llm = make(Role.AGGREGATED)
-    stream = at.generate(ask())
-    async with aclosing(stream):
-        pull = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        llm.results[0].say(1)
-        await pull
-        (inflight,) = at._inflight
-        inflight.due_in(0.0)
-        await asyncio.sleep(0.01)
-        llm.results[0].say(2)
-        with pytest.raises(DeadlineExceeded):
-            await anext(stream)
-    await check_idle(at)
-
-
-async def test_deadline_when_the_task_is_cancelled_at_the_same_time_then_it_stays_cancelled() -> None:
-    at, llm = make(Role.AGGREGATED)
-    task, _ = await started(at, llm, ask())
-    task.cancel()
-    at.fail("at the same time")
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert task.cancelled()
-
-
-async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelled() -> None:
-    at, _llm = make(Role.AGGREGATED)
-
-    async def survives() -> int:
-        with pytest.raises(DeadlineExceeded):
-            await anext(at.generate(ask(within_s=0.01)))
-        await asyncio.sleep(0)
-        current = asyncio.current_task()
-        assert current is not None
-        return current.cancelling()
-
-    assert await asyncio.create_task(survives()) == 0
-    await check_idle(at)
-
-
-async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[TrtllmSession, Llm]) -> None:
+async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[Runner, Llm]) -> None:
     at, llm = decode
     kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=time.time() + 1.5)
     task, result = await started(at, llm, ask(Phase.DECODE, kv_params=kv_params))

@@ -78,7 +78,6 @@ def vendor() -> VllmBindings:
         structured_outputs=nothing,
         delta=nothing,
         dead=RuntimeError,
-        broken=RuntimeError,
         logger_base=object,
     )
 

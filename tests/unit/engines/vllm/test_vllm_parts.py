@@ -19,17 +19,15 @@ from dynamo_trtllm.engines.vllm import bindings, manifest, preflight, settings, 
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
-from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest, VllmOutputCursor
+from dynamo_trtllm.engines.vllm.library import VllmOutputCursor
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser
-from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import (
-    GenerateRequest,
     Instance,
     KvLayout,
     KvTransferParams,
     ModelDeploymentCard,
     Role,
-    Sampling,
     TokenLogprob,
     token_ids,
 )
@@ -113,8 +111,9 @@ def transfer_params_with(engine_state: bytes) -> KvTransferParams:
 
 def test_transfer_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
     found = transfers.unpack(transfer_params_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62)))
-    assert found.params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]]}
-    assert found.seed == 2**62
+    expires_at = found.kv_transfer_params["dynamo_expires_at"]
+    assert found.kv_transfer_params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]], "dynamo_expires_at": expires_at}
+    assert (found.first_token, found.seed) == (5, 2**62)
 
 
 @pytest.mark.parametrize(
@@ -302,27 +301,6 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
     monkeypatch.setattr(bindings, "kv_transfer_group", lambda: group)
     assert WorkerExtension().dynamo_release_kv(["r.1", "gone"]) == ["r.1"]
     assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
-
-
-async def test_inflight_request_when_it_is_late_then_ended_once_with_the_first_reason() -> None:
-    ended: list[str] = []
-    over = asyncio.Event()
-
-    def end(call_id: str) -> None:
-        ended.append(call_id)
-        over.set()
-
-    request = GenerateRequest(
-        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0.0
-    )
-    inflight = VllmInflightRequest(request, "c", end)
-    inflight.due_in(0.0, lambda: DeadlineExceeded("first"))
-    async with asyncio.timeout(SOON_S):
-        await over.wait()
-    inflight.abort(lambda: DeadlineExceeded("second"))
-    assert ended == ["c"]
-    assert inflight.reason is not None
-    assert inflight.reason().message == "first"
 
 
 # --- vendor ------------------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import itertools
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed import kv_transfer
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.standin.core import Core, Job
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 
@@ -49,31 +49,17 @@ class AsyncLLM:
     def errored(self) -> bool:
         return self._closed or (self._core is not None and self._core.dead)
 
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[Any, None]:
+    async def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> RequestOutputCollector:
         if self.errored:
             raise EngineDeadError
-        assert sampling_params.output_kind is RequestOutputKind.DELTA
         assert prompt["type"] == "token"
         ids = list(prompt["prompt_token_ids"])
         if len(ids) >= self.vllm_config.model_config.max_model_len:
             raise ValueError(f"The decoder prompt (length {len(ids)}) is too long")
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.core.add(
-            Job(f"{request_id}-{next(self._numbers):08x}", ids, sampling_params, queue, prompt.get("cache_salt"))
-        )
-        try:
-            while True:
-                output = await queue.get()
-                if isinstance(output, Exception):
-                    raise output
-                yield output
-                if output.finished:
-                    return
-        except (asyncio.CancelledError, GeneratorExit):
-            await self.abort(request_id)
-            raise
+        collector = RequestOutputCollector(params.output_kind, request_id)
+        self.core.add(Job(f"{request_id}-{next(self._numbers):08x}", ids, params, collector, prompt.get("cache_salt")))
+        await asyncio.sleep(0)  # vLLM sends the request to its engine process here: outputs may come before this ends
+        return collector
 
     async def abort(self, request_id: str) -> None:
         self.core.abort(request_id)

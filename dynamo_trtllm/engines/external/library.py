@@ -1,0 +1,166 @@
+"""Define what an inference library gives to the runner: its calls, its results, its health and its counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
+from dynamo_trtllm.errors import DynamoError, RequestRejected
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    KvTransferParams,
+    PhaseTimings,
+    TokenLogprob,
+    token_ids,
+)
+
+# The errors that the libraries raise for an invalid configuration, a failed process or a failed request. They have no
+# common base class.
+VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
+
+# Finish reasons of the libraries that are successful ends.
+ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """The tokens that one result of the library added."""
+
+    token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str | None  # the library's finish reason
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the library ended the request with an error or an abort."""
+        return self.finish is not None and self.finish not in ENDS
+
+    def chunk(self, stats: PhaseTimings | None = None) -> Chunk:
+        """Convert an output that is not broken. The last one of a call needs its `stats`."""
+        finish = None if self.finish is None else ENDS[self.finish]
+        return Chunk(token_ids=token_ids(self.token_ids), logprobs=self.logprobs, finish_reason=finish, stats=stats)
+
+
+class Counts(NamedTuple):
+    """Counters that the library reports; 0 if it does not report one."""
+
+    waiting: int = 0  # requests
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+
+
+class Receiver(Protocol):
+    """Receives what a library says about one call. Its methods are called on the event loop and never raise."""
+
+    @property
+    def is_fetching(self) -> bool:
+        """True until the first result of a decode call, which shows that the KV has been fetched."""
+        ...
+
+    def on_result(self, result: Any) -> None:
+        """Take the next result. A result with a finish reason ends the call."""
+        ...
+
+    def on_error(self, error: DynamoError) -> None:
+        """End the call with an error. EngineFailed ends all calls: the library serves no more."""
+        ...
+
+
+class LibraryCall(Protocol):
+    """One call of the library. The runner calls `run` once, and the other methods only after that."""
+
+    exports_kv: bool  # a prefill call whose KV stays allocated for a decode worker
+    stop_ids: frozenset[int]  # token ids that end the output
+
+    async def run(self, receiver: Receiver) -> None:
+        """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
+
+        Raises:
+            DynamoError: the library rejected the call, or it ended without a finish reason. EngineFailed ends all
+                calls.
+        """
+        ...
+
+    def read(self, result: Any) -> EngineOutput:
+        """Convert a result. The runner calls it once per result, in order."""
+        ...
+
+    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+        """Return what the decode worker needs for the KV of this prefill call, which has ended.
+
+        Raises:
+            DynamoError: the library gave nothing to transfer.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Ask the library to end the call, without waiting. Its last result still goes to the receiver."""
+        ...
+
+    def release_kv(self, *, has_expired: bool) -> None:
+        """Free the KV that this prefill call has exported or would have exported, without waiting."""
+        ...
+
+
+class Library(Protocol):
+    """A loaded library. Its engine shuts it down, after `aclose`."""
+
+    name: str  # for messages
+    transfer_hint: str  # where to look when the KV of a prompt was not received
+    can_abort_fetch: bool  # a decode call may be aborted while the library fetches its KV
+
+    def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> LibraryCall:
+        """Check a request and convert it to a call.
+
+        Args:
+            request: the request.
+            kv_params: KV transfer parameters of a decode request, which match this worker.
+
+        Raises:
+            RequestRejected: names the field that is not supported.
+            ContextTooLong: the prompt is too long.
+            TransferMismatch: the KV transfer parameters are of another release or form.
+        """
+        ...
+
+    def health(self, waiting_since: float | None) -> str:
+        """Return why the library can no longer serve; "" if it can.
+
+        Args:
+            waiting_since: `time.monotonic()` since which requests wait and no result has come; None: none waits.
+        """
+        ...
+
+    def counts(self, *, is_idle: bool) -> Counts:
+        """Return the library's counters, which may be out of date.
+
+        Args:
+            is_idle: no call runs, and no KV transfer is pending.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End the background work of this adapter. Idempotent."""
+        ...
+
+
+def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Construct one of the library's request objects.
+
+    Args:
+        library: name of the library, for error texts.
+        make: class of the object.
+        values: keyword arguments of the class.
+
+    Raises:
+        RequestRejected: the library rejected a value. Other exceptions are bugs of the adapter and are not caught.
+    """
+    try:
+        return make(**values)
+    except (ValueError, AssertionError) as exc:
+        raise RequestRejected(f"{library} rejected the request: {exc}") from exc

@@ -1,0 +1,358 @@
+"""Run the requests of a loaded library: calls, deadlines, KV transfers, failure, drain and statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.external.library import EngineOutput, Library, LibraryCall
+from dynamo_trtllm.engines.external.pending_transfers import PendingTransfers, TransferIdentity
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineFailed,
+    MigrationFailed,
+    TransferFailed,
+    TransferTimeout,
+)
+from dynamo_trtllm.kv_transfer.params import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, unexpected_error
+
+_log = logging.getLogger(__name__)
+
+# Finish reasons of a prefill call that continues in decode: the libraries stop it after its first token.
+_CONTINUES = frozenset({"length", "not_finished"})
+
+KV_WAIT_S = 30.0  # for the KV of a cancelled decode call, if the library can't abort a fetch
+ANSWER_S = 10.0  # for the last result after an abort
+
+
+class Times(NamedTuple):
+    """Time limits of a KV transfer."""
+
+    ticket_ttl_s: float
+    handoff_timeout_s: float
+
+
+class Runner:
+    """The calls and KV transfers of one loaded library. It is the `KvHolder` of their streams."""
+
+    def __init__(self, library: Library, identity: TransferIdentity, times: Times) -> None:
+        """Initialize without calls.
+
+        Args:
+            library: the loaded library.
+            identity: the worker's own fields of KV transfer parameters.
+            times: time limits of KV transfers.
+        """
+        self.library = library
+        self.times = times
+        self.transfers = PendingTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self.tasks: set[asyncio.Task[None]] = set()  # of calls
+        self.last_result_at = time.monotonic()
+        self._failed: EngineFailed | None = None
+        self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failed is not None
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> ExternalCall:
+        """See `Engine.generate`."""
+        return ExternalCall(self, request, on_event)
+
+    def prepare(self, request: GenerateRequest) -> LibraryCall:
+        """Return the library's call for a request. Raises the errors of `Library.prepare` and of the transfer."""
+        if self._failed is not None:
+            raise EngineFailed(self._failed.message)
+        return self.library.prepare(
+            request, self.transfers.validate(request) if request.phase is Phase.DECODE else None
+        )
+
+    def check(self) -> None:
+        """Raise EngineFailed, and end all streams, if the library can no longer serve."""
+        if self._failed is None:
+            waiting = [call.created_at for call in self._inflight if not call.has_ended]
+            reason = self.library.health(max(self.last_result_at, min(waiting)) if waiting else None)
+            if reason:
+                self.fail(reason)
+        if self._failed is not None:
+            raise EngineFailed(self._failed.message)
+
+    def fail(self, why: str) -> EngineFailed:
+        """End all streams with an error and return it. The first reason is reported for later requests too."""
+        if self._failed is None:
+            self._failed = EngineFailed(why)
+            self.transfers.close()  # their KV ended with the library
+            for call in list(self._inflight):
+                call.on_error(EngineFailed(why))
+            for task in self.tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+        return EngineFailed(self._failed.message)
+
+    async def drain(self) -> None:
+        """See `Engine.drain`."""
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """End all streams. Idempotent."""
+        self.fail("the engine is closed")
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.library.aclose()
+
+    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
+        """See `KvHolder.release`. After a fetch the library itself frees the KV, without reporting it."""
+        self.transfers.release(transfer_id, outcome)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """See `KvHolder.is_pending`."""
+        return self.transfers.is_pending(transfer_id)
+
+    def stats(self) -> EngineStats:
+        """See `HasStats`."""
+        calls = len(self._inflight)
+        counts = self.library.counts(is_idle=not calls and not len(self.transfers))
+        waiting = min(counts.waiting, calls)
+        return EngineStats(
+            running=calls - waiting,
+            waiting=waiting,
+            kv_blocks_used=counts.kv_blocks_used,
+            kv_blocks_total=counts.kv_blocks_total,
+            tickets_held=len(self.transfers),
+            ticket_kv_blocks=self.transfers.kv_blocks,
+        )
+
+    def add(self, call: ExternalCall) -> None:
+        """Count a call as running."""
+        self._inflight.add(call)
+        self._note_idle()
+
+    def remove(self, call: ExternalCall) -> None:
+        """Stop counting a call. Idempotent."""
+        self._inflight.discard(call)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._inflight or len(self.transfers):
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+class ExternalCall(Stream):
+    """One request, from `generate` until the library has ended its call. The stream may end earlier.
+
+    | state    | begins with                         | ends with                                               |
+    |----------|-------------------------------------|---------------------------------------------------------|
+    | starting | `generate`                          | the first result, an error, a cancel, the deadline      |
+    | running  | the first result                    | the last result, an error, a cancel, the deadline       |
+    | fetching | the end of the stream, while a      | the first result, an error, or KV_WAIT_S                |
+    |          | fetch runs that can't be aborted    |                                                         |
+    | aborting | the end of the stream, or of the    | the last result, an error, or ANSWER_S                  |
+    |          | state above                         |                                                         |
+    | ended    | one of these                        |                                                         |
+    """
+
+    __slots__ = (
+        "_call",
+        "_has_started",
+        "_has_tokens",
+        "_is_aborted",
+        "_request",
+        "_runner",
+        "_started_at",
+        "_task",
+        "_timer",
+        "created_at",
+    )
+
+    def __init__(self, runner: Runner, request: GenerateRequest, on_event: OnEvent) -> None:
+        super().__init__(on_event, runner)
+        self.created_at = self._started_at = time.monotonic()
+        self._runner = runner
+        self._request = request
+        self._has_started = self._has_tokens = self._is_aborted = False
+        self._call: LibraryCall | None = None  # None before it is prepared, and after its end
+        self._timer: asyncio.TimerHandle | None = None
+        runner.add(self)
+        name = f"{runner.library.name}-{request.request_id}"
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
+        runner.tasks.add(self._task)
+        self._task.add_done_callback(runner.tasks.discard)
+
+    async def _run(self) -> None:
+        """Prepare and submit the call. Until its end or only until its submission: that depends on the library."""
+        if self.has_ended:  # before this task began
+            return
+        error: DynamoError | None = None
+        try:
+            self._call = self._runner.prepare(self._request)
+            self._start_timer()
+            await self._call.run(self)
+        except DynamoError as exc:
+            error = exc
+        except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
+            error = unexpected_error(exc, self._task.get_name())
+            if self._call is not None:
+                self._call.abort()  # it may have been submitted
+        try:
+            if error is not None:
+                self.on_error(error)
+        finally:
+            error = None  # its traceback refers to this frame: a cycle that would keep the request in memory
+
+    # --- what the library says -----------------------------------------------------------------------------
+
+    @property
+    def is_fetching(self) -> bool:
+        """See `Receiver.is_fetching`."""
+        return self._request.phase is Phase.DECODE and not self._has_started
+
+    def on_result(self, result: Any) -> None:
+        """See `Receiver.on_result`."""
+        call = self._call
+        if call is None:
+            return
+        self._runner.last_result_at = time.monotonic()
+        if not self._has_started:
+            self._note_started()
+        event: StreamEvent | None = None
+        if not self.has_ended:
+            try:
+                event = self._event_of(call, result)
+            except DynamoError as exc:
+                event = exc
+            except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
+                event = unexpected_error(exc, self._task.get_name())
+        try:
+            if result.outputs[0].finish_reason is not None:
+                self._end(keeps_kv=isinstance(event, Chunk) and event.kv_params is not None)
+            elif self.has_ended and not self._is_aborted:  # it waited for this result
+                self._abort(call)
+            if event is not None:
+                self.emit(event)
+        finally:
+            event = None  # as above
+
+    def on_error(self, error: DynamoError) -> None:
+        """See `Receiver.on_error`."""
+        self._end()
+        if isinstance(error, EngineFailed) and not self._runner.has_failed:
+            error = self._runner.fail(error.message)
+        self.emit(error)
+
+    def _note_started(self) -> None:
+        self._has_started = True
+        self._started_at = time.monotonic()
+        if self._request.phase is Phase.DECODE and not self.has_ended:
+            self._due_at_deadline()
+
+    def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
+        output = call.read(result)
+        if call.exports_kv and output.finish in _CONTINUES:
+            if output.token_ids and output.token_ids[-1] in call.stop_ids:
+                output = EngineOutput(token_ids=output.token_ids, logprobs=output.logprobs, finish="stop")
+                return output.chunk(self._timings(output))
+            return self._transfer_chunk(call, result, output)
+        if output.is_broken:
+            return self._broken(str(output.finish))
+        if output.finish is not None:
+            return output.chunk(self._timings(output))
+        if not output.token_ids:
+            return None
+        self._has_tokens = True
+        return output.chunk()
+
+    def _transfer_chunk(self, call: LibraryCall, result: Any, output: EngineOutput) -> Chunk:
+        kv_params = self._runner.transfers.create(self._request, call.export(result, output))
+        timings = msgspec.structs.replace(
+            self._timings(output), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
+        )
+        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)
+
+    def _broken(self, finish: str) -> DynamoError:
+        """Return the error for a request that the library ended on its own."""
+        library = self._runner.library
+        if self._request.phase is Phase.DECODE and not self._has_tokens:
+            error = TransferTimeout if finish == "timeout" else TransferFailed
+            return error(f"{library.name} did not receive the KV of the prompt ({finish}){library.transfer_hint}")
+        if finish == "timeout":
+            return DeadlineExceeded(f"the request timed out in {library.name}")
+        return MigrationFailed(f"{library.name} ended request {self._request.request_id} with {finish!r}")
+
+    def _timings(self, output: EngineOutput) -> PhaseTimings:
+        """Return the timings, measured outside the library. The first phase includes the library's queue."""
+        first_s, kv_params = self._started_at - self.created_at, self._request.kv_params
+        if kv_params is None:
+            return PhaseTimings(prefill_s=first_s, cached_tokens=output.cached_tokens)
+        return PhaseTimings(kv_transfer_s=first_s, kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+
+    # --- ends ----------------------------------------------------------------------------------------------
+
+    def _start_timer(self) -> None:
+        """Limit the time until the first result: for a decode call, of queue and fetch together."""
+        kv_params = self._request.kv_params
+        if self._request.phase is not Phase.DECODE or kv_params is None:
+            self._due_at_deadline()
+            return
+        limits = FetchLimits(self._request.deadline, self._runner.times.handoff_timeout_s)
+        first = first_deadline(kv_params, limits, time.time())
+        self._due_in(first.left_s, lambda: self.emit(timeout_error(kv_params, first)))
+
+    def _due_at_deadline(self) -> None:
+        def late() -> None:
+            age_s = time.monotonic() - self.created_at
+            self.emit(DeadlineExceeded(f"the deadline of the request passed after {age_s:.1f} s in the engine"))
+
+        self._due_in(self._request.deadline - time.time(), late)
+
+    def _due_in(self, left_s: float, act: Callable[[], None]) -> None:
+        """Set the timer of the current state. One timer covers many results: one per token would cost too much."""
+        self._cancel_timer()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), act)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self, last: StreamEvent | None) -> None:
+        call = self._call
+        if call is None:
+            self._end()
+        elif self.is_fetching and not self._runner.library.can_abort_fetch:
+            self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
+        else:
+            self._abort(call)
+
+    def _give_up_fetch(self, call: LibraryCall) -> None:
+        _log.warning("KV transfer still running %g s after cancellation: %s", KV_WAIT_S, self._task.get_name())
+        self._abort(call)
+
+    def _abort(self, call: LibraryCall) -> None:
+        self._is_aborted = True
+        self._due_in(ANSWER_S, self._give_up)
+        call.abort()
+
+    def _give_up(self) -> None:
+        _log.warning("abort not confirmed within %g s: %s", ANSWER_S, self._task.get_name())
+        self._end()
+        self._task.cancel()
+
+    def _end(self, *, keeps_kv: bool = False) -> None:
+        """Forget the call, which the library has ended. Idempotent."""
+        self._cancel_timer()
+        call, self._call = self._call, None
+        if call is not None and call.exports_kv and not keeps_kv and not self._runner.has_failed:
+            call.release_kv(has_expired=False)
+        self._runner.remove(self)

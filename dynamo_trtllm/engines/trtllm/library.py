@@ -1,0 +1,341 @@
+"""Run calls with a built LLM: submit them, read their results, abort them; and poll the executor's statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
+from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, TrtllmRequest, build_request
+from dynamo_trtllm.engines.trtllm.transfers import ContextParams, pack, transferred_fields, unpack
+from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
+from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
+
+_log = logging.getLogger(__name__)
+
+_STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
+
+
+class TrtllmLibrary:
+    """The `Library` of one LLM."""
+
+    name = "TensorRT-LLM"
+    transfer_hint = ""
+    can_abort_fetch = False  # an abort during the fetch breaks the transfer
+
+    def __init__(
+        self,
+        bindings: TrtllmBindings,
+        llm: Any,
+        model_limits: TrtllmModelLimits,
+        context_params: ContextParams,
+        *,
+        ticket_ttl_s: float,
+    ) -> None:
+        """Initialize the library.
+
+        Args:
+            bindings: TensorRT-LLM's classes.
+            llm: the LLM.
+            model_limits: limits that apply to every request.
+            context_params: arguments of context-only calls.
+            ticket_ttl_s: seconds until a KV transfer expires. The executor may stand still twice as long, because
+                all KV blocks may belong to transfers.
+        """
+        self.bindings = bindings
+        self.llm = llm
+        self.model_limits = model_limits
+        self._context_params = context_params
+        self._stats_poller = StatsPoller(llm.get_stats)
+        self._stall_s = max(_STALL_S, 2 * ticket_ttl_s)
+
+    def poll_stats(self) -> None:
+        """Start polling statistics. Some releases have none before their first request."""
+        self._stats_poller.start()
+
+    def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> TrtllmCall:
+        """See `Library.prepare`."""
+        converted = build_request(request, self.model_limits)
+        disagg: dict[str, Any] | None = None
+        if converted.exports_kv:
+            disagg = self._context_params.make()
+        elif kv_params is not None:
+            if converted.max_tokens <= len(kv_params.first_token_ids):
+                raise RequestRejected(
+                    f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
+                )
+            known = self.bindings.capabilities.disagg_fields
+            disagg = unpack(kv_params, known=known, logprob=self.bindings.logprob)
+        return TrtllmCall(self, request, converted, disagg)
+
+    def health(self, waiting_since: float | None) -> str:
+        """See `Library.health`."""
+        if not self._is_healthy():
+            return "TensorRT-LLM's executor shut down after an error; see the worker's log"
+        if self._stats_poller.is_polling and waiting_since is not None:
+            still_s = time.monotonic() - max(waiting_since, self._stats_poller.changed_at)
+            if still_s > self._stall_s:
+                return f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
+        return ""
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self.bindings.healthy(self.llm)
+        except VENDOR_ERRORS:
+            return False
+
+    def error_of(self, exc: Exception, receiver: Receiver) -> DynamoError:
+        """Convert an exception of TensorRT-LLM; one that does not belong to a single request ends the engine."""
+        if not self._is_healthy():
+            return EngineFailed(f"TensorRT-LLM's executor shut down: {exc}")
+        if isinstance(exc, (self.bindings.request_error, ValueError, TypeError, AssertionError)):
+            if receiver.is_fetching:
+                return TransferFailed(f"TensorRT-LLM failed to receive the KV of the prompt: {exc}")
+            return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
+        return EngineFailed(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
+
+    def counts(self, *, is_idle: bool) -> Counts:
+        """See `Library.counts`. An idle engine has no iterations, so the used KV blocks of the last one don't count."""
+        counts = self._stats_poller.counts
+        return counts._replace(kv_blocks_used=0) if is_idle else counts
+
+    async def aclose(self) -> None:
+        """See `Library.aclose`."""
+        await asyncio.to_thread(self._stats_poller.stop)
+
+
+class TrtllmCall:
+    """One call of `generate_async`. Its result object must be read to its end, also after an abort."""
+
+    def __init__(
+        self, library: TrtllmLibrary, request: GenerateRequest, converted: TrtllmRequest, disagg: dict[str, Any] | None
+    ) -> None:
+        self.exports_kv = converted.exports_kv
+        self.stop_ids = converted.stop_ids
+        self._library = library
+        self._converted = converted
+        self._disagg = disagg
+        self._result: Any = None
+        self._cursor = TrtllmOutputCursor(
+            stop_ids=converted.stop_ids,
+            end_id=converted.sampling["end_id"],
+            logprobs=request.sampling.logprobs,
+            first=() if request.kv_params is None else request.kv_params.first_logprobs,
+        )
+
+    async def run(self, receiver: Receiver) -> None:
+        """See `LibraryCall.run`. Returns at the end of the call."""
+        library = self._library
+        arguments = library.bindings.arguments(
+            self._converted, self._disagg, vocab_size=library.model_limits.vocab_size
+        )
+        try:
+            self._result = library.llm.generate_async(**arguments)
+            if self._converted.streaming:
+                async for _ in self._result:
+                    receiver.on_result(self._result)
+                    if self._result.outputs[0].finish_reason is not None:
+                        break
+            else:
+                await self._result
+                receiver.on_result(self._result)
+        except (library.bindings.request_error, *VENDOR_ERRORS) as exc:
+            raise library.error_of(exc, receiver) from exc
+        if self._result.outputs[0].finish_reason is None:
+            raise MigrationFailed("TensorRT-LLM ended the request without a finish reason")
+
+    def read(self, result: Any) -> EngineOutput:
+        """See `LibraryCall.read`."""
+        is_reported = self._library.bindings.capabilities.cached_tokens
+        return self._cursor.read(result.outputs[0], cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
+
+    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+        """See `LibraryCall.export`."""
+        params = result.outputs[0].disaggregated_params
+        if params is None:
+            raise RequestRejected(
+                "TensorRT-LLM returned no disaggregated_params for a context-only call; "
+                "set cache_transceiver_config.backend",
+                field="cache_transceiver_config.backend",
+            )
+        capabilities = self._library.bindings.capabilities
+        values = {name: getattr(params, name) for name in transferred_fields(capabilities.disagg_fields)}
+        state = pack(values, release=capabilities.release)
+        return PrefillResult(values["first_gen_tokens"][:1], output.logprobs, state, self.release_kv)
+
+    def abort(self) -> None:
+        """See `LibraryCall.abort`. A stopped executor is not an error."""
+        if self._result is None:
+            return
+        try:
+            self._result.abort()
+        except VENDOR_ERRORS as exc:
+            _log.debug("abort failed: %s", exc)
+
+    def release_kv(self, *, has_expired: bool) -> None:
+        """See `LibraryCall.release_kv`. A context-only call keeps its KV only if it continues in decode."""
+        if self._result is not None and self._result.outputs[0].finish_reason in ("length", "not_finished"):
+            self.abort()
+
+
+class TrtllmCompletion(Protocol):
+    """The fields of TensorRT-LLM's `CompletionOutput` that the engine reads."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class TrtllmOutputCursor:
+    """Converts the cumulative results of one call to outputs with the new tokens."""
+
+    def __init__(
+        self,
+        *,
+        stop_ids: frozenset[int],
+        end_id: int | None,
+        logprobs: int | None,
+        first: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """Initialize the cursor of one call.
+
+        Args:
+            stop_ids: token ids that end the output.
+            end_id: the model's own stop token, which TensorRT-LLM strips from the output; None without one.
+            logprobs: number of alternatives per token; None: no log-probabilities.
+            first: log-probabilities of the first tokens, from the KV transfer parameters.
+        """
+        self._stop_ids = stop_ids
+        self._end_id = end_id
+        self._alternatives = logprobs
+        self._first = first
+        self._seen = 0
+        self._last: int | None = None
+        self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
+
+    def read(self, output: TrtllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
+        """Return what is new since the last call. Call it once per result.
+
+        Args:
+            output: the output.
+            cached_tokens: prompt tokens that came from the prefix cache.
+        """
+        new = list(output.token_ids[self._seen :])
+        start = self._seen
+        if self._seen == 0 and new and output.logprobs is not None:
+            self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
+        if output.finish_reason == "stop":
+            new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
+        self._seen += len(new)
+        self._last = new[-1] if new else self._last
+        logprobs = self._logprobs(output, start, new)
+        return EngineOutput(token_ids=new, logprobs=logprobs, finish=output.finish_reason, cached_tokens=cached_tokens)
+
+    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
+        """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
+        if last is not None and last in self._stop_ids:
+            return []
+        if isinstance(stop_reason, int):
+            return [stop_reason]
+        return [] if self._end_id is None else [self._end_id]
+
+    def _logprobs(self, output: TrtllmCompletion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
+        if self._alternatives is None:
+            return ()
+        reported = output.logprobs or ()
+        return tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
+
+    def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
+        if position < len(self._first):
+            return self._first[position]
+        index = position - self._unreported
+        if 0 <= index < len(reported):
+            return token_logprob(token, reported[index], self._alternatives or 0)
+        if token in self._stop_ids:
+            return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
+        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
+
+
+def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
+    """Convert one token's log-probabilities.
+
+    Args:
+        token: the chosen token id.
+        entry: mapping of token id to an object with `logprob`, or the chosen token's log-probability alone.
+        alternatives: number of alternatives to return.
+
+    Raises:
+        RequestRejected: the mapping lacks the chosen token.
+    """
+    if not isinstance(entry, Mapping):
+        return TokenLogprob(token, float(entry))
+    values = {int(each): _value(reported) for each, reported in entry.items()}
+    if token not in values:
+        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
+    likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
+    return TokenLogprob(token, values[token], tuple(likeliest))
+
+
+def _value(reported: Any) -> float:
+    return float(reported) if isinstance(reported, (int, float)) else float(reported.logprob)
+
+
+_TIMEOUT_S = 2.0
+_PAUSE_S = 0.5
+
+
+class StatsPoller:
+    """Polls the executor's statistics on a thread."""
+
+    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]]) -> None:
+        self._get_stats = get_stats
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.counts = Counts()
+        self.changed_at = time.monotonic()
+
+    @property
+    def is_polling(self) -> bool:
+        """False before `start`, and after TensorRT-LLM failed to return statistics."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread. Idempotent. Some releases have no statistics before their first request."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._poll, name="trtllm-stats", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread and wait for its current call, which has a time limit."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _TIMEOUT_S)
+
+    def _poll(self) -> None:
+        while not self._stop.wait(_PAUSE_S):
+            try:
+                rows = self._get_stats(timeout=_TIMEOUT_S)
+            except VENDOR_ERRORS as exc:
+                _log.warning("TensorRT-LLM's statistics failed; KV metrics stay at their last values: %s", exc)
+                return
+            if rows:
+                self.counts = counts_of(rows[-1])
+                self.changed_at = time.monotonic()
+
+
+def counts_of(stats: Mapping[str, Any]) -> Counts:
+    """Convert the statistics of one iteration; a missing value counts as 0."""
+    kv = stats.get("kvCacheStats") or {}
+    return Counts(
+        waiting=int(stats.get("numQueuedRequests") or 0),
+        kv_blocks_used=int(kv.get("usedNumBlocks") or 0),
+        kv_blocks_total=int(kv.get("maxNumBlocks") or 0),
+    )

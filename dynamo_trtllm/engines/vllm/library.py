@@ -1,0 +1,242 @@
+"""Run calls with a loaded AsyncLLM: submit them, read their outputs, abort them, and free KV that was not fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings
+from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
+from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, unpack
+from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected
+from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
+
+_log = logging.getLogger(__name__)
+
+# Methods of the worker extension.
+_RELEASE = "dynamo_release_kv"
+_BIND_LIFETIME = "dynamo_bind_lifetime"
+_RPC_S = 10.0
+_ABORT_S = 5.0
+
+
+class VllmLibrary:
+    """The `Library` of one AsyncLLM."""
+
+    name = "vLLM"
+    transfer_hint = "; see NixlConnector's lines in its log"
+    can_abort_fetch = True
+
+    def __init__(
+        self, bindings: VllmBindings, llm: Any, model_limits: VllmModelLimits, counts: Callable[[], Counts]
+    ) -> None:
+        """Initialize the library.
+
+        Args:
+            bindings: vLLM's classes.
+            llm: the AsyncLLM.
+            model_limits: limits that apply to every request.
+            counts: returns the counters of the last step.
+        """
+        self.bindings = bindings
+        self.llm = llm
+        self._counts = counts
+        self.kv_releaser = KvReleaser(self._release_kv)
+        self._model_limits = model_limits
+        self._numbers = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()  # of aborts
+
+    async def bind_lifetime(self) -> None:
+        """Make vLLM's processes end with this one, even if this one is killed. Raises EngineFailed if they are mute."""
+        try:
+            is_bound = await self.llm.collective_rpc(_BIND_LIFETIME, timeout=_RPC_S, args=(os.getpid(),))
+        except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
+            raise EngineFailed(f"vLLM's workers do not respond: {exc}") from exc
+        if not all(is_bound):
+            _log.warning("no pidfd_open on this system: if this process is killed, end vLLM's processes by hand")
+
+    def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
+        """See `Library.prepare`."""
+        converted = build_request(request, self._model_limits, None if kv_params is None else unpack(kv_params))
+        return VllmCall(self, request, converted, f"{request.request_id}.{next(self._numbers)}")
+
+    def health(self, waiting_since: float | None) -> str:
+        """See `Library.health`."""
+        return "vLLM's engine process has died; see its log" if self.llm.errored else ""
+
+    def counts(self, *, is_idle: bool) -> Counts:
+        """See `Library.counts`. An idle engine still reports the KV that waits for its decode workers."""
+        return self._counts()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work` in a task of this library."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release_kv(self, call_ids: list[str]) -> Iterable[Iterable[str]]:
+        released: Iterable[Iterable[str]] = await self.llm.collective_rpc(_RELEASE, timeout=_RPC_S, args=(call_ids,))
+        return released
+
+    async def aclose(self) -> None:
+        """See `Library.aclose`."""
+        await self.kv_releaser.aclose()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_ABORT_S)
+        self.bindings.suppress_shutdown_log(self.llm)
+
+
+class VllmCall:
+    """One request in AsyncLLM, whose outputs arrive within vLLM's own step: without a task and a wake-up per token."""
+
+    def __init__(self, library: VllmLibrary, request: GenerateRequest, converted: VllmRequest, call_id: str) -> None:
+        self.exports_kv = converted.exports_kv
+        self.stop_ids = converted.stop_ids
+        self._library = library
+        self._converted = converted
+        self._has_seed = request.sampling.seed is not None
+        self._call_id = call_id
+        self._is_aborted = self._is_submitted = False
+        self._cursor = VllmOutputCursor(
+            alternatives=request.sampling.logprobs,
+            first=converted.first,
+            first_logprobs=() if request.kv_params is None else request.kv_params.first_logprobs,
+        )
+
+    async def run(self, receiver: Receiver) -> None:
+        """See `LibraryCall.run`. Returns when the request is submitted."""
+        llm, bindings = self._library.llm, self._library.bindings
+        arguments = bindings.arguments(self._converted)
+        try:
+            collector = await llm.add_request(self._call_id, **arguments)
+        except (bindings.dead, *VENDOR_ERRORS) as exc:
+            raise self._rejection(exc) from exc
+
+        def put(output: Any) -> None:
+            if isinstance(output, Exception):  # vLLM passes its own failure to all requests
+                receiver.on_error(EngineFailed(f"vLLM's engine has died: {output}"))
+            else:
+                receiver.on_result(output)
+
+        # AsyncLLM.generate would await this collector in a task per request. Its `put` is called by vLLM's output
+        # handler, once per step and request (vllm/v1/engine/output_processor.py of 0.24.0).
+        early, collector.put = collector.output, put
+        self._is_submitted = True
+        if early is not None:
+            put(early)
+        if self._is_aborted:
+            self.abort()
+
+    def _rejection(self, exc: Exception) -> DynamoError:
+        """Return the error of a request that vLLM did not accept."""
+        if isinstance(exc, self._library.bindings.dead) or self._library.llm.errored:
+            return EngineFailed(f"vLLM's engine has died: {exc}")
+        if isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
+            return RequestRejected(f"vLLM rejected the request: {exc}")
+        return MigrationFailed(f"vLLM did not accept request {self._call_id}: {type(exc).__name__}: {exc}")
+
+    def read(self, result: Any) -> EngineOutput:
+        """See `LibraryCall.read`."""
+        return self._cursor.read(result.outputs[0], cached_tokens=int(result.num_cached_tokens or 0))
+
+    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+        """See `LibraryCall.export`."""
+        seed = None if self._has_seed else self._converted.seed
+        state = pack(result.kv_transfer_params, release=self._library.bindings.version, seed=seed)
+        return PrefillResult(output.token_ids[:1], output.logprobs[:1], state, self.release_kv)
+
+    def abort(self) -> None:
+        """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""
+        self._is_aborted = True
+        if self._is_submitted:
+            # In a task, because vLLM may be in the middle of its outputs.
+            self._library.start(self._abort(), f"abort-{self._call_id}")
+
+    async def _abort(self) -> None:
+        try:
+            await self._library.llm.abort(self._call_id)
+        except (self._library.bindings.dead, *VENDOR_ERRORS) as exc:
+            _log.debug("abort of %s: %s", self._call_id, exc)
+
+    def release_kv(self, *, has_expired: bool) -> None:
+        """See `LibraryCall.release_kv`."""
+        self._library.kv_releaser.post(self._call_id, has_expired=has_expired)
+
+
+class VllmCompletion(Protocol):
+    """The fields that are read of vLLM's `CompletionOutput`."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[Any] | None
+    finish_reason: str | None
+
+
+class VllmOutputCursor:
+    """The conversion of one call's outputs to `EngineOutput`."""
+
+    def __init__(
+        self, *, alternatives: int | None, first: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> None:
+        """Create the cursor of one call.
+
+        Args:
+            alternatives: The number of log-probabilities per token; None: none.
+            first: Tokens to emit before the engine's own, in its first step.
+            first_logprobs: Log-probabilities of the first output token, from the prefill engine.
+        """
+        self._alternatives = alternatives
+        self._first = first
+        self._first_logprobs = first_logprobs
+        self.seen = 0  # output tokens so far
+
+    def read(self, output: VllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
+        """Convert the call's next output. Call it once per output, in order.
+
+        Args:
+            output: The output.
+            cached_tokens: Prompt tokens that came from the prefix cache.
+        """
+        tokens = [int(token) for token in output.token_ids]
+        logprobs = self._logprobs(tokens, output.logprobs or ())
+        if self.seen == 0 and (tokens or output.finish_reason is not None):
+            tokens = [*self._first, *tokens]
+            logprobs = self._with_first(tokens, logprobs)
+        self.seen += len(tokens)
+        return EngineOutput(
+            token_ids=tokens, logprobs=logprobs, finish=output.finish_reason, cached_tokens=cached_tokens
+        )
+
+    def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities, with the prefill engine's for the first token if both engines agree on it."""
+        reported = self._first_logprobs
+        if self._alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
+            return logprobs
+        return (reported[0], *logprobs[0 if self._first else 1 :])
+
+    def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
+        if self._alternatives is None:
+            return ()
+        if len(reported) < len(tokens):
+            raise RequestRejected(
+                "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
+            )
+        return tuple(token_logprob(token, reported[n], self._alternatives) for n, token in enumerate(tokens))
+
+
+def token_logprob(token: int, entry: Mapping[int, Any], alternatives: int) -> TokenLogprob:
+    """Convert vLLM's log-probabilities of one token.
+
+    Args:
+        token: The sampled token's id.
+        entry: Token id -> object with `logprob`, the sampled token included.
+        alternatives: The number of alternatives to return.
+    """
+    values = {int(each): float(reported.logprob) for each, reported in entry.items()}
+    likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
+    return TokenLogprob(token, values[token], tuple(likeliest))

@@ -1,0 +1,140 @@
+"""A library whose results a test passes in, under the runner of library engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.pending_transfers import PrefillResult, TransferIdentity
+from dynamo_trtllm.engines.external.runner import ExternalCall, Runner, Times
+from dynamo_trtllm.errors import (
+    RequestRejected,
+)
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    KvLayout,
+    KvTransferParams,
+    Phase,
+    Sampling,
+    TokenLogprob,
+    token_ids,
+)
+from dynamo_trtllm.streams import StreamEvent
+from tests.waiting import SOON_S
+
+LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
+STOP_ID = 99
+
+
+class Call:
+    """A call whose results the test passes in."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.exports_kv = phase is Phase.PREFILL
+        self.stop_ids = frozenset({STOP_ID})
+        self.aborts = 0
+        self.releases: list[bool] = []  # has_expired of each
+        self.receiver: Any = None
+
+    async def run(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+
+    def read(self, result: Any) -> EngineOutput:
+        if isinstance(result.error, Exception):
+            raise result.error
+        (output,) = result.outputs
+        logprobs = tuple(TokenLogprob(token, -1.0) for token in output.token_ids)
+        return EngineOutput(token_ids=output.token_ids, logprobs=logprobs, finish=output.finish_reason, cached_tokens=3)
+
+    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+        return PrefillResult(output.token_ids, output.logprobs, b"state", self.release_kv)
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+    def release_kv(self, *, has_expired: bool) -> None:
+        self.releases.append(has_expired)
+
+    def say(self, *ids: int, finish: str | None = None, error: Exception | None = None) -> None:
+        output = SimpleNamespace(token_ids=list(ids), finish_reason=finish)
+        self.receiver.on_result(SimpleNamespace(outputs=[output], error=error))
+
+
+class Scripted:
+    """The library."""
+
+    name = "Scripted"
+    transfer_hint = "; look there"
+
+    def __init__(self, *, can_abort_fetch: bool = True) -> None:
+        self.can_abort_fetch = can_abort_fetch
+        self.calls: list[Call] = []
+        self.reason = ""
+        self.waiting_since: float | None = None
+        self.is_closed = False
+
+    def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> Call:
+        if request.sampling.max_tokens == 13:
+            raise RequestRejected("13 is not accepted", field="max_tokens")
+        self.calls.append(Call(request.phase))
+        return self.calls[-1]
+
+    def health(self, waiting_since: float | None) -> str:
+        self.waiting_since = waiting_since
+        return self.reason
+
+    def counts(self, *, is_idle: bool) -> Counts:
+        return Counts(waiting=9, kv_blocks_used=0 if is_idle else 5, kv_blocks_total=10)
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, can_abort_fetch: bool = True) -> Any:
+    library = Scripted(can_abort_fetch=can_abort_fetch)
+    identity = TransferIdentity("vllm", 5, "m", LAYOUT, {}, transport="a/b")
+    return Runner(library, identity, Times(ttl_s, handoff_timeout_s)), library
+
+
+def ask(phase: Phase = Phase.AGGREGATED, *, within_s: float = 60.0, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(range(20)),
+        sampling=Sampling(max_tokens=fields.pop("max_tokens", 8)),
+        deadline=time.time() + within_s,
+        phase=phase,
+        **fields,
+    )
+
+
+async def started(runner: Runner, request: GenerateRequest) -> tuple[ExternalCall, list[StreamEvent], Call]:
+    """Start a call and return its stream, its events so far, and the library's side of it."""
+    events: list[StreamEvent] = []
+    stream = runner.generate(request, events.append)
+    assert events == []
+    await asyncio.sleep(0)
+    library: Any = runner.library
+    return stream, events, library.calls[-1]
+
+
+async def some_transfer_params() -> KvTransferParams:
+    runner, _ = make()
+    _, events, call = await started(runner, ask(Phase.PREFILL))
+    call.say(7, finish="length")
+    (chunk,) = events
+    assert isinstance(chunk, Chunk)
+    assert chunk.kv_params is not None
+    return chunk.kv_params
+
+
+async def event(events: list[StreamEvent]) -> StreamEvent:
+    """Wait for the first event."""
+    async with asyncio.timeout(SOON_S):
+        while not events:  # noqa: ASYNC110 - the callback appends to a list
+            await asyncio.sleep(0.005)
+    return events[0]

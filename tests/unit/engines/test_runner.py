@@ -1,0 +1,203 @@
+"""The runner of library engines: chunks, times, counters and errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineFailed,
+    MigrationFailed,
+    RequestRejected,
+    TransferFailed,
+    TransferMismatch,
+    TransferTimeout,
+)
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    Phase,
+    ReleaseOutcome,
+    TokenLogprob,
+)
+from dynamo_trtllm.streams import StreamEvent
+from tests.unit.engines.scripted_library import STOP_ID, ask, event, make, some_transfer_params, started
+from tests.waiting import SOON_S
+
+# --- chunks ----------------------------------------------------------------------------------------------
+
+
+async def test_results_when_tokens_come_then_chunks_within_the_call_and_times_at_the_end() -> None:
+    runner, _ = make()
+    _, events, call = await started(runner, ask())
+    assert runner.stats().running == 0  # the library says that 9 wait, so this one does
+    call.say(1, 2)
+    call.say()
+    call.say(3, finish="length")
+    first, last = events
+    assert isinstance(first, Chunk)
+    assert isinstance(last, Chunk)
+    assert (list(first.token_ids), first.finish_reason, first.stats) == ([1, 2], None, None)
+    assert first.logprobs == (TokenLogprob(1, -1.0), TokenLogprob(2, -1.0))
+    assert (list(last.token_ids), last.finish_reason) == ([3], FinishReason.LENGTH)
+    assert last.stats is not None
+    assert last.stats.cached_tokens == 3
+    assert last.stats.prefill_s > 0
+    assert call.aborts == 0
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+@pytest.mark.parametrize("finish", ["length", "not_finished"])
+async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_until_released(finish: str) -> None:
+    runner, _ = make()
+    stream, events, call = await started(runner, ask(Phase.PREFILL))
+    call.say(7, finish=finish)
+    (chunk,) = events
+    assert isinstance(chunk, Chunk)
+    assert chunk.finish_reason is FinishReason.KV_TRANSFER
+    assert chunk.kv_params is not None
+    assert chunk.stats is not None
+    assert (chunk.stats.kv_bytes, chunk.stats.transport) == (chunk.kv_params.kv_bytes, "a/b")
+    stats = runner.stats()
+    assert (stats.tickets_held, stats.ticket_kv_blocks, stats.kv_blocks_used) == (1, 2, 5)
+    assert stream.holds_kv
+    runner.release(chunk.kv_params.transfer_id, ReleaseOutcome.FETCHED)
+    assert not stream.holds_kv
+    assert call.releases == []
+    assert runner.stats().kv_blocks_used == 0
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_prefill_when_nobody_fetches_then_its_kv_is_freed_at_a_cancel_or_when_it_expires() -> None:
+    runner, _ = make()
+    stream, _, call = await started(runner, ask(Phase.PREFILL))
+    call.say(7, finish="length")
+    stream.cancel()
+    stream.cancel()
+    assert call.releases == [False]
+    runner, _ = make(ttl_s=0.01)
+    _, _, call = await started(runner, ask(Phase.PREFILL))
+    call.say(7, finish="length")
+    await asyncio.wait_for(runner.drain(), SOON_S)
+    assert call.releases == [True]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+async def test_prefill_when_the_first_token_ends_the_output_then_no_transfer_and_no_kv_is_kept(finish: str) -> None:
+    runner, _ = make()
+    _, events, call = await started(runner, ask(Phase.PREFILL))
+    call.say(STOP_ID, finish=finish)
+    (chunk,) = events
+    assert isinstance(chunk, Chunk)
+    assert (chunk.finish_reason, chunk.kv_params, call.releases) == (FinishReason.STOP, None, [False])
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_decode_when_its_kv_came_then_the_last_chunk_has_the_times_of_the_transfer() -> None:
+    runner, _ = make()
+    kv_params = await some_transfer_params()
+    _, events, call = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
+    call.say(7, finish="stop")
+    (chunk,) = events
+    assert isinstance(chunk, Chunk)
+    assert chunk.stats is not None
+    assert (chunk.stats.prefill_s, chunk.stats.kv_bytes, chunk.stats.transport) == (0.0, kv_params.kv_bytes, "a/b")
+    assert chunk.stats.kv_transfer_s > 0
+
+
+# --- errors ----------------------------------------------------------------------------------------------
+
+
+async def test_request_when_rejected_then_one_error_and_nothing_runs() -> None:
+    runner, _ = make()
+    for request, kind in [
+        (ask(max_tokens=13), RequestRejected),
+        (ask(Phase.DECODE), RequestRejected),
+        (
+            ask(Phase.DECODE, kv_params=msgspec.structs.replace(await some_transfer_params(), model="n")),
+            TransferMismatch,
+        ),
+    ]:
+        events: list[StreamEvent] = []
+        runner.generate(request, events.append)
+        assert isinstance(await event(events), kind)
+        await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+@pytest.mark.parametrize(
+    ("phase", "finish", "kind"),
+    [
+        (Phase.AGGREGATED, "error", MigrationFailed),
+        (Phase.AGGREGATED, "timeout", DeadlineExceeded),
+        (Phase.AGGREGATED, "not_finished", MigrationFailed),
+        (Phase.DECODE, "error", TransferFailed),
+        (Phase.DECODE, "timeout", TransferTimeout),
+    ],
+)
+async def test_result_when_the_library_ends_the_request_then_the_error_says_whose_fault(
+    phase: Phase, finish: str, kind: type[DynamoError]
+) -> None:
+    runner, _ = make()
+    kv_params = await some_transfer_params() if phase is Phase.DECODE else None
+    _, events, call = await started(runner, ask(phase, kv_params=kv_params))
+    call.say(finish=finish)
+    (error,) = events
+    assert type(error) is kind
+    assert call.aborts == 0
+    _, events, call = await started(runner, ask(phase, kv_params=kv_params))
+    call.say(1)
+    call.say(finish="error")
+    assert type(events[-1]) is MigrationFailed  # its KV had come
+
+
+async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_read_to_its_end() -> None:
+    runner, _ = make()
+    for error, code in [(RequestRejected("no log-probability"), "engine_refused"), (KeyError("a bug"), "internal")]:
+        _, events, call = await started(runner, ask())
+        call.say(1, error=error)
+        (found,) = events
+        assert isinstance(found, DynamoError)
+        assert (found.code, call.aborts, runner.stats().waiting) == (code, 1, 1)
+        call.say(finish="abort")
+        assert len(events) == 1
+        await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reason() -> None:
+    runner, library = make()
+    streams = [await started(runner, ask()) for _ in range(3)]
+    streams[1][2].receiver.on_error(EngineFailed("the process died"))
+    streams[2][2].receiver.on_error(EngineFailed("another word for it"))
+    for _, events, call in streams:
+        (error,) = events
+        assert isinstance(error, EngineFailed)
+        assert error.message == "the process died"
+        call.say(1, finish="length")  # after the end
+        assert len(events) == 1
+    with pytest.raises(EngineFailed, match="the process died"):
+        runner.check()
+    late: list[StreamEvent] = []
+    runner.generate(ask(), late.append)
+    assert isinstance(await event(late), EngineFailed)
+    await runner.aclose()
+    await runner.aclose()
+    assert library.is_closed
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_check_when_the_library_gives_a_reason_then_streams_end_and_it_knows_who_waits() -> None:
+    runner, library = make()
+    runner.check()
+    assert library.waiting_since is None
+    stream, events, _ = await started(runner, ask())
+    runner.check()
+    assert library.waiting_since is not None
+    assert library.waiting_since >= stream.created_at
+    library.reason = "no iteration"
+    with pytest.raises(EngineFailed, match="no iteration"):
+        runner.check()
+    assert isinstance(events[0], EngineFailed)

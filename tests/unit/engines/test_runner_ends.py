@@ -1,0 +1,107 @@
+"""The runner of library engines: cancels and deadlines in each state of a call."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.engines.external import runner as runner_module
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    TransferTimeout,
+)
+from dynamo_trtllm.messages import (
+    Phase,
+)
+from tests.unit.engines.scripted_library import ask, event, make, some_transfer_params, started
+from tests.waiting import SOON_S
+
+
+async def test_cancel_when_nothing_was_submitted_then_the_library_is_not_called() -> None:
+    runner, library = make()
+    runner.generate(ask(), lambda event: None).cancel()
+    await asyncio.wait_for(runner.drain(), SOON_S)
+    await asyncio.sleep(0)
+    assert library.calls == []
+
+
+async def test_cancel_when_it_runs_then_aborted_and_counted_until_its_last_result() -> None:
+    runner, _ = make()
+    stream, events, call = await started(runner, ask())
+    call.say(1)
+    stream.cancel()
+    stream.cancel()
+    assert (call.aborts, runner.stats().waiting) == (1, 1)
+    call.say(2)
+    call.say(finish="abort")
+    assert len(events) == 1
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_cancel_when_prefill_finishes_at_the_same_time_then_its_kv_is_freed() -> None:
+    runner, _ = make()
+    stream, events, call = await started(runner, ask(Phase.PREFILL))
+    stream.cancel()
+    call.say(7, finish="length")
+    assert (events, call.releases) == ([], [False])
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_waits_for_the_first_result() -> None:
+    runner, _ = make(can_abort_fetch=False)
+    stream, _, call = await started(runner, ask(Phase.DECODE, kv_params=await some_transfer_params()))
+    stream.cancel()
+    assert call.aborts == 0
+    call.say(7)
+    assert call.aborts == 1
+    call.say(8)
+    assert call.aborts == 1
+    call.say(finish="abort")
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "KV_WAIT_S", 0.01)
+    monkeypatch.setattr(runner_module, "ANSWER_S", 0.01)
+    runner, _ = make(can_abort_fetch=False)
+    for request in (ask(), ask(Phase.DECODE, kv_params=await some_transfer_params())):
+        stream, _, call = await started(runner, request)
+        stream.cancel()
+        await asyncio.wait_for(runner.drain(), SOON_S)
+        assert call.aborts == 1
+
+
+async def test_deadline_when_it_passes_then_the_stream_ends_at_once_and_the_call_is_aborted() -> None:
+    runner, _ = make()
+    _, events, call = await started(runner, ask(within_s=0.02))
+    call.say(1)
+    events.clear()
+    assert isinstance(await event(events), DeadlineExceeded)
+    assert call.aborts == 1
+    call.say(finish="abort")
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_deadline_when_the_kv_is_late_then_the_error_names_the_limit_and_after_it_only_the_requests_counts() -> (
+    None
+):
+    runner, _ = make(handoff_timeout_s=0.02)
+    kv_params = await some_transfer_params()
+    _, events, _ = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
+    error = await event(events)
+    assert isinstance(error, TransferTimeout)
+    assert "--handoff-timeout-s 0.02" in error.message
+    _, events, call = await started(runner, ask(Phase.DECODE, kv_params=kv_params))
+    call.say(7)
+    await asyncio.sleep(0.05)
+    call.say(8, finish="length")
+    assert len(events) == 2
+
+
+async def test_deadline_when_it_comes_before_the_kv_then_it_is_no_fault_of_the_transfer() -> None:
+    runner, _ = make()
+    _, events, _ = await started(runner, ask(Phase.DECODE, kv_params=await some_transfer_params(), within_s=0.02))
+    error = await event(events)
+    assert isinstance(error, DeadlineExceeded)
+    assert "did not finish before the request's deadline" in error.message
