@@ -337,7 +337,7 @@ class FrontendConfig(ConnectionConfig):
     canary_interval_s: NonNegativeFloat = Field(
         default=30.0,
         description="Seconds after which an idle pair is probed with a request whose answer is known. 0: no probes, "
-        "and a model is ready as soon as its roles have workers.",
+        "and a model is ready as soon as matching workers of each role are registered.",
         json_schema_extra=cli_option(HTTP),
     )
     canary_timeout_s: PositiveFloat = Field(
