@@ -146,30 +146,29 @@ def _without_implied(
 
 
 def _check_names(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> None:
-    """Reject a message name that the prompt format drops, which shows when the prompt is the same without the name.
-
-    Formats treat all messages of a role alike, so only the first name of each role is tried, with shortened texts.
-    """
-    named: dict[str, int] = {}
+    """Reject a message name that the prompt format drops. Formats treat all messages of a role alike."""
     for index, message in enumerate(conversation.messages):
-        if message.name is not None:
-            named.setdefault(message.role, index)
-    if not named:
-        return
-    messages = [_abridged(message) for message in conversation.messages]
-    render = served.renderer.render
-    short = msgspec.structs.replace(conversation, messages=tuple(messages), tools=conversation.tools[:1])
-    ids = render(short)
-    for role, index in named.items():
-        without = list(messages)
-        without[index] = msgspec.structs.replace(messages[index], name=None)
-        if render(msgspec.structs.replace(short, messages=tuple(without))) == ids:
+        if message.name is None:
+            continue
+        kind = message.role, bool(conversation.tools)
+        if kind not in served.writes_names:
+            served.writes_names[kind] = _writes_name(conversation, index, served)
+        if not served.writes_names[kind]:
             field = f"{options.name('messages')}[{index}].name"
             raise UnsupportedParameter(
-                f"{field} is not supported: the prompt format of {served.card.name} drops the name of a {role} "
-                "message; put it into the content",
+                f"{field} is not supported: the prompt format of {served.card.name} drops the name of a "
+                f"{message.role} message; put it into the content",
                 field=field,
             )
+
+
+def _writes_name(conversation: Conversation, index: int, served: ServedModel) -> bool:
+    """Return whether the prompt with shortened texts is another one without the name of message `index`."""
+    messages = [_abridged(message) for message in conversation.messages]
+    short = msgspec.structs.replace(conversation, messages=tuple(messages), tools=conversation.tools[:1])
+    messages[index] = msgspec.structs.replace(messages[index], name=None)
+    nameless = msgspec.structs.replace(short, messages=tuple(messages))
+    return served.renderer.render(short) != served.renderer.render(nameless)
 
 
 def _abridged(message: Message) -> Message:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm import codec
@@ -38,6 +38,8 @@ class ServedModel:
 
     card: ModelDeploymentCard
     renderer: Renderer
+    # Whether the prompt format writes the names of messages, by role and by whether there are tools; filled on demand.
+    writes_names: dict[tuple[str, bool], bool] = field(default_factory=dict, compare=False)
 
 
 class ModelRegistry:
