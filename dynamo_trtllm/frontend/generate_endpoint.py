@@ -9,7 +9,7 @@ from typing import Any, Generic
 from starlette.types import Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, Overloaded
-from dynamo_trtllm.frontend.api_adapter import ApiAdapter, B
+from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B
 from dynamo_trtllm.frontend.http import (
     ClientDisconnected,
     ClientResponse,

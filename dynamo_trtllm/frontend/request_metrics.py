@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.errors import DynamoError, RequestError
-from dynamo_trtllm.frontend.api_adapter import Stats
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Detokenizer, Usage
-from dynamo_trtllm.frontend.pipeline import RouteTrace
-from dynamo_trtllm.frontend.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.generation.api_adapter import Stats
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Detokenizer, Usage
+from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.request_ids import short_id
 from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics import FrontendMetrics

@@ -11,9 +11,9 @@ import msgspec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.pipeline import RouteTrace
-from dynamo_trtllm.frontend.readiness import ReadinessReport
+from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
+from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,

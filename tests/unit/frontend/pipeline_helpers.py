@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     Control,

@@ -14,7 +14,7 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.frontend.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.messages import (
     Chunk,
     Control,

@@ -14,8 +14,8 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
 from dynamo_trtllm.discovery.memory import MemoryDiscovery
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
-from dynamo_trtllm.frontend import model_registry as models_module
-from dynamo_trtllm.frontend.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.fleet import model_registry as models_module
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.messages import (
     Conversation,
     Message,

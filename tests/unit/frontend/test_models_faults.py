@@ -12,8 +12,8 @@ import pytest
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import EngineNotReady
-from dynamo_trtllm.frontend import model_registry as models_module
-from dynamo_trtllm.frontend.model_registry import MOST_FILES_BYTES
+from dynamo_trtllm.frontend.fleet import model_registry as models_module
+from dynamo_trtllm.frontend.fleet.model_registry import MOST_FILES_BYTES
 from dynamo_trtllm.messages import (
     Chunk,
     Control,

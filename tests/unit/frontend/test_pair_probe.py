@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
-from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS
-from dynamo_trtllm.frontend.pair_probe import PairProbeOptions, PairProbes
-from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
+from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
+from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     Control,

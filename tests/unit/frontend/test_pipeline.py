@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     TransferFailed,
 )
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
-from dynamo_trtllm.frontend.retry_state import COOLDOWN_S, Cooldown
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.retry_state import COOLDOWN_S, Cooldown
 from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo_trtllm.frontend.readiness import mismatches, not_ready_reason, pair_rows, rejected_rows
+from dynamo_trtllm.frontend.fleet.readiness import mismatches, not_ready_reason, pair_rows, rejected_rows
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ModelView

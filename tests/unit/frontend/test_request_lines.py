@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.model_registry import ServedModel
+from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.logging import TextFormatter
 from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop

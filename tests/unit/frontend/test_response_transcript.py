@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
-from dynamo_trtllm.frontend.responses.items import messages_of
-from dynamo_trtllm.frontend.responses.output_builder import OutputBuilder, TextDelta
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.generation.responses.items import messages_of
+from dynamo_trtllm.frontend.generation.responses.output_builder import OutputBuilder, TextDelta
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import ToolCallDelta
 from tests.unit.frontend.app_helpers import CharacterRenderer

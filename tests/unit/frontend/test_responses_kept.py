@@ -13,8 +13,8 @@ from openai.types.responses import Response
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.responses import response_store
-from dynamo_trtllm.frontend.responses.response_store import store_limits
+from dynamo_trtllm.frontend.generation.responses import response_store
+from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.unit.frontend.app_helpers import CALL, CONTENT, REASONING, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.responses_client import (

@@ -13,9 +13,9 @@ from starlette.routing import Route
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, ResponseNotFound, UnsupportedParameter
 from dynamo_trtllm.frontend.admission import InFlight
-from dynamo_trtllm.frontend.responses.adapter import ResponsesAdapter
-from dynamo_trtllm.frontend.responses.response_builder import ResponseBuilder
-from dynamo_trtllm.frontend.responses.response_store import ResponseStore
+from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
+from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
+from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore
 from dynamo_trtllm.http_server.errors import to_response
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]

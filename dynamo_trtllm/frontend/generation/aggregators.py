@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo_trtllm.frontend.api_adapter import PreparedRequest, ResponseMeta, Stats
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest, ResponseMeta, Stats
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.messages import TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Renderer
 

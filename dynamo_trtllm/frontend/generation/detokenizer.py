@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.preprocess import ChoiceRequest
+from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 

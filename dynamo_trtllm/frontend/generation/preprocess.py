@@ -11,9 +11,9 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from dynamo_trtllm.api.sampling import SEED_LIMIT
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
-from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, render_prompt, sampling_of
-from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.options import (
+from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options, render_prompt, sampling_of
+from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
+from dynamo_trtllm.frontend.generation.options import (
     ANY_OBJECT,
     GenerationOptions,
     constraints_of,

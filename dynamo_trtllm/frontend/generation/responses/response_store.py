@@ -16,7 +16,7 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
-from dynamo_trtllm.frontend.responses.items import (
+from dynamo_trtllm.frontend.generation.responses.items import (
     FRONTEND_ID_CHARS,
     PREFIX,
     frontend_id_of,

@@ -17,8 +17,8 @@ from typing import Final
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
-from dynamo_trtllm.frontend import readiness
-from dynamo_trtllm.frontend.readiness import ReadinessReport
+from dynamo_trtllm.frontend.fleet import readiness
+from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import PairBreakers

@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.aggregators import chat_logprobs, echoes, text_logprobs, tool_call_id, usage_object
-from dynamo_trtllm.frontend.api_adapter import PreparedRequest, ResponseMeta, Stats
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.aggregators import chat_logprobs, echoes, text_logprobs, tool_call_id, usage_object
+from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest, ResponseMeta, Stats
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 

@@ -30,9 +30,9 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
     Unreachable,
 )
-from dynamo_trtllm.frontend.background_control import BackgroundControl
+from dynamo_trtllm.frontend.generation.background_control import BackgroundControl
 from dynamo_trtllm.frontend.request_ids import short_id
-from dynamo_trtllm.frontend.retry_state import Cooldown, RecoveryLimits, RetryState, is_not_accepted
+from dynamo_trtllm.frontend.generation.retry_state import Cooldown, RecoveryLimits, RetryState, is_not_accepted
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

@@ -10,17 +10,17 @@ from dynamo_trtllm.api.request_model import MAX_TEXT
 from dynamo_trtllm.api.responses import InputItem, ItemReference, ResponseRequest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.admission import in_thread
-from dynamo_trtllm.frontend.api_adapter import Aggregator, PreparedRequest, SseEncoder
-from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.preprocess import GenerationPlan, RequestContext
-from dynamo_trtllm.frontend.responses.items import Item, characters, normalized
-from dynamo_trtllm.frontend.responses.response_builder import (
+from dynamo_trtllm.frontend.generation.api_adapter import Aggregator, PreparedRequest, SseEncoder
+from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext
+from dynamo_trtllm.frontend.generation.responses.items import Item, characters, normalized
+from dynamo_trtllm.frontend.generation.responses.response_builder import (
     ResponseAggregator,
     ResponseBuilder,
     ResponseSseEncoder,
     prepare_turn,
 )
-from dynamo_trtllm.frontend.responses.response_store import References, ResponseStore
+from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore
 
 THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so that they delay no other stream
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, NoReturn
 import msgspec
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.model_registry import ServedModel
+from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS
 

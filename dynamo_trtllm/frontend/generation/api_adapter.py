@@ -13,9 +13,9 @@ from typing import Any, Generic, NotRequired, Protocol, TypedDict, TypeVar
 from dynamo_trtllm.api.request_model import GenerationRequest
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.admission import in_thread
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.preprocess import GenerationPlan, RequestContext
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext
 from dynamo_trtllm.tokenization.base import Renderer
 
 B = TypeVar("B", bound=GenerationRequest)

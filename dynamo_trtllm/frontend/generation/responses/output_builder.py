@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from dynamo_trtllm.frontend.aggregators import chat_logprobs, tool_call_id
-from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
-from dynamo_trtllm.frontend.responses.items import output_id
+from dynamo_trtllm.frontend.generation.aggregators import chat_logprobs, tool_call_id
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.generation.responses.items import output_id
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
