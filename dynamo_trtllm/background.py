@@ -1,4 +1,4 @@
-"""Own the background tasks of a process and report when one ends.
+"""Own the background tasks of a process and report when one ends; run work on a thread.
 
 A task that serves one model or one pair of workers handles its own failures. A task started here serves the whole
 process: when it ends, `/ready` gives the reason and the process exits.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from dynamo_trtllm.errors import DynamoError, InternalError
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class BackgroundTasks:
@@ -73,3 +76,20 @@ class BackgroundTasks:
             self._failed.set()
             if self._on_failure is not None:
                 self._on_failure(reason)
+
+
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Run `work` on a thread. When cancelled, return after it has ended: it uses what was reserved for it."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # marks it as retrieved, so asyncio does not log it
+        raise
+    finally:
+        # An error refers to this frame and the task to the error. Such a cycle would keep the arguments in memory.
+        del running

@@ -1,9 +1,10 @@
-"""Define the response bodies that most endpoints share: errors, and the model list of `GET /v1/models`."""
+"""Define what the responses of several endpoints share: errors, models, the fields of generations, and statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.sanitize import shorten
@@ -55,3 +56,36 @@ class ErrorBody(TypedDict):
 
 def error_body(message: str, *, type: str, param: str | None = None, code: str | None = None) -> ErrorBody:
     return {"error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseMeta:
+    """The fields with which every object of a response begins. `created`: seconds since the epoch."""
+
+    id: str
+    model: str
+    created: int
+    client: str = ""  # the client's network address; "" if unknown
+
+
+class Phases(TypedDict):
+    """The time a request spent in each phase, in seconds."""
+
+    queue: float
+    prefill: float
+    handoff: float
+    decode_wait: float
+
+
+class Stats(TypedDict):
+    """The workers and timings of a request, for clients that send `x-dynamo-stats: 1`."""
+
+    prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
+    decode_instance: str | None
+    kv_bytes: int
+    transport: str
+    queued_s: float  # in the frontend's queue; included in `ttft_s`
+    ttft_s: float
+    tokens_per_s: float | None
+    phase_s: Phases
+    choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them

@@ -8,9 +8,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, Overloaded
 
@@ -18,25 +17,6 @@ _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would c
 _LONGEST_RETRY_S = 60
 _BODY_WAIT_S = 5.0
 SMALL_BODY_BYTES = 128 << 10
-
-T = TypeVar("T")
-
-
-async def in_thread(work: Callable[..., T], *args: Any) -> T:
-    """Run `work` on a thread. When cancelled, return after it has ended: it uses what was reserved for it."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        while not running.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # marks it as retrieved, so asyncio does not log it
-        raise
-    finally:
-        # An error refers to this frame and the task to the error. Such a cycle would keep the arguments in memory.
-        del running
 
 
 class DecayingRate:

@@ -15,19 +15,19 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
-from dynamo_trtllm.frontend.generation.aggregators import ChatAggregator, TextAggregator
-from dynamo_trtllm.frontend.generation.api_adapter import StatelessAdapter
 from dynamo_trtllm.frontend.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.generate_endpoint import GenerateEndpoint
-from dynamo_trtllm.frontend.http import internal
+from dynamo_trtllm.frontend.generation.api_adapter import StatelessAdapter
+from dynamo_trtllm.frontend.generation.chat import ChatAggregator, ChatSseEncoder
+from dynamo_trtllm.frontend.generation.completions import TextAggregator, TextSseEncoder
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat, prepare_text
-from dynamo_trtllm.frontend.request_handler import AppState
-from dynamo_trtllm.frontend.request_ids import RequestIds
 from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
+from dynamo_trtllm.frontend.http import internal
+from dynamo_trtllm.frontend.request_handler import AppState
+from dynamo_trtllm.frontend.request_ids import RequestIds
 from dynamo_trtllm.frontend.response_routes import response_routes
 from dynamo_trtllm.frontend.routes import StatusRoutes, docs, error_response, json_response, openapi
-from dynamo_trtllm.frontend.generation.sse import ChatSseEncoder, TextSseEncoder
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store

@@ -12,16 +12,6 @@ from dynamo_trtllm.observability import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
-_UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")  # as `generate_endpoint` appends it
-
-
-def short_id(request_id: str) -> str:
-    """Return the first 8 digits of the unique part of a request id, with the choice's index, for logs.
-
-    Workers log the complete id.
-    """
-    match = _UNIQUE_PART.search(request_id)
-    return request_id if match is None else match[1] + (match[2] or "")
 
 
 class RequestIds:

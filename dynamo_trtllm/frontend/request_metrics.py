@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dynamo_trtllm.api.common import Stats
 from dynamo_trtllm.errors import DynamoError, RequestError
-from dynamo_trtllm.frontend.generation.api_adapter import Stats
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Detokenizer, Usage
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.request_ids import short_id
 from dynamo_trtllm.messages import PhaseTimings
+from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.sanitize import shorten
 

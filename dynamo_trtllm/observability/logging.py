@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,16 @@ VALUE_CHARS: Final = 1_000  # maximum length of a value in a message
 LINE_CHARS: Final = 4_000  # maximum length of a message and of a line of a traceback
 _ID_CHARS: Final = 200  # maximum length of a request id, because peers of a worker may send longer ones
 _TRACEBACK_LINES: Final = 200  # of a longer traceback, the first and the last 100 lines are logged
+_UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")  # as the frontend appends it
+
+
+def short_id(request_id: str) -> str:
+    """Return the first 8 digits of the unique part of a request id, with the choice's index, for logs.
+
+    Workers log the complete id.
+    """
+    match = _UNIQUE_PART.search(request_id)
+    return request_id if match is None else match[1] + (match[2] or "")
 
 
 def setup(level: str, process_name: str, log_format: str = "text") -> None:

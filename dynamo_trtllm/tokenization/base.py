@@ -150,6 +150,16 @@ PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model whose files are loaded."""
+
+    card: ModelDeploymentCard
+    renderer: Renderer
+    # Whether the prompt format writes the names of messages, by role and by whether there are tools; filled on demand.
+    writes_names: dict[tuple[str, bool], bool] = field(default_factory=dict, compare=False)
+
+
 def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
     """Create the renderer of a model card. The call takes up to 1 s, so do not run it on an event loop.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.errors import DynamoError, RequestRejected
@@ -26,22 +27,16 @@ VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeE
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The tokens that one result of the library added."""
 
     token_ids: list[int]
     logprobs: tuple[TokenLogprob, ...]
     finish: str | None  # the library's finish reason
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-
-    @property
-    def is_broken(self) -> bool:
-        """True if the library ended the request with an error or an abort."""
-        return self.finish is not None and self.finish not in ENDS
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache; set with `finish`
 
     def chunk(self, stats: PhaseTimings | None = None) -> Chunk:
-        """Convert an output that is not broken. The last one of a call needs its `stats`."""
+        """Convert an output whose `finish` is None or in ENDS. The last one of a call needs its `stats`."""
         finish = None if self.finish is None else ENDS[self.finish]
         return Chunk(token_ids=token_ids(self.token_ids), logprobs=self.logprobs, finish_reason=finish, stats=stats)
 
@@ -132,7 +127,7 @@ class Library(Protocol):
         """Return why the library can no longer serve; "" if it can.
 
         Args:
-            waiting_since: `time.monotonic()` since which requests wait and no result has come; None: none waits.
+            waiting_since: `time.monotonic()` when the oldest request that waits began; None: none waits.
         """
         ...
 

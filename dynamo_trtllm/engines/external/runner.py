@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.external.library import EngineOutput, Library, LibraryCall
+from dynamo_trtllm.engines.external.library import ENDS, EngineOutput, Library, LibraryCall
 from dynamo_trtllm.engines.external.pending_transfers import PendingTransfers, TransferIdentity
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
@@ -56,7 +56,6 @@ class Runner:
         self.times = times
         self.transfers = PendingTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        self.last_result_at = time.monotonic()
         self._failed: EngineFailed | None = None
         self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
         self._idle = asyncio.Event()
@@ -82,23 +81,25 @@ class Runner:
         """Raise EngineFailed, and end all streams, if the library can no longer serve."""
         if self._failed is None:
             waiting = [call.created_at for call in self._inflight if not call.has_ended]
-            reason = self.library.health(max(self.last_result_at, min(waiting)) if waiting else None)
+            reason = self.library.health(min(waiting, default=None))
             if reason:
                 self.fail(reason)
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
 
-    def fail(self, why: str) -> EngineFailed:
-        """End all streams with an error and return it. The first reason is reported for later requests too."""
-        if self._failed is None:
-            self._failed = EngineFailed(why)
-            self.transfers.close()  # their KV ended with the library
-            for call in list(self._inflight):
-                call.on_error(EngineFailed(why))
-            for task in self.tasks:
-                if task is not asyncio.current_task():
-                    task.cancel()
-        return EngineFailed(self._failed.message)
+    def fail(self, why: str, cause: BaseException | None = None) -> None:
+        """End all streams with an error. The first reason is reported for later requests too."""
+        if self._failed is not None:
+            return
+        self._failed = EngineFailed(why)
+        self.transfers.close()  # their KV ended with the library
+        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
+        for call in list(self._inflight):
+            error = EngineFailed(why)
+            error.__cause__ = cause
+            call.on_error(error)
+        for task in tasks:
+            task.cancel()
 
     async def drain(self) -> None:
         """See `Engine.drain`."""
@@ -188,7 +189,13 @@ class ExternalCall(Stream):
         name = f"{runner.library.name}-{request.request_id}"
         self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
         runner.tasks.add(self._task)
-        self._task.add_done_callback(runner.tasks.discard)
+        self._task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._runner.tasks.discard(task)
+        if task.cancelled():
+            self._end()
+            self._pass_on(EngineFailed("the engine shut down during the request"))  # dropped if the stream has ended
 
     async def _run(self) -> None:
         """Prepare and submit the call. Until its end or only until its submission: that depends on the library."""
@@ -223,7 +230,6 @@ class ExternalCall(Stream):
         call = self._call
         if call is None:
             return
-        self._runner.last_result_at = time.monotonic()
         if not self._has_started:
             self._note_started()
         event: StreamEvent | None = None
@@ -240,16 +246,29 @@ class ExternalCall(Stream):
             elif self.has_ended and not self._is_aborted:  # it waited for this result
                 self._abort(call)
             if event is not None:
-                self.emit(event)
+                self._pass_on(event)
         finally:
             event = None  # as above
 
     def on_error(self, error: DynamoError) -> None:
         """See `Receiver.on_error`."""
-        self._end()
-        if isinstance(error, EngineFailed) and not self._runner.has_failed:
-            error = self._runner.fail(error.message)
-        self.emit(error)
+        if not isinstance(error, EngineFailed) or self._runner.has_failed:
+            self._end()
+            self._pass_on(error)
+        elif self.has_ended and not self._runner.library.health(None):
+            _log.warning("%s failed after its stream had ended: %s", self._task.get_name(), error)
+            self._end()
+        else:
+            self._runner.fail(error.message, error.__cause__)  # which ends this call, too
+            self._end()
+
+    def _pass_on(self, event: StreamEvent) -> None:
+        """Emit an event. An exception of its receiver ends this stream, and not the library's loop over all calls."""
+        try:
+            self.emit(event)
+        except Exception as exc:  # noqa: BLE001 - logged; the receiver can't be told
+            unexpected_error(exc, self._task.get_name())
+            self.cancel()
 
     def _note_started(self) -> None:
         self._has_started = True
@@ -259,19 +278,21 @@ class ExternalCall(Stream):
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
         output = call.read(result)
-        if call.exports_kv and output.finish in _CONTINUES:
+        finish = output.finish
+        if finish is None:
+            if not output.token_ids:
+                return None
+            self._has_tokens = True
+            return output.chunk()
+        if call.exports_kv and finish in _CONTINUES:
             if output.token_ids and output.token_ids[-1] in call.stop_ids:
                 output = EngineOutput(token_ids=output.token_ids, logprobs=output.logprobs, finish="stop")
                 return output.chunk(self._timings(output))
             return self._transfer_chunk(call, result, output)
-        if output.is_broken:
-            return self._broken(str(output.finish))
-        if output.finish is not None:
-            return output.chunk(self._timings(output))
-        if not output.token_ids:
-            return None
-        self._has_tokens = True
-        return output.chunk()
+        if finish not in ENDS:
+            self._has_tokens = self._has_tokens or bool(output.token_ids)
+            return self._broken(finish)
+        return output.chunk(self._timings(output))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, output: EngineOutput) -> Chunk:
         kv_params = self._runner.transfers.create(self._request, call.export(result, output))
@@ -307,12 +328,12 @@ class ExternalCall(Stream):
             return
         limits = FetchLimits(self._request.deadline, self._runner.times.handoff_timeout_s)
         first = first_deadline(kv_params, limits, time.time())
-        self._due_in(first.left_s, lambda: self.emit(timeout_error(kv_params, first)))
+        self._due_in(first.left_s, lambda: self._pass_on(timeout_error(kv_params, first)))
 
     def _due_at_deadline(self) -> None:
         def late() -> None:
             age_s = time.monotonic() - self.created_at
-            self.emit(DeadlineExceeded(f"the deadline of the request passed after {age_s:.1f} s in the engine"))
+            self._pass_on(DeadlineExceeded(f"the deadline of the request passed after {age_s:.1f} s in the engine"))
 
         self._due_in(self._request.deadline - time.time(), late)
 

@@ -53,6 +53,7 @@ class TrtllmLibrary:
         self.llm = llm
         self.model_limits = model_limits
         self._context_params = context_params
+        self.last_result_at = time.monotonic()
         self._stats_poller = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * ticket_ttl_s)
 
@@ -80,7 +81,7 @@ class TrtllmLibrary:
         if not self._is_healthy():
             return "TensorRT-LLM's executor shut down after an error; see the worker's log"
         if self._stats_poller.is_polling and waiting_since is not None:
-            still_s = time.monotonic() - max(waiting_since, self._stats_poller.changed_at)
+            still_s = time.monotonic() - max(waiting_since, self.last_result_at, self._stats_poller.changed_at)
             if still_s > self._stall_s:
                 return f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
         return ""
@@ -91,12 +92,17 @@ class TrtllmLibrary:
         except VENDOR_ERRORS:
             return False
 
-    def error_of(self, exc: Exception, receiver: Receiver) -> DynamoError:
-        """Convert an exception of TensorRT-LLM; one that does not belong to a single request ends the engine."""
+    def error_of(self, exc: Exception, receiver: Receiver | None = None) -> DynamoError:
+        """Convert an exception of TensorRT-LLM; one that does not belong to a single request ends the engine.
+
+        Args:
+            exc: the exception.
+            receiver: of the call whose result was awaited; None if the call was not submitted.
+        """
         if not self._is_healthy():
             return EngineFailed(f"TensorRT-LLM's executor shut down: {exc}")
         if isinstance(exc, (self.bindings.request_error, ValueError, TypeError, AssertionError)):
-            if receiver.is_fetching:
+            if receiver is not None and receiver.is_fetching:
                 return TransferFailed(f"TensorRT-LLM failed to receive the KV of the prompt: {exc}")
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
         return EngineFailed(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
@@ -137,24 +143,29 @@ class TrtllmCall:
             self._converted, self._disagg, vocab_size=library.model_limits.vocab_size
         )
         try:
-            self._result = library.llm.generate_async(**arguments)
-            if self._converted.streaming:
-                async for _ in self._result:
-                    receiver.on_result(self._result)
-                    if self._result.outputs[0].finish_reason is not None:
-                        break
-            else:
-                await self._result
-                receiver.on_result(self._result)
+            result = self._result = library.llm.generate_async(**arguments)
+            results = aiter(result) if self._converted.streaming else None
         except (library.bindings.request_error, *VENDOR_ERRORS) as exc:
-            raise library.error_of(exc, receiver) from exc
-        if self._result.outputs[0].finish_reason is None:
+            raise library.error_of(exc) from exc
+        while result.outputs[0].finish_reason is None:
+            try:
+                await (result if results is None else anext(results))
+            except StopAsyncIteration:
+                break
+            except (library.bindings.request_error, *VENDOR_ERRORS) as exc:
+                raise library.error_of(exc, receiver) from exc
+            library.last_result_at = time.monotonic()
+            receiver.on_result(result)
+            if results is None:
+                break
+        if result.outputs[0].finish_reason is None:
             raise MigrationFailed("TensorRT-LLM ended the request without a finish reason")
 
     def read(self, result: Any) -> EngineOutput:
         """See `LibraryCall.read`."""
-        is_reported = self._library.bindings.capabilities.cached_tokens
-        return self._cursor.read(result.outputs[0], cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
+        output = result.outputs[0]
+        is_reported = output.finish_reason is not None and self._library.bindings.capabilities.cached_tokens
+        return self._cursor.read(output, cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
 
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         """See `LibraryCall.export`."""
@@ -176,8 +187,8 @@ class TrtllmCall:
             return
         try:
             self._result.abort()
-        except VENDOR_ERRORS as exc:
-            _log.debug("abort failed: %s", exc)
+        except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no common base class
+            _log.warning("TensorRT-LLM could not abort a request: %s", exc)
 
     def release_kv(self, *, has_expired: bool) -> None:
         """See `LibraryCall.release_kv`. A context-only call keeps its KV only if it continues in decode."""

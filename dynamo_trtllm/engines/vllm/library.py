@@ -7,9 +7,10 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, Receiver
 from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
@@ -99,8 +100,8 @@ class VllmCall:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
         self._library = library
-        self._converted = converted
-        self._has_seed = request.sampling.seed is not None
+        self._converted: VllmRequest | None = converted  # until it is submitted
+        self._seed = converted.seed if request.sampling.seed is None else None  # for the decode call
         self._call_id = call_id
         self._is_aborted = self._is_submitted = False
         self._cursor = VllmOutputCursor(
@@ -112,15 +113,21 @@ class VllmCall:
     async def run(self, receiver: Receiver) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
         llm, bindings = self._library.llm, self._library.bindings
-        arguments = bindings.arguments(self._converted)
+        assert self._converted is not None
+        arguments, self._converted = bindings.arguments(self._converted), None
         try:
             collector = await llm.add_request(self._call_id, **arguments)
-        except (bindings.dead, *VENDOR_ERRORS) as exc:
+        except asyncio.CancelledError:
+            self._library.start(self._abort(), f"abort-{self._call_id}")  # vLLM may have it
+            raise
+        except Exception as exc:  # vLLM raises a bare Exception, too
             raise self._rejection(exc) from exc
 
         def put(output: Any) -> None:
             if isinstance(output, Exception):  # vLLM passes its own failure to all requests
-                receiver.on_error(EngineFailed(f"vLLM's engine has died: {output}"))
+                error = EngineFailed(f"vLLM's engine has died: {output}")
+                error.__cause__ = output
+                receiver.on_error(error)
             else:
                 receiver.on_result(output)
 
@@ -143,13 +150,16 @@ class VllmCall:
 
     def read(self, result: Any) -> EngineOutput:
         """See `LibraryCall.read`."""
-        return self._cursor.read(result.outputs[0], cached_tokens=int(result.num_cached_tokens or 0))
+        output = result.outputs[0]
+        return self._cursor.read(
+            output, cached_tokens=0 if output.finish_reason is None else int(result.num_cached_tokens or 0)
+        )
 
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         """See `LibraryCall.export`."""
-        seed = None if self._has_seed else self._converted.seed
-        state = pack(result.kv_transfer_params, release=self._library.bindings.version, seed=seed)
-        return PrefillResult(output.token_ids[:1], output.logprobs[:1], state, self.release_kv)
+        state = pack(result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed)
+        release_kv = partial(self._library.kv_releaser.post, self._call_id)
+        return PrefillResult(output.token_ids[:1], output.logprobs[:1], state, release_kv)
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""
@@ -161,12 +171,13 @@ class VllmCall:
     async def _abort(self) -> None:
         try:
             await self._library.llm.abort(self._call_id)
-        except (self._library.bindings.dead, *VENDOR_ERRORS) as exc:
-            _log.debug("abort of %s: %s", self._call_id, exc)
+        except Exception as exc:  # noqa: BLE001 - vLLM raises a bare Exception, too
+            _log.warning("abort of %s failed: %s", self._call_id, exc)
 
     def release_kv(self, *, has_expired: bool) -> None:
         """See `LibraryCall.release_kv`."""
-        self._library.kv_releaser.post(self._call_id, has_expired=has_expired)
+        if self._is_submitted:
+            self._library.kv_releaser.post(self._call_id, has_expired=has_expired)
 
 
 class VllmCompletion(Protocol):
@@ -202,9 +213,9 @@ class VllmOutputCursor:
             output: The output.
             cached_tokens: Prompt tokens that came from the prefix cache.
         """
-        tokens = [int(token) for token in output.token_ids]
-        logprobs = self._logprobs(tokens, output.logprobs or ())
-        if self.seen == 0 and (tokens or output.finish_reason is not None):
+        tokens = list(output.token_ids)
+        logprobs = () if self._alternatives is None else self._logprobs(tokens, output.logprobs or ())
+        if self.seen == 0 and (tokens or output.finish_reason in ENDS):
             tokens = [*self._first, *tokens]
             logprobs = self._with_first(tokens, logprobs)
         self.seen += len(tokens)
@@ -220,8 +231,7 @@ class VllmOutputCursor:
         return (reported[0], *logprobs[0 if self._first else 1 :])
 
     def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
-        if self._alternatives is None:
-            return ()
+        assert self._alternatives is not None
         if len(reported) < len(tokens):
             raise RequestRejected(
                 "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm import codec
@@ -23,23 +22,13 @@ from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeployment
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import PairBreakers
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.tokenization.base import Renderer, renderer_for
+from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 _log = logging.getLogger(__name__)
 
 MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; the size that a worker sends is not trusted
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model whose files are loaded."""
-
-    card: ModelDeploymentCard
-    renderer: Renderer
-    # Whether the prompt format writes the names of messages, by role and by whether there are tools; filled on demand.
-    writes_names: dict[tuple[str, bool], bool] = field(default_factory=dict, compare=False)
 
 
 class ModelRegistry:

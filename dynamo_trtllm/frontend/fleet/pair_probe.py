@@ -27,7 +27,13 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
     Unreachable,
 )
-from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS, KnownAnswer, KnownAnswers, is_salted, random_prompt
+from dynamo_trtllm.frontend.fleet.known_answers import (
+    ANSWER_TOKENS,
+    KnownAnswer,
+    KnownAnswers,
+    is_salted,
+    random_prompt,
+)
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.base import Plane

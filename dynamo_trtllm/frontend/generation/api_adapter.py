@@ -8,50 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NotRequired, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.request_model import GenerationRequest
+from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext
-from dynamo_trtllm.tokenization.base import Renderer
+from dynamo_trtllm.tokenization.base import Renderer, ServedModel
 
 B = TypeVar("B", bound=GenerationRequest)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseMeta:
-    """The fields with which every object of a response begins. `created`: seconds since the epoch."""
-
-    id: str
-    model: str
-    created: int
-    client: str = ""  # the client's network address; "" if unknown
-
-
-class Phases(TypedDict):
-    """The time a request spent in each phase, in seconds."""
-
-    queue: float
-    prefill: float
-    handoff: float
-    decode_wait: float
-
-
-class Stats(TypedDict):
-    """The workers and timings of a request, for clients that send `x-dynamo-stats: 1`."""
-
-    prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
-    decode_instance: str | None
-    kv_bytes: int
-    transport: str
-    queued_s: float  # in the frontend's queue; included in `ttft_s`
-    ttft_s: float
-    tokens_per_s: float | None
-    phase_s: Phases
-    choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

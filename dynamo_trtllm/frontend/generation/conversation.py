@@ -10,9 +10,9 @@ import msgspec
 from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode, reject
 from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Sampling, TokenIds, Tool, ToolCall
+from dynamo_trtllm.tokenization.base import ServedModel
 
 _EFFORT = "reasoning_effort"
 _TEMPLATE_ARGS = "chat_template_args"

@@ -14,9 +14,8 @@ from typing import Final, NamedTuple, NoReturn
 import msgspec
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, ServedModel
 
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))

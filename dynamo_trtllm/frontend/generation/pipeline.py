@@ -30,8 +30,6 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
     Unreachable,
 )
-from dynamo_trtllm.frontend.generation.background_control import BackgroundControl
-from dynamo_trtllm.frontend.request_ids import short_id
 from dynamo_trtllm.frontend.generation.retry_state import Cooldown, RecoveryLimits, RetryState, is_not_accepted
 from dynamo_trtllm.messages import (
     Chunk,
@@ -43,6 +41,8 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     ReserveSlot,
 )
+from dynamo_trtllm.observability.logging import short_id
+from dynamo_trtllm.request_plane.background_control import BackgroundControl
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import WorkerSelection, select

@@ -12,7 +12,6 @@ from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from dynamo_trtllm.api.sampling import SEED_LIMIT
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options, render_prompt, sampling_of
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.options import (
     ANY_OBJECT,
     GenerationOptions,
@@ -22,7 +21,7 @@ from dynamo_trtllm.frontend.generation.options import (
     visible_tools,
 )
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import OutputParser, Renderer
+from dynamo_trtllm.tokenization.base import OutputParser, Renderer, ServedModel
 
 _MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
 _MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request

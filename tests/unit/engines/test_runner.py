@@ -149,8 +149,7 @@ async def test_result_when_the_library_ends_the_request_then_the_error_says_whos
     assert type(error) is kind
     assert call.aborts == 0
     _, events, call = await started(runner, ask(phase, kv_params=kv_params))
-    call.say(1)
-    call.say(finish="error")
+    call.say(1, finish="error")
     assert type(events[-1]) is MigrationFailed  # its KV had come
 
 
@@ -165,6 +164,47 @@ async def test_result_when_it_can_not_be_converted_then_the_call_is_aborted_and_
         call.say(finish="abort")
         assert len(events) == 1
         await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_result_when_its_receiver_fails_then_only_this_stream_ends() -> None:
+    runner, library = make()
+    good, events, call = await started(runner, ask())
+
+    def fail(event: StreamEvent) -> None:
+        raise KeyError("a bug of the receiver")
+
+    bad = runner.generate(ask(), fail)
+    await asyncio.sleep(0)
+    library.calls[-1].say(1)
+    assert (bad.has_ended, library.calls[-1].aborts) == (True, 1)
+    runner.generate(ask(), fail)
+    await asyncio.sleep(0)
+    call.say(1)
+    assert (good.has_ended, len(events)) == (False, 1)
+    await runner.aclose()
+    assert isinstance(events[-1], EngineFailed)
+    assert library.is_closed
+
+
+async def test_error_when_its_stream_has_ended_then_the_others_go_on_while_the_library_is_healthy() -> None:
+    runner, library = make()
+    _, events, _ = await started(runner, ask())
+    for reason in ("", "the executor shut down"):
+        stream, _, call = await started(runner, ask())
+        stream.cancel()
+        library.reason = reason
+        call.receiver.on_error(EngineFailed("after the abort"))
+        assert bool(events) is bool(reason)
+
+
+async def test_task_when_somebody_cancels_it_then_its_stream_ends_with_an_error() -> None:
+    runner, _ = make()
+    events: list[StreamEvent] = []
+    runner.generate(ask(), events.append)
+    for task in runner.tasks:
+        task.cancel()  # before it began
+    assert isinstance(await event(events), EngineFailed)
+    await asyncio.wait_for(runner.drain(), SOON_S)
 
 
 async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reason() -> None:

@@ -11,9 +11,8 @@ import msgspec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
+from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,
@@ -28,7 +27,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Delta, ToolCallDelta
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Delta, ServedModel, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"

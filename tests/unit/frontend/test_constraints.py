@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
+from dynamo_trtllm.tokenization.base import ServedModel
 from tests.unit.frontend.plan_helpers import (
     CITY,
     FORMAT,

@@ -9,10 +9,10 @@ import pytest
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
 from dynamo_trtllm.frontend.generation import preprocess
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.options import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults
+from dynamo_trtllm.tokenization.base import ServedModel
 from tests.unit.frontend.plan_helpers import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
 
 # --- choices -------------------------------------------------------------------------------------------

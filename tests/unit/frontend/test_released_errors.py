@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.http import run_until_disconnect
 
 

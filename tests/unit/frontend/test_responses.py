@@ -12,8 +12,8 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.messages import Chunk, FinishReason, SamplingDefaults
+from dynamo_trtllm.tokenization.base import ServedModel
 from tests.unit.frontend.app_helpers import CALL, CARD, CONTENT, HALF, MODEL, REASONING, chunk, front, stop
 from tests.unit.frontend.responses_client import EVENT, PATH, TOOL, ask, body, check_error, check_unknown, events, made
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from dynamo_trtllm.frontend.generation.responses import adapter
-
-from dynamo_trtllm.frontend.generation.responses import response_store
+from dynamo_trtllm.frontend.generation.responses import adapter, response_store
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.unit.frontend.app_helpers import CALL, REASONING, chunk, front, stop

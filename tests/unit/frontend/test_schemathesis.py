@@ -21,10 +21,10 @@ from schemathesis.specs.openapi.checks import (
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.messages import Conversation, FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.streams import OnChunk
+from dynamo_trtllm.tokenization.base import ServedModel
 from tests.unit.frontend.app_helpers import (
     CALL,
     CARD,

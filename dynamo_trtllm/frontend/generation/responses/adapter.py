@@ -8,10 +8,9 @@ from weakref import WeakValueDictionary
 
 from dynamo_trtllm.api.request_model import MAX_TEXT
 from dynamo_trtllm.api.responses import InputItem, ItemReference, ResponseRequest
+from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.generation.api_adapter import Aggregator, PreparedRequest, SseEncoder
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext
 from dynamo_trtllm.frontend.generation.responses.items import Item, characters, normalized
 from dynamo_trtllm.frontend.generation.responses.response_builder import (
@@ -21,6 +20,7 @@ from dynamo_trtllm.frontend.generation.responses.response_builder import (
     prepare_turn,
 )
 from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore
+from dynamo_trtllm.tokenization.base import ServedModel
 
 THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so that they delay no other stream
 

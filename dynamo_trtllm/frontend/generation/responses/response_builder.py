@@ -10,18 +10,24 @@ from typing import Any
 import orjson
 
 from dynamo_trtllm import codec
+from dynamo_trtllm.api.common import Stats
 from dynamo_trtllm.api.responses import JsonSchemaFormat, NamedTool, ResponseRequest, ResponsesAllowedTools
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestError
-from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest, Stats
+from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
 from dynamo_trtllm.frontend.generation.conversation import sampling_of
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.fleet.model_registry import ServedModel
 from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext, prepare_conversation
 from dynamo_trtllm.frontend.generation.responses.items import Item, messages_of, named
-from dynamo_trtllm.frontend.generation.responses.output_builder import OutputBuilder, OutputEvent, TextDelta, formatted_head
+from dynamo_trtllm.frontend.generation.responses.output_builder import (
+    OutputBuilder,
+    OutputEvent,
+    TextDelta,
+    formatted_head,
+)
 from dynamo_trtllm.frontend.generation.responses.response_store import StoredResponse
 from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool
+from dynamo_trtllm.tokenization.base import ServedModel
 
 _NAMES = {
     "messages": "input",

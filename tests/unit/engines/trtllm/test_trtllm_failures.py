@@ -39,6 +39,20 @@ async def test_error_when_it_is_one_requests_then_the_others_go_on(error: Except
     at.check()
 
 
+async def test_decode_when_the_vendor_rejects_the_call_then_it_is_no_fault_of_the_transfer(
+    decode: tuple[Runner, Llm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, llm = decode
+
+    def reject(**_: object) -> None:
+        raise Refusal("no")
+
+    monkeypatch.setattr(llm, "generate_async", reject)
+    with pytest.raises(RequestRejected, match="no"):
+        await anext(as_stream(at, ask(Phase.DECODE, kv_params=await some_transfer_params())))
+    await check_idle(at)
+
+
 async def test_error_when_it_is_the_executors_then_everybody_hears_it() -> None:
     at, llm = make(Role.AGGREGATED)
     first, broken = await started(at, llm, ask())
