@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.request_ids import short_id
+from dynamo_trtllm.observability.logging import short_id
 
 
 @pytest.mark.parametrize(
