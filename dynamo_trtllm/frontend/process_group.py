@@ -1,4 +1,4 @@
-"""Run several frontend processes on one port: start them, restart them and aggregate their metrics.
+"""Run several frontend processes on one port and aggregate their metrics.
 
 The parent handles no requests: the kernel distributes connections among the processes. It aggregates metrics because it
 outlives the processes. This module imports only what starting a process needs.
@@ -11,8 +11,9 @@ import logging
 import signal
 import socket
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from functools import partial
 
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.deployment import RestartConfig
@@ -22,7 +23,8 @@ from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.control_pipe import ControlPipe
 from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
-from dynamo_trtllm.subprocesses.child import Child, decide, describe, spawn
+from dynamo_trtllm.subprocesses.child import Child, describe, spawn
+from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
 _MODULE = "dynamo_trtllm.frontend.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
@@ -65,12 +67,6 @@ def combined_exit_status(statuses: Mapping[str, int]) -> int:
     return max((status if status >= 0 else 128 - status for status in counted), default=0)
 
 
-class _RestartLimitReached(Exception):
-    def __init__(self, text: str, exit_status: int) -> None:
-        super().__init__(text)
-        self.exit_status = exit_status
-
-
 class ProcessGroup:
     """The processes of one frontend. Created and run once, in the main thread. Processes inherit `environ`."""
 
@@ -78,76 +74,48 @@ class ProcessGroup:
         self._config = config
         self._port = port
         self._environ = process_environ(config, environ)
-        self._stopping = asyncio.Event()
-        self._children: dict[str, Child] = {}
         self._pipes: dict[str, ControlPipe] = {}
         self._ready: set[str] = set()
-        self._statuses: dict[str, int] = {}
         self._aggregator = MetricsAggregator()
-
-    def stop(self) -> None:
-        """Stop all processes after their running requests. The second call kills them."""
-        if self._stopping.is_set():
-            self._kill_all()
-        self._stopping.set()
+        self._supervisor = Supervisor(RestartConfig(), partial(_log.error, "%s"))
 
     async def run(self) -> int:
-        """Run until `stop` is called or a process cannot be restarted. Return the exit status; no process is left."""
-        for each in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(each, self.stop)
-        limit_reached: _RestartLimitReached | None = None
+        """Run until a signal or until a process can't be restarted. Return the exit status; no process is left."""
         try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(1, self._config.workers + 1):
-                    group.create_task(self._supervise(number))
-                group.create_task(self._stop_all())
-        except* _RestartLimitReached as failed:
-            (limit_reached, *_) = (exc for exc in failed.exceptions if isinstance(exc, _RestartLimitReached))
-            _log.error("%s; stopping all frontend processes", limit_reached)
-            self._stopping.set()
-            await self._stop_all()
-        finally:
-            self._kill_all()
-        return combined_exit_status(self._statuses) if limit_reached is None else limit_reached.exit_status
+            return combined_exit_status(await self._supervisor.run(self._start_all()))
+        except RunFailed as failed:
+            return failed.exit_status
 
-    async def _supervise(self, number: int) -> None:
-        name = f"frontend-{number}"
-        restarts: list[float] = []
-        while not self._stopping.is_set():
-            status = await self._run_once(name, number)
-            if self._stopping.is_set():
-                self._statuses[name] = status
-                return
-            if name not in self._ready:
-                raise _RestartLimitReached(
-                    f"{name} {describe(status)} before it was ready", combined_exit_status({name: status}) or 1
-                )
-            decision = decide(RestartConfig(), status, restarts, time.monotonic())
-            if not decision.is_restart:
-                raise _RestartLimitReached(f"{name} {decision.text}", decision.exit_status)
-            _log.error("%s %s", name, decision.text)
-            restarts.append(time.monotonic())
+    async def _start_all(self) -> None:
+        for number in range(1, self._config.workers + 1):
+            name = f"frontend-{number}"
+            self._supervisor.keep(name, partial(self._running, name, process_argv(self._config, number, self._port)))
 
-    async def _run_once(self, name: str, number: int) -> int:
-        """Start one process, wait for its end and return its exit status."""
+    @asynccontextmanager
+    async def _running(self, name: str, argv: Sequence[str]) -> AsyncIterator[Child]:
+        """Start one process with a control pipe, and serve the pipe until the process ends."""
         own_end, child_end = socket.socketpair()
-        with child_end:
-            pipe = await ControlPipe.connect(own_end, self._total_metrics, lambda: self._on_process_ready(name))
-            if self._stopping.is_set():  # set meanwhile: `_stop_all` would miss a process that is started now
-                pipe.close()
-                return 0
-            argv = process_argv(self._config, number, self._port)
-            child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=child_end.fileno()), _STOP_S)
-        self._pipes[name] = pipe
-        pipe_task = asyncio.create_task(pipe.run(), name=f"control pipe of {name}")
-        try:
-            return await child.ended()
-        finally:
-            del self._pipes[name]
-            self._aggregator.ended(name)
-            pipe_task.cancel()
-            pipe.close()
-            await asyncio.gather(pipe_task, return_exceptions=True)
+        with (
+            child_end,
+            closing(
+                await ControlPipe.connect(own_end, self._total_metrics, partial(self._on_process_ready, name))
+            ) as pipe,
+        ):
+            child = Child(spawn(argv, env=self._environ, stdin=child_end.fileno()), _STOP_S)
+            child_end.close()  # otherwise the pipe would stay open when the child ends
+            self._pipes[name] = pipe
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    reading = tasks.create_task(pipe.run(), name=f"control pipe of {name}")
+                    yield child
+                    reading.cancel()
+            finally:
+                del self._pipes[name]
+                self._aggregator.ended(name)
+        if name not in self._ready and not self._supervisor.is_stopping:
+            status = await child.ended()
+            exit_status = combined_exit_status({name: status}) or 1
+            raise RunFailed(f"{name} {describe(status)} before it was ready", exit_status)
 
     def _on_process_ready(self, name: str) -> None:
         """Record that a process is ready. Once all are, notify each, so that `/ready` answers alike everywhere."""
@@ -169,11 +137,3 @@ class ProcessGroup:
             return
         if name in self._pipes:  # it may have exited meanwhile
             self._aggregator.update(name, snapshot)
-
-    async def _stop_all(self) -> None:
-        await self._stopping.wait()
-        await asyncio.gather(*(child.stop() for child in self._children.values()))
-
-    def _kill_all(self) -> None:
-        for child in self._children.values():
-            child.kill()

@@ -1,4 +1,4 @@
-"""Start the processes of a deployment in order, restart those that die, and stop all at the end."""
+"""Run a deployment: start its servers and processes in order, and keep them running until its end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachab
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.network.listening import bind
-from dynamo_trtllm.subprocesses.child import Child, decide, describe, scratch_folder, spawn
+from dynamo_trtllm.subprocesses.child import Child, scratch_folder, spawn
 from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
 _READ_BYTES = 1 << 16
 _LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
@@ -39,10 +40,12 @@ class ManagedProcess(Child):
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
         self.port = port
-        self.is_ready = False  # has answered /ready with 200; the supervisor sets it
-        self._lines = asyncio.create_task(self._pump(on_line), name=f"lines of {spec.name}")
+        self.stop_rank = 1 if spec.is_frontend else 0  # workers drain while the frontend still streams their output
+        self.is_ready = False  # has answered /ready with 200; the launcher sets it
+        self._on_line = on_line
+        self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 
-    async def _pump(self, on_line: Callable[[str], None]) -> None:
+    async def _pump(self) -> None:
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
@@ -50,12 +53,15 @@ class ManagedProcess(Child):
         splitter = LineSplitter()
         try:
             while data := await reader.read(_READ_BYTES):
-                for line in splitter.feed(data):
-                    on_line(line)
-            for line in splitter.end():
-                on_line(line)
+                self._pass_on(splitter.feed(data))
+            self._pass_on(splitter.end())
         finally:
             transport.close()
+
+    def _pass_on(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.last_line = line or self.last_line
+            self._on_line(line)
 
     async def ended(self) -> int:
         """Return the exit status, once all output lines were passed on. Several tasks may await it."""
@@ -69,18 +75,6 @@ class ManagedProcess(Child):
         return status
 
 
-class LaunchFailed(Exception):
-    """The deployment failed. `exit_status` is that of the launcher."""
-
-    def __init__(self, text: str, exit_status: int = 1) -> None:
-        super().__init__(text)
-        self.exit_status = exit_status
-
-
-class _Stopped(Exception):
-    """`stop` was called, and all processes have exited."""
-
-
 @dataclass(slots=True)
 class DeploymentStatus:
     """Address and instances of a ready deployment. Restarts update it."""
@@ -92,8 +86,8 @@ class DeploymentStatus:
 OnReady = Callable[[DeploymentStatus], Awaitable[bool]]
 
 
-class Supervisor:
-    """Supervisor of one deployment. Create and run it once, in the main thread.
+class Launcher:
+    """Launcher of one deployment. Create and run it once, in the main thread.
 
     Args:
         deployment: The deployment.
@@ -105,190 +99,113 @@ class Supervisor:
         self._deployment = deployment
         self._console = console
         self._environ = environ
-        self._stopping = asyncio.Event()
         self._all_ready = asyncio.Event()
         self._not_ready: set[str] = set()
-        self._running: dict[str, ManagedProcess] = {}
-        self._servers: list[LocalServer] = []
+        self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
+        self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
+        self._supervisor = Supervisor(deployment.restart, console.say)
         self.deployment_status = DeploymentStatus()
 
-    def stop(self) -> None:
-        """Stop the processes in order. A second call kills them at once."""
-        if self._stopping.is_set():
-            for running in self._running.values():
-                running.kill()
-        self._stopping.set()
-
     async def run(self, on_ready: OnReady) -> None:
-        """Run the deployment until `stop` is called or `on_ready` returns True. Then stop all processes.
+        """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True. Then stop all processes.
 
         Args:
             on_ready: Awaited once, when all processes are ready.
 
         Raises:
             ConfigError: A port is in use, or a server does not start.
-            LaunchFailed: A process was not ready in time, or has reached its restart limit.
+            RunFailed: A process was not ready in time, or has reached its restart limit.
         """
-        failure: LaunchFailed | ConfigError | None = None
         for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
             _check_port(spec)
         with scratch_folder("dynamo-launch-") as folder:
-            try:
-                addresses = await self._unless_stopped(self._start_servers(folder))
-                await self._supervise_all(processes(self._deployment, addresses, self._environ), on_ready)
-            except* (LaunchFailed, ConfigError) as group:
-                failure = _first(group)
-            except* _Stopped:
-                self._console.say("stopped")
-            finally:
-                await self._stop_processes()
-                await asyncio.gather(*(server.stop() for server in self._servers))
-        if failure is not None:
-            raise failure
+            await self._supervisor.run(self._start_all(folder, on_ready))
+        self._console.say("stopped")
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, Addresses]) -> Addresses:
-        """Return the result of `start`. If `stop` is called first, cancel `start` and raise _Stopped."""
-        starting = asyncio.create_task(start, name="start of servers")
-        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                return starting.result()
-            raise _Stopped
-        finally:
-            for task in (starting, stopping):
-                task.cancel()
-            await asyncio.gather(starting, stopping, return_exceptions=True)
-
-    async def _start_servers(self, folder: Path) -> Addresses:
+    async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
         services = self._deployment.services
         etcd, nats = services.etcd, services.nats
         if etcd == START:
-            etcd = await self._start_server("etcd", start_etcd(folder / "etcd"))
+            etcd = await self._start_server("etcd", partial(start_etcd, folder / "etcd"))
         if nats == START:
-            nats = await self._start_server("nats", start_nats(folder / "nats"))
-        return Addresses(etcd=etcd, nats=nats)
-
-    async def _start_server(self, name: str, start: Coroutine[Any, Any, LocalServer]) -> str:
-        began = time.monotonic()
-        server = await start
-        self._servers.append(server)
-        self._report_ready(name, began, f"at {server.address}")
-        return server.address
-
-    async def _supervise_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
+            nats = await self._start_server("nats", partial(start_nats, folder / "nats"))
+        specs = processes(self._deployment, Addresses(etcd=etcd, nats=nats), self._environ)
         self._not_ready = {spec.name for spec in specs}
-        dependents = DependentRestart(specs, self._running, self._console.say)
-        async with asyncio.TaskGroup() as group:
-            for at in range(len(self._servers)):
-                group.create_task(self._supervise_server(at))
-            for spec in specs:
-                group.create_task(self._supervise(spec, dependents))
-            group.create_task(self._when_ready(on_ready))
-            await self._stopping.wait()
-            await self._stop_processes()
-            raise _Stopped  # ends the rest of the group
-
-    async def _when_ready(self, on_ready: OnReady) -> None:
+        dependents = DependentRestart(specs, self._processes, self._console.say)
+        for spec in specs:
+            self._supervisor.keep(
+                spec.name,
+                partial(self._running, spec, dependents),
+                partial(self._before_restart, spec, dependents),
+            )
         await self._all_ready.wait()
         if await on_ready(self.deployment_status):
-            self._stopping.set()
+            self._supervisor.stop()
 
-    async def _supervise_server(self, at: int) -> None:
-        """Restart a server whenever it exits. Workers and frontends keep running and reconnect."""
-        restarts: list[float] = []
-        while not self._stopping.is_set():
-            server = self._servers[at]
-            name = server.log_path.stem
-            status = await server.ended()
-            decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_status_2_final=False)
-            if not decision.is_restart:
-                raise LaunchFailed(f"{name} {decision.text}", decision.exit_status)
-            self._console.say(f"{name} {decision.text}")
-            restarts.append(time.monotonic())
-            if await self._stopped_within(decision.pause_s):
-                return
+    async def _start_server(self, name: str, start: Callable[[], Coroutine[Any, Any, LocalServer]]) -> str:
+        """Start a server and return its address. While it restarts, workers and frontends keep running."""
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        @asynccontextmanager
+        async def running() -> AsyncIterator[LocalServer]:
+            nonlocal start
             began = time.monotonic()
-            self._servers[at] = await server.restart()
+            server = await start()
+            start = server.restart
             self._report_ready(name, began, f"at {server.address}")
+            if not address.done():
+                address.set_result(server.address)
+            yield server
 
-    async def _supervise(self, spec: ProcessSpec, dependents: DependentRestart) -> None:
-        restarts: list[float] = []
-        may_be_mapped = False  # other processes may have mapped memory of an earlier run
-        while not self._stopping.is_set():
-            status, last_line = await self._run_once(spec, dependents)
-            process = self._running[spec.name]
-            if self._stopping.is_set():
-                return
-            if process.is_terminating:  # by `dependents`
-                self._console.say(f"{spec.name} {describe(status)} as requested; restarting")
-                continue
-            # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
-            # says nothing about the configuration, so the process is restarted.
-            lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
-            decision = decide(
-                self._deployment.restart, status, restarts, time.monotonic(), is_status_2_final=not lost_port
-            )
-            if not decision.is_restart:
-                raise LaunchFailed(f"{spec.name} {decision.text}; last line: {last_line}", decision.exit_status)
-            self._console.say(f"{spec.name} {decision.text}")
-            restarts.append(time.monotonic())
-            may_be_mapped = may_be_mapped or process.is_ready
-            # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
-            # with another status, and then the dependents are restarted.
-            if self._deployment.restart.readers_too and may_be_mapped and status != 0:
-                await dependents.restart_dependents(spec)
-                may_be_mapped = False
-            if await self._stopped_within(decision.pause_s):
-                return
+        self._supervisor.keep(name, running)
+        return await address
 
-    async def _stopped_within(self, pause_s: float) -> bool:
-        """Wait for `pause_s` seconds or until `stop` is called; return True if it was."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._stopping.wait()
-        return self._stopping.is_set()
-
-    async def _run_once(self, spec: ProcessSpec, dependents: DependentRestart) -> tuple[int, str]:
-        """Run a process until it exits; return its exit status and its last line of output."""
+    @asynccontextmanager
+    async def _running(self, spec: ProcessSpec, dependents: DependentRestart) -> AsyncIterator[ManagedProcess]:
+        """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
-        last_line = ""
-
-        def on_line(line: str) -> None:
-            nonlocal last_line
-            last_line = line or last_line
-            self._console.line(spec.name, line)
-
-        running = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
-        self._running[spec.name] = running
+        on_line = partial(self._console.line, spec.name)
+        process = self._processes[spec.name] = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(self._await_ready(running, began, dependents))
-            status = await running.ended()
+            waiting = group.create_task(self._await_ready(process, began, dependents))
+            yield process
             waiting.cancel()
         dependents.notify_changed()
-        return status, last_line
+        # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
+        # says nothing about the configuration, so the process is restarted.
+        lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
+        process.is_status_2_final = not lost_port
+
+    async def _before_restart(
+        self, spec: ProcessSpec, dependents: DependentRestart, process: ManagedProcess, status: int
+    ) -> None:
+        if process.is_ready:
+            self._mapped.add(spec.name)
+        # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
+        # with another status, and then the dependents are restarted.
+        if self._deployment.restart.readers_too and spec.name in self._mapped and status != 0:
+            await dependents.restart_dependents(spec)
+            self._mapped.remove(spec.name)
 
     def _port_of(self, spec: ProcessSpec) -> int:
         """Return the configured port, or a free port that no process of this launcher uses."""
         if spec.port:
             return spec.port
-        given = {running.port for running in self._running.values()}
+        given = {process.port for process in self._processes.values()}
         while (port := free_ports(host=spec.host)) in given:
             pass
         return port
 
-    async def _await_ready(self, running: ManagedProcess, began: float, dependents: DependentRestart) -> None:
-        spec, limit_s = running.spec, self._deployment.ready_timeout_s
+    async def _await_ready(self, process: ManagedProcess, began: float, dependents: DependentRestart) -> None:
+        spec, limit_s = process.spec, self._deployment.ready_timeout_s
         try:
-            answer = await until(partial(ready, spec.host, running.port), limit_s)
+            answer = await until(partial(ready, spec.host, process.port), limit_s)
         except NotYet as exc:
-            raise LaunchFailed(
-                f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s"
-            ) from None
-        running.is_ready = True
+            raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
+        process.is_ready = True
         dependents.notify_changed()
         if spec.is_frontend:
-            self.deployment_status.frontend = reachable(f"{spec.host}:{running.port}")
+            self.deployment_status.frontend = reachable(f"{spec.host}:{process.port}")
             self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")
         else:
             self.deployment_status.names[answer.instance_id] = spec.name
@@ -300,12 +217,6 @@ class Supervisor:
     def _report_ready(self, name: str, began: float, where: str) -> None:
         self._console.say(f"{name} is ready after {time.monotonic() - began:.2f} s {where}")
 
-    async def _stop_processes(self) -> None:
-        """Stop the workers first, because they drain while the frontend still streams their output."""
-        for is_frontend in (False, True):
-            group = [running for running in self._running.values() if running.spec.is_frontend is is_frontend]
-            await asyncio.gather(*(running.stop() for running in group))
-
 
 def _check_port(spec: ProcessSpec) -> None:
     """Raise ConfigError if the port is in use, because its owner would answer our readiness check."""
@@ -316,9 +227,3 @@ def _check_port(spec: ProcessSpec) -> None:
     except ConfigError as exc:
         hint = "; --port of this command changes it" if spec.is_frontend else ""
         raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc
-
-
-def _first(group: BaseExceptionGroup[LaunchFailed | ConfigError]) -> LaunchFailed | ConfigError:
-    """Return the first failure of a possibly nested group."""
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.launcher import DeploymentStatus, Launcher
 from dynamo_trtllm.launch.plan import (
     Addresses,
     ProcessSpec,
@@ -25,8 +25,8 @@ from dynamo_trtllm.launch.plan import (
     with_engine,
     with_model,
 )
-from dynamo_trtllm.launch.supervisor import DeploymentStatus, LaunchFailed, Supervisor
 from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
 _DESCRIPTION = "Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."
@@ -52,7 +52,7 @@ def main() -> None:
         asyncio.run(_run(config, deployment))
     except ConfigError as exc:
         exit_with(PROG, exc)
-    except LaunchFailed as exc:
+    except RunFailed as exc:
         sys.stderr.write(f"{PROG}: {exc}\n")
         raise SystemExit(exc.exit_status) from exc
 
@@ -64,10 +64,6 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     for spec in specs:
         _check(spec, environ)
     console = Console(sys.stdout, [spec.name for spec in specs], is_json=config.log_format == "json")
-    supervisor = Supervisor(deployment, console, environ)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
-
     is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
 
     async def on_ready(status: DeploymentStatus) -> bool:
@@ -80,9 +76,9 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
         is_done = True
         return config.once
 
-    await supervisor.run(on_ready)
+    await Launcher(deployment, console, environ).run(on_ready)
     if config.once and not is_done:
-        raise LaunchFailed("stopped before all processes were ready and the demo was done")
+        raise RunFailed("stopped before all processes were ready and the demo was done")
 
 
 def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
@@ -99,7 +95,7 @@ async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, i
     try:
         answer = await asyncio.to_thread(demo.ask, frontend, model, given_up)
     except demo.DemoFailed as exc:
-        raise LaunchFailed(str(exc)) from exc
+        raise RunFailed(str(exc)) from exc
     finally:
         given_up.set()  # ends the thread, for which this process waits at exit
     return demo.report(answer, model, names, is_mock=is_mock) + "\n" + demo.next_step(frontend, model)

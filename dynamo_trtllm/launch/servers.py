@@ -44,6 +44,9 @@ class LocalServer(Child):
         restart: Starts it again after its exit, with the same data and address. It raises as the first start does.
     """
 
+    stop_rank = 2  # after all that use it
+    is_status_2_final = False  # a panic has that status, too
+
     def __init__(
         self,
         argv: Sequence[str],

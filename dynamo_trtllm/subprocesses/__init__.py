@@ -1,1 +1,1 @@
-"""Child processes: start and stop one, find free ports for it, and decide whether to restart it."""
+"""Child processes: start and stop one, keep several running, and find free ports for them."""

@@ -1,4 +1,4 @@
-"""Start and stop child processes that end with this process, create scratch folders, and decide about restarts."""
+"""Start and stop child processes that end with this process, and create scratch folders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.errors import ConfigError
 
 # A separate interpreter runs this and then becomes the child. So no Python code runs between fork and exec, which would
@@ -98,6 +96,10 @@ class Child:
         stop_timeout_s: seconds between SIGTERM and SIGKILL in `stop`.
     """
 
+    stop_rank = 0  # a supervisor stops children of a lower rank first
+    is_status_2_final = True  # exit status 2 means an invalid configuration, so that a restart can't help
+    last_line = ""  # of its output, if this process reads it
+
     def __init__(self, process: subprocess.Popen[bytes], stop_timeout_s: float) -> None:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
@@ -170,48 +172,6 @@ def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
     threading.Thread(target=wait, name=f"wait-{process.pid}", daemon=True).start()
     return future
-
-
-BAD_CONFIG = 2  # exit status for an invalid configuration, after which a restart can't help
-_FAILED = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecision:
-    """The decision to restart a process after `pause_s` seconds, or to stop the deployment with `exit_status`.
-
-    `text` gives the reason for the log.
-    """
-
-    is_restart: bool
-    exit_status: int
-    text: str
-    pause_s: float = 0.0
-
-
-def decide(
-    config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_status_2_final: bool = True
-) -> RestartDecision:
-    """Decide whether to restart a process that has ended.
-
-    Args:
-        config: limits of restarts.
-        status: exit status of the process, as in subprocess.
-        restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
-        now: current time in seconds.
-        is_status_2_final: Exit status 2 means an invalid configuration, as it does for programs of this package.
-    """
-    ended = describe(status)
-    if status == BAD_CONFIG and is_status_2_final:
-        return RestartDecision(is_restart=False, exit_status=BAD_CONFIG, text=ended)
-    recent = len([time for time in restarts if now - time < config.window_s])
-    if recent >= config.max_restarts:
-        text = f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit"
-        return RestartDecision(is_restart=False, exit_status=_FAILED, text=text)
-    pause_s = config.pause_s * 2 ** (recent - 1) if recent else 0.0
-    when = f" in {pause_s:g} s" if pause_s else ""
-    text = f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in {config.window_s:g} s)"
-    return RestartDecision(is_restart=True, exit_status=0, text=text, pause_s=pause_s)
 
 
 def describe(status: int) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -49,6 +50,10 @@ async def until_serving(crew: ProcessGroup, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
+def pid(crew: ProcessGroup, name: str) -> int:
+    return crew._supervisor._children[name].pid
+
+
 async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(crew, caplog) -> None:
     made = crew("import sys; " + FAILS, SERVED + STAYS)
     async with asyncio.timeout(3 * SOON_S):
@@ -68,7 +73,7 @@ async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(crew
         go_on.touch()
         while not heard.exists() or not heard.read_bytes():  # noqa: ASYNC110  # another process writes it
             await asyncio.sleep(0.01)
-        made.stop()
+        signal.raise_signal(signal.SIGTERM)
         assert await running == 0
     assert heard.read_bytes().hex() == served()
 
@@ -78,11 +83,11 @@ async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 2)
-        first = made._children["frontend-1"].pid
+        first = pid(made, "frontend-1")
         os.kill(first, 9)
-        while made._children["frontend-1"].pid == first:  # noqa: ASYNC110  # as above
+        while pid(made, "frontend-1") == first:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0.01)
-        made.stop()
+        signal.raise_signal(signal.SIGTERM)
         assert await running == 0
     assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
 
@@ -95,13 +100,13 @@ async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(crew,
     assert "it was restarted 3 times in 60 s, which is the limit" in caplog.text
 
 
-async def test_stop_when_called_twice_then_processes_that_go_on_are_killed(crew) -> None:
+async def test_run_when_a_second_signal_comes_then_processes_that_go_on_are_killed(crew) -> None:
     made = crew("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 2)
-        made.stop()
+        signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(0.05)
         assert not running.done()
-        made.stop()
+        signal.raise_signal(signal.SIGTERM)
         assert await running == 137

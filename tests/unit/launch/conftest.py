@@ -1,4 +1,4 @@
-"""Children of a supervisor that are none."""
+"""Children of a launcher that are none."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.launch import supervisor
-from tests.unit.launch.supervisor_helpers import ALL, FakeChild, is_not_taken, until_ready
+from dynamo_trtllm.launch import launcher
+from tests.unit.launch.launcher_helpers import ALL, FakeChild, is_not_taken, until_ready
 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(supervisor, "ManagedProcess", FakeChild)
-    monkeypatch.setattr(supervisor, "until", until_ready)
-    monkeypatch.setattr(supervisor, "is_taken", is_not_taken)
-    monkeypatch.setattr(supervisor, "bind", lambda *_, **__: socket.socket())  # every port is free
-    monkeypatch.setattr(supervisor, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
+    monkeypatch.setattr(launcher, "ManagedProcess", FakeChild)
+    monkeypatch.setattr(launcher, "until", until_ready)
+    monkeypatch.setattr(launcher, "is_taken", is_not_taken)
+    monkeypatch.setattr(launcher, "bind", lambda *_, **__: socket.socket())  # every port is free
+    monkeypatch.setattr(launcher, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
     yield
     ALL.clear()

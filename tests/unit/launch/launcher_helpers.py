@@ -1,4 +1,4 @@
-"""Runs a supervisor with fake child processes that tests control."""
+"""Runs a launcher with fake child processes that tests control."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.launcher import Launcher
 from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
-from dynamo_trtllm.launch.supervisor import Supervisor
 
 KILLED = -signal.SIGKILL
 
@@ -32,9 +32,12 @@ def deployment(*workers: dict[str, Any], **restart: Any) -> DeploymentConfig:
 class FakeChild:
     """A child process that the test controls."""
 
+    last_line = ""
+
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
         self.is_ready = self.is_terminating = False
+        self.stop_rank = 1 if spec.is_frontend else 0
         self.times_asked = 0
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         ALL.append(self)
@@ -110,21 +113,21 @@ async def wait_for_start(name: str, number: int) -> FakeChild:
     return latest_child(name)
 
 
-class SupervisorRun:
-    """A running supervisor and its output."""
+class LauncherRun:
+    """A running launcher and its output."""
 
     def __init__(self, of: DeploymentConfig) -> None:
         self.out = io.StringIO()
-        self.supervisor = Supervisor(of, Console(self.out, []), {})
-        self.running = asyncio.create_task(self.supervisor.run(self._on_ready))
+        self.launcher = Launcher(of, Console(self.out, []), {})
+        self.running = asyncio.create_task(self.launcher.run(self._on_ready))
 
     async def _on_ready(self, serving: Any) -> bool:
         return False
 
     async def end(self) -> None:
-        """Stop the supervisor. Check that all children end and no new one starts."""
+        """Stop the launcher. Check that all children end and no new one starts."""
         number = len(ALL)
-        self.supervisor.stop()
+        self.launcher._supervisor.stop()
 
         def is_over() -> bool:
             for child in ALL:
@@ -139,9 +142,9 @@ class SupervisorRun:
 
 
 @contextlib.asynccontextmanager
-async def run_supervisor(*workers: dict[str, Any], **restart: Any) -> AsyncIterator[SupervisorRun]:
+async def run_launcher(*workers: dict[str, Any], **restart: Any) -> AsyncIterator[LauncherRun]:
     of = deployment(*workers, **restart)
-    made = SupervisorRun(of)
+    made = LauncherRun(of)
     await until(lambda: len(ALL) == 1 + sum(spec.count for spec in of.workers))
     for child in ALL:
         child.serve()

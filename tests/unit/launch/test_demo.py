@@ -12,7 +12,8 @@ import pytest
 from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.launch import demo, main
-from dynamo_trtllm.launch.supervisor import DeploymentStatus, LaunchFailed
+from dynamo_trtllm.launch.launcher import DeploymentStatus
+from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
 STATS = {
     "prefill_instance": "a1",
@@ -95,9 +96,6 @@ class Supervised:
     def __init__(self, *_: object) -> None:
         pass
 
-    def stop(self) -> None:
-        pass
-
     async def run(self, on_ready) -> None:
         if self.serves:
             await on_ready(DeploymentStatus(frontend=None, names={}))
@@ -105,10 +103,10 @@ class Supervised:
 
 @pytest.mark.parametrize("once", [True, False])
 async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do_something_once(monkeypatch, once):
-    monkeypatch.setattr(main, "Supervisor", Supervised)
+    monkeypatch.setattr(main, "Launcher", Supervised)
     config = LaunchConfig(deployment="deploy/local/demo.yaml", once=once)
     deployment = load_deployment(config.deployment, {})
     await main._run(config, deployment)
     monkeypatch.setattr(Supervised, "serves", False)
-    with pytest.raises(LaunchFailed, match="stopped before") if once else nullcontext():
+    with pytest.raises(RunFailed, match="stopped before") if once else nullcontext():
         await main._run(config, deployment)

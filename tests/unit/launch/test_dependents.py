@@ -1,4 +1,4 @@
-"""Who keeps a dead worker's GPU memory taken, and how the supervisor has them end: children do as the test says."""
+"""Who keeps a dead worker's GPU memory taken, and how the launcher has them end: children do as the test says."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 
 from dynamo_trtllm.launch.dependents import dependents_of, next_to_drain
 from dynamo_trtllm.launch.plan import Addresses, processes
-from dynamo_trtllm.launch.supervisor import LaunchFailed
-from tests.unit.launch.supervisor_helpers import (
+from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from tests.unit.launch.launcher_helpers import (
     ALL,
     KILLED,
-    SupervisorRun,
+    LauncherRun,
     children_named,
     deployment,
     latest_child,
-    run_supervisor,
+    run_launcher,
     settle,
     until,
     wait_for_start,
@@ -82,8 +82,8 @@ def test_next_to_drain_when_another_prefill_worker_serves_then_one_after_the_oth
     )
 
 
-async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:
-    async with run_supervisor(PREFILL, DECODE) as made:
+async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:
+    async with run_launcher(PREFILL, DECODE) as made:
         latest_child("prefill").die(KILLED)
         await until(lambda: latest_child("decode").is_terminating)
         await settle()
@@ -97,8 +97,8 @@ async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_befo
     assert "frontend exited" not in said
 
 
-async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> None:
-    async with run_supervisor(PREFILL, DECODE, max_restarts=2) as made:
+async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> None:
+    async with run_launcher(PREFILL, DECODE, max_restarts=2) as made:
         for number in (2, 3):
             latest_child("prefill").die(KILLED)
             await until(lambda: latest_child("decode").is_terminating)
@@ -114,7 +114,7 @@ async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_
         for name in ("decode", "frontend"):
             await until(partial(getattr, latest_child(name), "is_terminating"))
             latest_child(name).die(0)
-        with pytest.raises(LaunchFailed, match="prefill was killed by SIGKILL; it was restarted 2 times"):
+        with pytest.raises(RunFailed, match="prefill was killed by SIGKILL; it was restarted 2 times"):
             await made.running
 
 
@@ -126,17 +126,17 @@ async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_
         ("prefill", KILLED, {"readers_too": False}),
     ],
 )
-async def test_supervisor_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
+async def test_launcher_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
     who: str, status: int, settings: dict[str, Any]
 ) -> None:
-    async with run_supervisor(PREFILL, DECODE, **settings):
+    async with run_launcher(PREFILL, DECODE, **settings):
         latest_child(who).die(status)
         await wait_for_start(who, 2)
         assert [child for child in ALL if child.is_terminating] == []
 
 
-async def test_supervisor_when_it_dies_before_it_has_ever_served_then_no_reader_is_drained() -> None:
-    made = SupervisorRun(deployment(PREFILL, DECODE))
+async def test_launcher_when_it_dies_before_it_has_ever_served_then_no_reader_is_drained() -> None:
+    made = LauncherRun(deployment(PREFILL, DECODE))
     await until(lambda: len(ALL) == 3)
     latest_child("decode").serve()
     latest_child("prefill").die(1)
@@ -145,8 +145,8 @@ async def test_supervisor_when_it_dies_before_it_has_ever_served_then_no_reader_
     await made.end()
 
 
-async def test_supervisor_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> None:
-    async with run_supervisor(PREFILL, DECODE):
+async def test_launcher_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> None:
+    async with run_launcher(PREFILL, DECODE):
         latest_child("prefill").die(0)
         (await wait_for_start("prefill", 2)).die(1)
         await until(lambda: latest_child("decode").is_terminating)
@@ -157,8 +157,8 @@ async def test_supervisor_when_the_successor_of_one_that_ended_in_order_fails_th
         assert not latest_child("decode").is_terminating
 
 
-async def test_supervisor_when_the_reader_does_not_serve_yet_then_it_is_left_alone() -> None:
-    async with run_supervisor(PREFILL, DECODE):
+async def test_launcher_when_the_reader_does_not_serve_yet_then_it_is_left_alone() -> None:
+    async with run_launcher(PREFILL, DECODE):
         latest_child("decode").die(KILLED)
         await wait_for_start("decode", 2)
         latest_child("prefill").die(KILLED)
@@ -166,8 +166,8 @@ async def test_supervisor_when_the_reader_does_not_serve_yet_then_it_is_left_alo
         assert not latest_child("decode").is_terminating
 
 
-async def test_supervisor_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> None:
-    async with run_supervisor(*TWO_EACH):
+async def test_launcher_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> None:
+    async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("decode-1").die(0)
@@ -184,9 +184,9 @@ async def test_supervisor_when_another_prefill_worker_serves_then_readers_go_one
         assert len(children_named("decode-1")) == 2
 
 
-async def test_supervisor_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> None:
+async def test_launcher_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> None:
     three = worker("prefill", "prefill", [0, 1, 4], count=3)
-    async with run_supervisor(three, TWO_EACH[1]):
+    async with run_launcher(three, TWO_EACH[1]):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("decode-1").die(0)
@@ -204,8 +204,8 @@ async def test_supervisor_when_a_second_one_of_three_dies_while_a_reader_drains_
         assert not latest_child("decode-2").is_terminating  # it began after both deaths
 
 
-async def test_supervisor_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> None:
-    async with run_supervisor(*TWO_EACH):
+async def test_launcher_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> None:
+    async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("prefill-2").die(KILLED)
@@ -220,10 +220,10 @@ async def test_supervisor_when_both_prefill_workers_die_then_all_readers_end_onc
         assert not [child for child in ALL if child.is_terminating and not child.has_ended]
 
 
-async def test_supervisor_when_the_last_prefill_worker_dies_while_a_reader_loads_then_the_other_is_not_waited_for() -> (
+async def test_launcher_when_the_last_prefill_worker_dies_while_a_reader_loads_then_the_other_is_not_waited_for() -> (
     None
 ):
-    async with run_supervisor(*TWO_EACH):
+    async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("decode-1").die(0)
@@ -236,8 +236,8 @@ async def test_supervisor_when_the_last_prefill_worker_dies_while_a_reader_loads
         assert not loading.is_terminating  # it began after the first death and has read nothing
 
 
-async def test_supervisor_when_the_waited_for_reader_dies_by_itself_then_that_is_its_end() -> None:
-    async with run_supervisor(*TWO_EACH):
+async def test_launcher_when_the_waited_for_reader_dies_by_itself_then_that_is_its_end() -> None:
+    async with run_launcher(*TWO_EACH):
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("decode-2").die(KILLED)
@@ -247,8 +247,8 @@ async def test_supervisor_when_the_waited_for_reader_dies_by_itself_then_that_is
         assert not latest_child("decode-2").is_terminating
 
 
-async def test_supervisor_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> None:
-    async with run_supervisor(PREFILL, DECODE) as made:
+async def test_launcher_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> None:
+    async with run_launcher(PREFILL, DECODE) as made:
         latest_child("prefill").die(KILLED)
         await until(lambda: latest_child("decode").is_terminating)
         await made.end()
@@ -256,8 +256,8 @@ async def test_supervisor_when_stopped_while_a_reader_drains_then_it_is_asked_on
         assert latest_child("decode").times_asked == 1
 
 
-async def test_supervisor_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> None:
-    async with run_supervisor(*TWO_EACH) as made:
+async def test_launcher_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> None:
+    async with run_launcher(*TWO_EACH) as made:
         latest_child("prefill-1").die(KILLED)
         await until(lambda: latest_child("decode-1").is_terminating)
         latest_child("decode-1").die(0)

@@ -9,19 +9,18 @@ import pytest
 
 from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch import supervisor
+from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.readiness_checks import NotYet
-from dynamo_trtllm.launch.supervisor import LaunchFailed
 from dynamo_trtllm.network.listening import bind
-from dynamo_trtllm.subprocesses.child import BAD_CONFIG
-from tests.unit.launch.supervisor_helpers import (
+from dynamo_trtllm.subprocesses.supervisor import BAD_CONFIG, RunFailed
+from tests.unit.launch.launcher_helpers import (
     ALL,
     KILLED,
-    SupervisorRun,
+    LauncherRun,
     deployment,
     latest_child,
-    run_supervisor,
+    run_launcher,
     settle,
     until,
     wait_for_start,
@@ -39,11 +38,11 @@ def takes(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
     async def is_taken(host: str, port: int) -> bool:
         return port in ports
 
-    monkeypatch.setattr(supervisor, "is_taken", is_taken)
+    monkeypatch.setattr(launcher, "is_taken", is_taken)
 
 
-async def started(*workers: dict[str, Any]) -> SupervisorRun:
-    made = SupervisorRun(deployment(*workers))
+async def started(*workers: dict[str, Any]) -> LauncherRun:
+    made = LauncherRun(deployment(*workers))
     await until(lambda: len(ALL) == 1 + len(workers))
     return made
 
@@ -58,8 +57,8 @@ async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_i
     latest_child("frontend").serve()
     latest_child("w").serve()
     await until(lambda: all(child.is_ready for child in ALL))
-    assert made.supervisor.deployment_status.frontend == "localhost:8000"
-    assert made.supervisor.deployment_status.names == {"ab": "w"}
+    assert made.launcher.deployment_status.frontend == "localhost:8000"
+    assert made.launcher.deployment_status.names == {"ab": "w"}
     assert "s at http://localhost:8000" in made.out.getvalue()
     assert "s as instance ab" in made.out.getvalue()
     await made.end()
@@ -71,12 +70,12 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
     async def until_ready(ask: Any, within_s: float) -> None:
         raise NotYet("loading: reading weights")
 
-    monkeypatch.setattr(supervisor, "until", until_ready)
+    monkeypatch.setattr(launcher, "until", until_ready)
     made = await started(WORKER)
     for child in ALL:
         child.die(KILLED)
     with pytest.raises(
-        LaunchFailed, match=r"was not ready within 120 s \(loading: reading weights\); raise ready_timeout_s"
+        RunFailed, match=r"was not ready within 120 s \(loading: reading weights\); raise ready_timeout_s"
     ):
         await made.running
 
@@ -98,7 +97,7 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
     latest_child("w").die(BAD_CONFIG)
     await until(lambda: latest_child("frontend").is_terminating)
     latest_child("frontend").die(0)
-    with pytest.raises(LaunchFailed) as given_up:
+    with pytest.raises(RunFailed) as given_up:
         await made.running
     assert given_up.value.exit_status == BAD_CONFIG
 
@@ -106,12 +105,12 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
 async def test_process_when_it_served_and_then_refuses_its_configuration_then_its_port_is_no_excuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with run_supervisor(WORKER) as made:
+    async with run_launcher(WORKER) as made:
         takes(monkeypatch, latest_child("w").port)
         latest_child("w").die(BAD_CONFIG)
         await until(lambda: latest_child("frontend").is_terminating)
         latest_child("frontend").die(0)
-        with pytest.raises(LaunchFailed):
+        with pytest.raises(RunFailed):
             await made.running
 
 
@@ -125,21 +124,21 @@ async def test_process_when_it_served_and_then_refuses_its_configuration_then_it
 async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not_even_etcd(
     monkeypatch: pytest.MonkeyPatch, frontend_port: Any, worker_port: Any, says: str
 ) -> None:
-    monkeypatch.setattr(supervisor, "bind", bind)
-    monkeypatch.setattr(supervisor, "start_etcd", None)  # a call of it fails
+    monkeypatch.setattr(launcher, "bind", bind)
+    monkeypatch.setattr(launcher, "start_etcd", None)  # a call of it fails
     with socket.create_server(("127.0.0.1", 0)) as owner:
         taken = str(owner.getsockname()[1])
         flags = {"system_port": int(str(worker_port).format(taken))}
         of = deployment(worker("w", "prefill_and_decode", "cpu", "mock", flags=flags))
         of = with_address(of, host=None, port=int(str(frontend_port).format(taken)))
         with pytest.raises(ConfigError, match=says.format(taken)):
-            await SupervisorRun(of.model_copy(update={"services": ServicesConfig()})).running
+            await LauncherRun(of.model_copy(update={"services": ServicesConfig()})).running
     assert not ALL
 
 
 async def test_run_when_ports_are_chosen_then_no_two_processes_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = iter([21_001, 21_001, 21_001, 21_002])
-    monkeypatch.setattr(supervisor, "free_ports", lambda host: next(chosen))
+    monkeypatch.setattr(launcher, "free_ports", lambda host: next(chosen))
     made = await started(worker("a", "prefill", "cpu", "mock"), worker("b", "decode", "cpu", "mock"))
     assert (latest_child("a").port, latest_child("b").port) == (21_001, 21_002)
     await made.end()

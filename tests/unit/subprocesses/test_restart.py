@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.config.deployment import RestartConfig
-from dynamo_trtllm.subprocesses.child import decide, describe
+from dynamo_trtllm.subprocesses.child import describe
+from dynamo_trtllm.subprocesses.supervisor import decide
 
 CONFIG = RestartConfig(max_restarts=2, window_s=10)
 
