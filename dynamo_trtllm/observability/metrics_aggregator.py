@@ -3,6 +3,12 @@
 Counters and histograms are summed and never decrease: the last values of ended processes stay in the sum. Gauges are
 summed over running processes. Metrics of an operating system process (`process_*`) are not summed; they get the name of
 the process as a label.
+
+The multiprocess mode of prometheus_client does not replace this. It lacks `process_*` and histograms that add
+several observations at once, and gauges that are read at the scrape are always 0. Its files also make each observation
+about twice as slow: 1.6 instead of 0.7 µs of CPU time for a counter, 3.6 instead of 2.0 µs for a histogram, 48 instead
+of 27 µs for all observations of a request (prometheus_client 0.26, Python 3.11). Only a scrape is cheaper: 11 instead
+of 22 ms for four processes.
 """
 
 from __future__ import annotations
