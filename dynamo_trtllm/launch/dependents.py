@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.messages import Role
+from dynamo_trtllm.subprocesses.child import Child
 
 # Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they exit:
 # https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded staging region, which leaves enough
 # memory for a successor. It is not known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
-
-
-class ProcessState(Protocol):
-    """One run of one process, with the methods that this module uses."""
-
-    is_ready: bool  # has answered /ready with 200
-
-    @property
-    def is_terminating(self) -> bool:
-        """Return True if the launcher has asked the process to stop."""
-        ...
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    def terminate(self) -> None:
-        """Ask the process to stop. Idempotent."""
-        ...
-
-    async def stop(self) -> None:
-        """Ask the process to stop, and return when it has exited. Idempotent."""
-        ...
 
 
 def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
@@ -88,7 +66,7 @@ class DependentRestart:
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], processes: Mapping[str, ProcessState], say: Callable[[str], None]
+        self, specs: Sequence[ProcessSpec], processes: Mapping[str, Child], say: Callable[[str], None]
     ) -> None:
         self._specs = specs
         self._processes = processes
@@ -130,7 +108,7 @@ class DependentRestart:
                 await changed.wait()
         self._say(f"{names} stopped; GPU memory of {dead.name} is free")
 
-    def _living(self, names: Sequence[str]) -> Iterator[tuple[str, ProcessState]]:
+    def _living(self, names: Sequence[str]) -> Iterator[tuple[str, Child]]:
         for name in names:
             process = self._processes.get(name)
             if process is not None and not process.has_ended:

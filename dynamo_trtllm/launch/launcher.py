@@ -41,7 +41,6 @@ class ManagedProcess(Child):
         self.spec = spec
         self.port = port
         self.stop_rank = 1 if spec.is_frontend else 0  # workers drain while the frontend still streams their output
-        self.is_ready = False  # has answered /ready with 200; the launcher sets it
         self._on_line = on_line
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 

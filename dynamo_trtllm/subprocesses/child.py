@@ -98,6 +98,7 @@ class Child:
 
     stop_rank = 0  # a supervisor stops children of a lower rank first
     is_status_2_final = True  # exit status 2 means an invalid configuration, so that a restart can't help
+    is_ready = False  # has answered that it is ready; the owner sets this
     last_line = ""  # of its output, if this process reads it
 
     def __init__(self, process: subprocess.Popen[bytes], stop_timeout_s: float) -> None:
