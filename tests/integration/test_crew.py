@@ -50,8 +50,8 @@ async def until_serving(crew: ProcessGroup, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def pid(crew: ProcessGroup, name: str) -> int:
-    return crew._supervisor._children[name].pid
+def pid(made: ProcessGroup, name: str) -> int:
+    return made._supervisor._children[name].pid
 
 
 async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(crew, caplog) -> None:
