@@ -266,7 +266,7 @@ class ExternalCall(Stream):
         """Emit an event. An exception of its receiver ends this stream, and not the library's loop over all calls."""
         try:
             self.emit(event)
-        except Exception as exc:  # noqa: BLE001 - logged; the receiver can't be told
+        except Exception as exc:  # noqa: BLE001 - logged; the receiver can't get it
             unexpected_error(exc, self._task.get_name())
             self.cancel()
 
