@@ -95,7 +95,7 @@ def _program(model: type[Config]) -> Iterator[str]:
         if members := [flag for flag in flags if flag.group == group]:
             yield f"### {group[0].upper()}{group[1:]}\n"
             rows = [_flag(flag, model.model_fields[flag.field]) for flag in members]
-            yield _table(("flag", "variable", "default", "what it is for"), rows)
+            yield table(("flag", "variable", "default", "what it is for"), rows)
 
 
 def _flag(flag: Flag, info: FieldInfo) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def _fields(model: type[BaseModel]) -> str:
         (f"`{name}`" + _choices(info.annotation), _default(info), _description(info))
         for name, info in model.model_fields.items()
     ]
-    return _table(("key", "default", "what it is for"), rows)
+    return table(("key", "default", "what it is for"), rows)
 
 
 def _description(info: FieldInfo) -> str:
@@ -138,7 +138,8 @@ def _default(info: FieldInfo) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value, default=str)}`"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 

@@ -325,7 +325,6 @@ def _model(name: str | None) -> Checkpoint | None:
 def _gpu(name: str | None) -> Gpu | None:
     """Return the GPU of this name; without a name, the first GPU of this machine or None."""
     if name is not None:
-        known = known_gpu(name.lower())
-        return Gpu(name=known.name, sm=known.sm, memory_bytes=known.memory_bytes)
+        return known_gpu(name.lower())
     here = visible_gpus()
     return here[0] if here else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.request_checks import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
-from dynamo_trtllm.engines.trtllm.preflight import facts as preflight
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.errors import ConfigError
@@ -22,16 +21,7 @@ _ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-class LlmArguments(preflight.RoleArguments, Protocol):
-    """The merged arguments, by dotted key and nested."""
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """Nested keyword arguments of `LLM`."""
-        ...
-
-
-def llm_values(args: LlmArguments, *, model: str) -> dict[str, Any]:
+def llm_values(args: TrtllmArgs, *, model: str) -> dict[str, Any]:
     """Return the keyword arguments of `LLM`.
 
     Args:
@@ -41,12 +31,12 @@ def llm_values(args: LlmArguments, *, model: str) -> dict[str, Any]:
     return {**args.values, "model": model, "backend": "pytorch"}
 
 
-def has_statistics(args: LlmArguments) -> bool:
+def has_statistics(args: TrtllmArgs) -> bool:
     """Return True if the executor reports statistics."""
     return bool(args.values.get("enable_iter_perf_stats"))
 
 
-def unsupported_features(args: LlmArguments, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
+def unsupported_features(args: TrtllmArgs, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
     """Return the fields of Sampling, and "cache_salt", that this release does not support with these arguments."""
     features = [] if cache_salt else ["cache_salt"]
     if not args.get("guided_decoding_backend"):

@@ -3,90 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.rules import RoleRule, Violation, evaluate, to_finding
-from dynamo_trtllm.engines.trtllm.preflight import hardware, lengths, memory, parallel, transfer
+from dynamo_trtllm.engines.rules import PeerFacts, RuleSet
+from dynamo_trtllm.engines.trtllm.preflight.derived import DERIVED
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES, evaluate_peers
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
+from dynamo_trtllm.messages import Instance, Role
 
-_RAY = ("ray_worker_extension_cls", "ray_placement_config", "ray_worker_nsight_options")
-
-
-def _ray_without_ray(facts: RoleFacts) -> Violation | None:
-    if facts.args.get("orchestrator_type") == "ray":
-        return None
-    for key in _RAY:
-        if facts.section(key):
-            return Violation(field=key, value="set", other=f"orchestrator_type {facts.shown('orchestrator_type')}")
-    return None
-
-
-def _dummy_weights(facts: RoleFacts) -> Violation | None:
-    return Violation() if str(facts.args.get("load_format")).rpartition(".")[2].upper() == "DUMMY" else None
-
-
-VALUE_RULES = (
-    RoleRule(
-        name="ray-without-ray",
-        severity="error",
-        field="ray_placement_config",
-        why="TensorRT-LLM rejects Ray settings unless Ray starts the ranks",
-        fix="set orchestrator_type: ray, or remove the setting",
-        test=_ray_without_ray,
-    ),
-    RoleRule(
-        name="dummy-weights",
-        severity="warning",
-        field="load_format",
-        why="the weights are random, so the output is meaningless",
-        fix="remove load_format, except for benchmarks",
-        test=_dummy_weights,
-    ),
-)
-
-
-ROLE_RULES = (
-    *VALUE_RULES,
-    *lengths.RULES,
-    *parallel.RULES,
-    *transfer.RULES,
-    *hardware.ENVIRONMENT_RULES,
-    *hardware.RULES,
-    *memory.MEMORY_RULES,
-)
-
-
+_FOLDER = Path(__file__).parent
 _ORDER = {"error": 0, "warning": 1, "note": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PairFacts:
+    """Facts about a prefill worker and a decode worker."""
+
+    prefill: RoleFacts
+    decode: RoleFacts
+
+    def shown(self, key: str) -> str:
+        """Return prefill's value of an argument and its source as text."""
+        return f"prefill: {self.prefill.shown(key)}"
 
 
 def check_role(facts: RoleFacts) -> list[Finding]:
     """Return the findings for one role alone, most severe first."""
-    return sorted(evaluate(ROLE_RULES, facts), key=_severity)
+    return sorted(WORKER_RULES.evaluate(facts), key=_severity)
 
 
 def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
     """Return the findings between two roles, most severe first. Findings within a role come from `check_role`."""
-    findings: list[Finding] = []
-    for rule in PAIR_RULES:
-        violation = rule.test(prefill, decode)
-        if violation is not None:
-            value = violation.value or f"prefill: {prefill.shown(violation.field or rule.field)}"
-            findings.append(to_finding(rule, violation, value))
+    found = PAIR_RULES.evaluate(PairFacts(prefill, decode))
+    findings = [replace(each, other=each.other or f"decode: {decode.shown(each.field)}") for each in found]
     return sorted(findings, key=_severity)
 
 
 def check_peers(mine: RoleFacts, peers: Sequence[Instance], kv_compat: dict[str, str] | None = None) -> list[Finding]:
-    """Return the findings between this worker and registered workers of the other role, most severe first.
+    """Return a finding for each difference to a peer: an error if no peer of the other role matches, else a warning.
 
     Args:
         mine: facts about this worker.
         peers: registered workers; those of the same role are ignored.
         kv_compat: values that this worker will register besides its layout; None: they are not compared.
     """
-    return sorted(evaluate_peers(mine, peers, kv_compat), key=_severity)
+    found = [
+        list(PEER_RULES.evaluate(PeerFacts(mine=mine, peer=peer, kv_compat=kv_compat)))
+        for peer in peers
+        if {mine.role, peer.role} == {Role.PREFILL, Role.DECODE}
+    ]
+    severity: Literal["error", "warning"] = "error" if all(found) else "warning"
+    return [replace(finding, severity=severity) for findings in found for finding in findings]
 
 
 def _severity(finding: Finding) -> int:
     return _ORDER[finding.severity]
+
+
+def _model_difference(pair: PairFacts) -> str | None:
+    """Return the first property in which the models differ; None if there is none or a model is unknown."""
+    mine, theirs = pair.prefill.model, pair.decode.model
+    if mine is None or theirs is None:
+        return None
+    names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
+    return next((name for name in names if getattr(mine, name) != getattr(theirs, name)), None)
+
+
+def _layout_differences(facts: PeerFacts[RoleFacts]) -> list[str]:
+    layout = facts.mine.layout()
+    names = EQUAL_LAYOUT if layout is not None else ()
+    return [name for name in names if getattr(layout, name) != getattr(facts.peer.layout, name)]
+
+
+def _pairing_differences(facts: PeerFacts[RoleFacts]) -> list[str]:
+    ours, theirs = facts.kv_compat or {}, facts.peer.kv_compat
+    return [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+
+
+def _lengths_fit(facts: PeerFacts[RoleFacts]) -> bool:
+    """Return True if decode accepts requests as long as prefill's."""
+    ours, theirs = facts.mine.max_seq_len, facts.peer.card.context_length
+    return ours is None or not theirs or (ours <= theirs if facts.mine.role is Role.PREFILL else theirs <= ours)
+
+
+WORKER_RULES = RuleSet(_FOLDER / "worker_rules.yaml", RoleFacts, **DERIVED)
+PAIR_RULES = RuleSet(_FOLDER / "pair_rules.yaml", PairFacts, model_difference=_model_difference)
+PEER_RULES = RuleSet(
+    _FOLDER / "peer_rules.yaml",
+    PeerFacts[RoleFacts],
+    layout_differences=_layout_differences,
+    pairing_differences=_pairing_differences,
+    lengths_fit=_lengths_fit,
+)

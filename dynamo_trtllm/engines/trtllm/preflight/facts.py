@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from dynamo_trtllm.config.layers import SourcedValue
 from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Role
 
@@ -18,12 +20,9 @@ NETWORK_BYTES_S = 50e9  # one 400 Gb/s adapter per GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownGpu:
+class KnownGpu(Gpu):
     """Data-sheet values of one GPU model; the memory is what the driver reports."""
 
-    name: str
-    sm: int  # compute capability times ten
-    memory_bytes: int
     nvlink_bytes_s: float | None  # one direction, all links; None without NVLink
     pcie_bytes_s: float = PCIE5_BYTES_S
 
@@ -65,52 +64,18 @@ def links_of(gpu_name: str) -> dict[str, float]:
     Args:
         gpu_name: name on the command line or from the driver.
     """
-    gpu = _alike(gpu_name)
+    plain = gpu_name.lower().replace(" ", "-")
+    found = [known for known in GPUS if known in plain]
+    gpu = GPUS[max(found, key=len)] if found else None  # "h200" contains "h20"
     links = {"PCIe": PCIE5_BYTES_S if gpu is None else gpu.pcie_bytes_s, "network (400 Gb/s)": NETWORK_BYTES_S}
     if gpu is None or gpu.nvlink_bytes_s is None:
         return links
     return {"NVLink": gpu.nvlink_bytes_s, **links}
 
 
-def _alike(name: str) -> KnownGpu | None:
-    """Return the known GPU for a driver's name ("NVIDIA H200"). The longest match wins: "h200" contains "h20"."""
-    plain = name.lower().replace(" ", "-")
-    found = [known for known in GPUS if known in plain]
-    return GPUS[max(found, key=len)] if found else None
-
-
 BLOCK_TOKENS = 32  # default of tokens_per_block
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
-BACKEND = "cache_transceiver_config.backend"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
-
-
-class RoleArguments(Protocol):
-    """The merged arguments of one engine (`engines/trtllm/args.py`)."""
-
-    @property
-    def leaves(self) -> Mapping[str, SourcedValue]:
-        """Values that were set and their sources, by dotted key."""
-        ...
-
-    def get(self, key: str) -> Any:
-        """Return the value of a dotted key, else the release's default, else None."""
-        ...
-
-
-class GpuFacts(Protocol):
-    """One GPU model (`engines/gpu.py`)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def sm(self) -> int:
-        """Compute capability times ten: 90 for Hopper."""
-        ...
-
-    @property
-    def memory_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +92,10 @@ class RoleFacts:
     """Facts about one worker before it loads. Rules skip facts that are None."""
 
     role: Role
-    args: RoleArguments
+    args: TrtllmArgs
     release: str  # of TensorRT-LLM, installed or given: "1.2.1", "1.3.0rc27"
     model: Checkpoint | None = None
-    gpu: GpuFacts | None = None  # the same model for all ranks
+    gpu: Gpu | None = None  # the same model for all ranks
     num_gpus: int | None = None  # visible to the worker
     load: Load = Load()
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of TensorRT-LLM
@@ -160,6 +125,23 @@ class RoleFacts:
         given = any(name == key or name.startswith(f"{key}.") for name in self.args.leaves)
         return given and not (key in self.args.leaves and self.args.leaves[key].value is None)
 
+    def inside(self, key: str) -> dict[str, Any]:
+        """Return the values that are set in a section."""
+        leaves = self.args.leaves.items()
+        return {name[len(key) + 1 :]: leaf.value for name, leaf in leaves if name.startswith(f"{key}.")}
+
+    def first_section(self, *keys: str) -> str:
+        """Return the first of these sections that is given and not null; "" if none is."""
+        return next((key for key in keys if self.section(key)), "")
+
+    def first_variable(self, *names: str) -> str:
+        """Return the first of these environment variables that is on; "" if none is."""
+        return next((name for name in names if self.variable(name) not in ("", "0")), "")
+
+    def round_up(self, tokens: int) -> int:
+        """Return the tokens of the KV blocks that hold a number of tokens."""
+        return -(-tokens // self.block_tokens) * self.block_tokens
+
     def shown(self, key: str) -> str:
         """Return an argument's value and its source as text."""
         leaf = self.args.leaves.get(key)
@@ -186,6 +168,22 @@ class RoleFacts:
         return self.number("kv_cache_config.tokens_per_block") or BLOCK_TOKENS
 
     @property
+    def buffer(self) -> int | None:
+        """Tokens in the transfer buffer; None if they are not set."""
+        return self.number(BUFFER)
+
+    @property
+    def attention(self) -> str:
+        """Attention backend in capitals."""
+        return str(self.args.get("attn_backend") or "TRTLLM").upper()
+
+    @property
+    def sharding(self) -> str:
+        """Distribution of attention over ranks, as text."""
+        suffix = " with attention DP" if self.on("enable_attention_dp") else ""
+        return f"tensor_parallel_size {self.tensor_parallel}{suffix}"
+
+    @property
     def kv_dtype(self) -> str:
         """Data type of the KV cache; "auto" is resolved to the model's type if the model is known."""
         found = str(self.args.get("kv_cache_config.dtype") or "auto").lower()
@@ -196,7 +194,7 @@ class RoleFacts:
     @property
     def transceiver(self) -> str | None:
         """Transfer backend in capitals, with DEFAULT resolved to NIXL; None without one."""
-        found = self.args.get(BACKEND)
+        found = self.args.get("cache_transceiver_config.backend")
         name = str(found).upper() if found else None
         return "NIXL" if name == "DEFAULT" else name
 
@@ -235,13 +233,11 @@ class RoleFacts:
         )
 
 
-def prompt_limit(args: RoleArguments) -> int | None:
+def prompt_limit(args: TrtllmArgs) -> int | None:
     """Return the smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
     known = [limit for limit in (args.get("max_seq_len"), args.get(BUFFER)) if isinstance(limit, int) and limit > 0]
     return min(known) if known else None
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else str(value).lower()
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
-from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts, links_of
 from dynamo_trtllm.messages import Role
 
@@ -41,6 +40,14 @@ class MemoryTable:
     def window_gain(self) -> float:
         """Factor by which more tokens fit if TensorRT-LLM frees KV outside the sliding windows."""
         return self.kv_token_bytes / max(1, self.windowed_token_bytes)
+
+    @property
+    def use(self) -> str:
+        """What is subtracted from the GPU memory, as text."""
+        return (
+            f"{_gib(self.gpu_bytes or 0)} minus weights {_gib(self.weights_bytes)}, transfer buffers "
+            f"{_gib(self.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
+        )
 
 
 def memory_table(facts: RoleFacts) -> MemoryTable | None:
@@ -141,99 +148,5 @@ def _concurrency(facts: RoleFacts, blocks: int | None, request: int | None) -> t
     return facts.max_batch_size * groups, "max_batch_size"
 
 
-_FRACTION = "kv_cache_config.free_gpu_memory_fraction"
-
-
-def _weights_over_memory(facts: RoleFacts) -> Violation | None:
-    table = memory_table(facts)
-    if table is None or table.gpu_bytes is None or table.weights_bytes < table.gpu_bytes:
-        return None
-    return Violation(other=f"weights of {_gib(table.weights_bytes)} on a {table.gpu} of {_gib(table.gpu_bytes)}")
-
-
-def _no_memory_for_kv(facts: RoleFacts) -> Violation | None:
-    table = memory_table(facts)
-    if table is None or table.blocks is None or table.gpu_bytes is None or table.weights_bytes >= table.gpu_bytes:
-        return None  # too large weights are reported by weights-over-memory
-    return Violation(other=_spent(table)) if table.blocks < 1 else None
-
-
-def _request_over_pool(facts: RoleFacts) -> Violation | None:
-    table, longest = memory_table(facts), facts.max_seq_len
-    if table is None or not table.pool_tokens or longest is None or table.pool_tokens * table.window_gain >= longest:
-        return None
-    return Violation(other=f"KV for {table.pool_tokens} tokens: {_spent(table)}")
-
-
-def _load_over_kv(facts: RoleFacts) -> Violation | None:
-    return _load_over(facts, "KV", gain=True)
-
-
-def _load_over_batch(facts: RoleFacts) -> Violation | None:
-    return _load_over(facts, "max_batch_size", gain=False)
-
-
-def _load_over(facts: RoleFacts, limit: str, *, gain: bool) -> Violation | None:
-    """Report a load over a limit, except on prefill workers, where queueing is normal."""
-    table, wanted = memory_table(facts), facts.load.concurrency
-    if table is None or wanted is None or table.concurrency is None or facts.role is Role.PREFILL:
-        return None
-    fitting = int(table.concurrency * table.window_gain) if gain else table.concurrency
-    if not table.blocks or table.limited_by != limit or fitting >= wanted:
-        return None
-    return Violation(other=f"the load has {wanted} concurrent requests, {fitting} fit")
-
-
-def _spent(table: MemoryTable) -> str:
-    return (
-        f"{_gib(table.gpu_bytes or 0)} minus weights {_gib(table.weights_bytes)}, transfer buffers "
-        f"{_gib(table.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
-    )
-
-
 def _gib(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB"
-
-
-MEMORY_RULES = (
-    RoleRule(
-        name="weights-over-memory",
-        severity="error",
-        field="tensor_parallel_size",
-        why="the weights of one rank do not fit the GPU",
-        fix="raise tensor_parallel_size, or choose a larger GPU",
-        test=_weights_over_memory,
-    ),
-    RoleRule(
-        name="no-room-for-kv",
-        severity="warning",
-        field=_FRACTION,
-        why="weights and buffers leave hardly any memory for KV (estimate)",
-        fix="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
-        test=_no_memory_for_kv,
-    ),
-    RoleRule(
-        name="seq-len-over-kv",
-        severity="warning",
-        field="max_seq_len",
-        why="one request of max_seq_len tokens does not fit the KV memory",
-        fix="lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV if the GPU has it",
-        test=_request_over_pool,
-    ),
-    RoleRule(
-        name="load-over-kv",
-        severity="warning",
-        field=_FRACTION,
-        why="the KV memory is too small for the given concurrency: requests queue",
-        fix="use more GPUs or workers of this role, fp8 KV if the GPU supports it, or lower concurrency",
-        test=_load_over_kv,
-    ),
-    RoleRule(
-        name="load-over-batch",
-        severity="note",
-        field="max_batch_size",
-        why="the given concurrency exceeds the batch: other requests queue or are in prefill",
-        fix="raise it if memory allows, or start more workers of this role",
-        test=_load_over_batch,
-    ),
-)

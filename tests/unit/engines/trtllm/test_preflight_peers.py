@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm.preflight import check_peers
-from dynamo_trtllm.engines.trtllm.preflight.pair import PEER_RULES
+from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_RULES
 from dynamo_trtllm.messages import Instance, KvLayout, Role
 from tests.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts
@@ -89,4 +89,4 @@ def test_peer_rules_when_listed_then_each_is_found_by_some_difference() -> None:
         {"card": CARD},
     ]
     found = {rule for changes in differences for rule, _ in rules(decode_peer(**changes))}
-    assert found == set(PEER_RULES)
+    assert found == {rule.name for members in PEER_RULES.sections.values() for rule in members}

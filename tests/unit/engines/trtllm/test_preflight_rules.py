@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.preflight import Load, check_pair, check_role
-from dynamo_trtllm.engines.trtllm.preflight.checks import ROLE_RULES
-from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES
+from dynamo_trtllm.engines.trtllm.preflight.checks import PAIR_RULES, WORKER_RULES
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, LOAD, facts
 
@@ -215,6 +214,7 @@ def found_in(planted: Planted) -> dict[str, str]:
 
 def test_check_when_the_pair_is_right_then_nothing_is_found() -> None:
     assert found_in(Planted("", "")) == {}
+    assert found_in(Planted("", "", known={"num_gpus": 8})) == {}
     assert check_role(facts(A)) == []
 
 
@@ -231,9 +231,9 @@ def test_check_when_one_error_is_planted_then_its_rule_says_so(planted: Planted)
 
 
 def test_planted_when_counted_then_every_rule_has_one() -> None:
-    known = {rule.name for rule in (*ROLE_RULES, *PAIR_RULES)}
-    assert known == {planted.rule for planted in PLANTED} | ELSEWHERE
-    assert len(known) == len(ROLE_RULES) + len(PAIR_RULES)
+    known = [rule.name for found in (WORKER_RULES, PAIR_RULES) for rules in found.sections.values() for rule in rules]
+    assert set(known) == {planted.rule for planted in PLANTED} | ELSEWHERE
+    assert len(known) == len(set(known))
     assert len(ERRORS) >= 25
 
 
