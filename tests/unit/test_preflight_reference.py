@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_docs_when_compared_then_each_rule_is_there_word_for_word_and_no_other()
 
 
 def test_page_when_a_section_has_no_table_then_an_error_names_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(preflight_reference, "DOCS", tmp_path)
     (tmp_path / "vllm.md").write_text("## Preflight\n")
