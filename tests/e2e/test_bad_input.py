@@ -173,16 +173,15 @@ def test_launch_when_the_port_is_taken_then_it_is_named_and_status_2(mock_cluste
 
 
 def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: Cluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        address = f"127.0.0.1:{once.getsockname()[1]}"
-
     def check_ends(launch: list[str], variable: str) -> None:
         status, lines = command(launch, mock_cluster.env | {variable: address})
         errors = [line for line in lines if " INFO " not in line and ": waiting for " not in line]
         assert (status, len(errors)) == (1, 1), (launch, variable, lines)
         assert address in errors[0]
 
-    with ThreadPoolExecutor(4) as pool:
+    with socket.socket() as held, ThreadPoolExecutor(4) as pool:
+        held.bind(("127.0.0.1", 0))  # and not listening: whoever connects is refused, and no other gets the port
+        address = f"127.0.0.1:{held.getsockname()[1]}"
         for check in [
             pool.submit(check_ends, launch, variable)
             for launch in (WORKER, FRONTEND)

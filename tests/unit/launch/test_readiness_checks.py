@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import socketserver
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,7 +14,6 @@ import pytest
 
 from dynamo_trtllm.launch import readiness_checks
 from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, is_taken, ready, until
-from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.waiting import SOON_S
 
 HOST = "127.0.0.1"
@@ -95,9 +95,11 @@ async def test_until_when_it_serves_later_then_its_answer_comes() -> None:
 
 
 async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
-    async with asyncio.timeout(SOON_S):
-        with pytest.raises(NotYet, match="Connect call failed"):
-            await until(partial(ready, HOST, free_ports()), 1.0)
+    with socket.socket() as held:
+        held.bind((HOST, 0))  # and not listening: whoever connects is refused, and no other gets the port
+        async with asyncio.timeout(SOON_S):
+            with pytest.raises(NotYet, match="Connect call failed"):
+                await until(partial(ready, HOST, held.getsockname()[1]), 1.0)
 
 
 async def test_until_when_it_takes_connections_and_says_nothing_then_it_ends_in_time() -> None:
