@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.e2e.cluster import PLAIN
+
 WAIT_S = 100.0
 LAUNCHER = (sys.executable, "-m", "dynamo_trtllm.launch")
 MARK = "LAUNCH_TEST_MARK"
@@ -23,7 +25,7 @@ def ask_until_answered(port: int, model: str = "tiny-gpt-oss") -> None:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     deadline = time.monotonic() + WAIT_S
     while True:
-        answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json=body, timeout=WAIT_S, trust_env=False)
+        answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json=body, timeout=WAIT_S, **PLAIN)
         if answer.status_code == 200:
             return
         # The frontend discovers a worker shortly after the launcher. Until then its model is unknown.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.cluster import START_TIMEOUT_S, Cluster, Process, events, gauges, until
+from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, events, gauges, until
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 
@@ -305,7 +305,7 @@ def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_
 
 def retries(cluster: Cluster) -> float:
     """Legs that were given up and done elsewhere: each waited in vain first."""
-    text = httpx.get(f"{cluster.frontend.url()}/metrics", trust_env=False).text
+    text = httpx.get(f"{cluster.frontend.url()}/metrics", **PLAIN).text
     return sum(map(float, re.findall(r"^dynamo_trtllm_retries_total\{.*\} (\S+)$", text, re.MULTILINE)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import START_TIMEOUT_S, Cluster, Process, gauges, until
+from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, gauges, until
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(180)
@@ -27,7 +27,7 @@ async def burst(cluster: Cluster, count: int, **fields: Any) -> list[httpx.Respo
     """All at once, each over its own connection."""
     limits = httpx.Limits(max_connections=count)
     async with httpx.AsyncClient(
-        base_url=cluster.frontend.url(), trust_env=False, limits=limits, timeout=START_TIMEOUT_S
+        base_url=cluster.frontend.url(), **PLAIN, limits=limits, timeout=START_TIMEOUT_S
     ) as client:
         headers = {"x-dynamo-stats": "1"}
         return await asyncio.gather(*(client.post(CHAT, json=asked(**fields), headers=headers) for _ in range(count)))
@@ -76,7 +76,7 @@ def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_fo
     codes = [response.status_code for response in responses]
     assert set(codes) == {200, 429}
     assert codes.count(200) >= 8
-    text = httpx.get(f"{prefill.url()}/metrics", trust_env=False).text
+    text = httpx.get(f"{prefill.url()}/metrics", **PLAIN).text
     legs = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
     assert legs == [f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}']
     check_empty(cluster, prefill, decode)

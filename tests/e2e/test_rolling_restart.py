@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import START_TIMEOUT_S, Cluster, Process, events, gauges, until
+from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, Cluster, Process, events, gauges, until
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)
@@ -44,7 +44,7 @@ class Load:
 
     def _ask(self) -> str:
         text, reason = "", None
-        with httpx.stream("POST", self.url + CHAT, json=BODY, timeout=START_TIMEOUT_S, trust_env=False) as answer:
+        with httpx.stream("POST", self.url + CHAT, json=BODY, timeout=START_TIMEOUT_S, **PLAIN) as answer:
             if answer.status_code != 200:
                 return f"{answer.status_code}: {answer.read().decode()}"
             for event in events(answer.iter_lines()):

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.cluster import Cluster, Process, events, until
+from tests.e2e.cluster import PLAIN, Cluster, Process, events, until
 
 MODEL = "workers"
 NAMES = ("frontend-1", "frontend-2")
@@ -42,7 +42,7 @@ def members(frontend: Process) -> list[psutil.Process]:
 
 def total(url: str) -> float:
     """Finished requests, as whichever process answers tells."""
-    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=WITHIN_S).text
+    text = httpx.get(f"{url}/metrics", timeout=WITHIN_S, **PLAIN).text
     return sum(float(value) for value in re.findall(r"^dynamo_trtllm_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
@@ -66,12 +66,12 @@ def owner(response: httpx.Response, frontend: Process) -> int:
 def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(cluster: Cluster) -> None:
     frontend, url = cluster.frontend, cluster.frontend.url()
     ready = f"{url}/ready"
-    until(lambda: httpx.get(ready, trust_env=False, timeout=WITHIN_S).status_code == 200, WITHIN_S)
-    assert {httpx.get(ready, trust_env=False, timeout=WITHIN_S).status_code for _ in range(6)} == {200}  # of either
+    until(lambda: httpx.get(ready, timeout=WITHIN_S, **PLAIN).status_code == 200, WITHIN_S)
+    assert {httpx.get(ready, timeout=WITHIN_S, **PLAIN).status_code for _ in range(6)} == {200}  # of either
     asked = 0
     while served_by(frontend) != set(NAMES):
         assert asked < MOST
-        assert httpx.post(f"{url}/v1/chat/completions", json=BODY, trust_env=False, timeout=WITHIN_S).status_code == 200
+        assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN).status_code == 200
         asked += 1
     until(lambda: total(url) == asked, WITHIN_S)  # a request is counted when its client has all of it
     assert {total(url) for _ in range(6)} == {asked}  # whichever answers tells of both
@@ -79,7 +79,7 @@ def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes
     with ExitStack() as stack:
         streams: dict[int, list[httpx.Response]] = {}
         while len(streams) < 2:
-            client = stack.enter_context(httpx.Client(trust_env=False, timeout=WITHIN_S))
+            client = stack.enter_context(httpx.Client(timeout=WITHIN_S, **PLAIN))
             stream = client.stream("POST", f"{url}/v1/chat/completions", json=LONG)
             response = stack.enter_context(stream)
             streams.setdefault(owner(response, frontend), []).append(response)
@@ -96,7 +96,7 @@ def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes
     until(lambda: total(url) == asked, WITHIN_S)  # what the dead one had told stays, and never goes back
     until(lambda: sum(f"model {MODEL} is ready" in line for line in frontend.lines) == 3, WITHIN_S)
     assert {member.pid for member in members(frontend)} > {survivor}
-    assert httpx.post(f"{url}/v1/chat/completions", json=BODY, trust_env=False, timeout=WITHIN_S).status_code == 200
+    assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN).status_code == 200
     until(lambda: total(url) == asked + 1, WITHIN_S)
 
     left = members(frontend)

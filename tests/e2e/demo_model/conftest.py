@@ -12,7 +12,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.cluster import TINY, Cluster, Process
+from tests.e2e.cluster import PLAIN, TINY, Cluster, Process
 
 AGGREGATED = f"{TINY}-aggregated"
 
@@ -62,16 +62,16 @@ def tiny(torch_cluster: TorchCluster) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sdk(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
     """The same, by OpenAI's SDK."""
-    with openai.DefaultHttpxClient(trust_env=False) as http:
+    with openai.DefaultHttpxClient(**PLAIN) as http:
         yield openai.OpenAI(**_of(torch_cluster), http_client=http)
 
 
 @pytest.fixture
 async def async_sdk(torch_cluster: TorchCluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
+    async with openai.DefaultAsyncHttpxClient(**PLAIN) as http:
         yield openai.AsyncOpenAI(**_of(torch_cluster), http_client=http)
 
 

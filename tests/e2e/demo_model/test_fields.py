@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.cluster import TINY, Cluster
+from tests.e2e.cluster import PLAIN, TINY, Cluster
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
@@ -113,7 +113,7 @@ def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: opena
 
 
 def test_mock_engine_when_asked_for_what_it_can_not_show_then_refused(mock_cluster: Cluster) -> None:
-    with openai.DefaultHttpxClient(trust_env=False) as http:
+    with openai.DefaultHttpxClient(**PLAIN) as http:
         url = f"{mock_cluster.frontend.url()}/v1"
         sdk = openai.OpenAI(base_url=url, api_key="none", http_client=http, max_retries=0)
         asked: list[tuple[dict[str, Any], str]] = [

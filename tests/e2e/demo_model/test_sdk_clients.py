@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.cluster import TINY, Process, gauges, until
+from tests.e2e.cluster import PLAIN, TINY, Process, gauges, until
 from tests.e2e.demo_model.conftest import TorchCluster
 from tests.waiting import SOON_S
 
@@ -76,7 +76,7 @@ def narrow(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
     frontend = Process("dynamo_trtllm.frontend", argv, cluster.env)
     try:
         frontend.wait_for(f"model {TINY} is ready")
-        with openai.DefaultHttpxClient(trust_env=False) as http:
+        with openai.DefaultHttpxClient(**PLAIN) as http:
             yield openai.OpenAI(base_url=f"{frontend.url()}/v1", api_key="none", http_client=http, max_retries=0)
     finally:
         frontend.stop()
