@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import openai
@@ -32,3 +33,9 @@ def whole(sdk: openai.OpenAI, **asked: Any) -> ChatCompletion:
     answer = checked(sdk.chat.completions.create(**asked))
     assert isinstance(answer, ChatCompletion)
     return answer
+
+
+def at_once(*asks: Callable[[], Any]) -> list[Any]:
+    """The answers to requests that need not wait for each other: one step of the model serves them all."""
+    with ThreadPoolExecutor(len(asks)) as pool:
+        return [asked.result() for asked in [pool.submit(ask) for ask in asks]]

@@ -6,7 +6,8 @@ The guides set no temperature, so an answer to a request as written is sampled: 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import httpx
@@ -23,8 +24,12 @@ pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 CHAT = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0}
 CHATS = [name for name, body in REQUESTS.items() if "messages" in body]
-EXPLAIN = REQUESTS["responses 000 001 004"]["input"]
+RESPONSES = "responses 000 001 004"
+EXPLAIN = REQUESTS[RESPONSES]["input"]
 OPERATOR = {"Authorization": "Bearer NOT USED", "Accept": "text/event-stream"}  # what the benchmark adds
+
+
+EFFORTS = ("low", "medium", "high")
 
 
 class Answers(NamedTuple):
@@ -33,13 +38,35 @@ class Answers(NamedTuple):
     streamed: httpx.Response
 
 
+class Asked(NamedTuple):
+    chats: dict[str, Answers]
+    efforts: list[httpx.Response]
+    benchmark: httpx.Response
+    responses: httpx.Response
+
+
 @pytest.fixture(scope="module")
-def answers(torch_cluster: TorchCluster) -> dict[str, Answers]:
-    """To the guides' chats, all sent at once."""
+def asked(torch_cluster: TorchCluster) -> Asked:
+    """All that is asked here and needs no other answer, sent at once: a step of the model then serves many requests."""
     ways: list[dict[str, Any]] = [{}, GREEDY, GREEDY | {"stream": True, "stream_options": {"include_usage": True}}]
-    with torch_cluster.cluster.client() as client, ThreadPoolExecutor(len(ways) * len(CHATS)) as pool:
-        sent = {name: [pool.submit(client.post, CHAT, json=REQUESTS[name] | way) for way in ways] for name in CHATS}
-        return {name: Answers(*(each.result() for each in futures)) for name, futures in sent.items()}
+    explain: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": EXPLAIN}]}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    with torch_cluster.cluster.client() as client, ThreadPoolExecutor(32) as pool:
+
+        def send(path: str, body: dict[str, Any], headers: Mapping[str, str] = {}) -> Future[httpx.Response]:
+            return pool.submit(client.post, path, json=body, headers=headers)
+
+        benchmark = send(CHAT, explain | GUIDES["benchmark"] | usage, OPERATOR)
+        thinking = [{"chat_template_args": {"reasoning_effort": effort}, "max_tokens": 100} for effort in EFFORTS]
+        efforts = [send(CHAT, explain | GREEDY | effort) for effort in thinking]
+        chats = {name: [send(CHAT, REQUESTS[name] | way) for way in ways] for name in CHATS}
+        responses = send("/v1/responses", REQUESTS[RESPONSES])
+        return Asked(
+            chats={name: Answers(*(each.result() for each in futures)) for name, futures in chats.items()},
+            efforts=[each.result() for each in efforts],
+            benchmark=benchmark.result(),
+            responses=responses.result(),
+        )
 
 
 def answer_of(name: str) -> dict[str, Any] | None:
@@ -91,8 +118,8 @@ def check_choice(name: str, message: dict[str, Any], finish: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chat_when_asked_as_in_the_guides_then_answered_as_there(answers: dict[str, Answers], name: str) -> None:
-    for answer in (answers[name].as_written, answers[name].greedy):
+def test_chat_when_asked_as_in_the_guides_then_answered_as_there(asked: Asked, name: str) -> None:
+    for answer in (asked.chats[name].as_written, asked.chats[name].greedy):
         assert answer.status_code == 200, answer.text
         assert "<|" not in answer.text
         ChatCompletion.model_validate_json(answer.text, strict=True)
@@ -107,10 +134,8 @@ def test_chat_when_asked_as_in_the_guides_then_answered_as_there(answers: dict[s
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(
-    answers: dict[str, Answers], name: str
-) -> None:
-    whole, answer = answers[name].greedy.json(), answers[name].streamed
+def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(asked: Asked, name: str) -> None:
+    whole, answer = asked.chats[name].greedy.json(), asked.chats[name].streamed
     assert answer.headers["content-type"].startswith("text/event-stream")
     chunks = list(events(answer.iter_lines()))
     for chunk in chunks:
@@ -140,8 +165,10 @@ def names(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
-def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tools_word(tiny: httpx.Client) -> None:
-    first = tiny.post(CHAT, json=REQUESTS[FIRST] | GREEDY).json()["choices"][0]
+def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tools_word(
+    asked: Asked, tiny: httpx.Client
+) -> None:
+    first = asked.chats[FIRST].greedy.json()["choices"][0]
     assert first["finish_reason"] == "tool_calls"
     question, _, result = REQUESTS[SECOND]["messages"]
     result = result | {"tool_call_id": first["message"]["tool_calls"][0]["id"]}
@@ -151,9 +178,8 @@ def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tool
     check_choice(SECOND, choice["message"], choice["finish_reason"])
 
 
-def test_responses_when_asked_as_in_the_guides_then_a_whole_response(tiny: httpx.Client) -> None:
-    (name,) = (name for name in REQUESTS if name.startswith("responses"))
-    answer = tiny.post("/v1/responses", json=REQUESTS[name])
+def test_responses_when_asked_as_in_the_guides_then_a_whole_response(asked: Asked) -> None:
+    answer = asked.responses
     assert answer.status_code == 200, answer.text
     response = Response.model_validate_json(answer.text, strict=True)
     assert (response.object, response.model) == ("response", TINY)
@@ -162,30 +188,20 @@ def test_responses_when_asked_as_in_the_guides_then_a_whole_response(tiny: httpx
     assert "<|" not in answer.text
     assert response.usage is not None
     assert response.usage.input_tokens > 60
-    assert 1 <= response.usage.output_tokens <= REQUESTS[name]["max_output_tokens"]
+    assert 1 <= response.usage.output_tokens <= REQUESTS[RESPONSES]["max_output_tokens"]
     assert answer.headers["x-prefill-instance"] != answer.headers["x-decode-instance"]
 
 
-def test_effort_when_low_medium_and_high_then_each_is_taken_and_thinks_longer(tiny: httpx.Client) -> None:
-    asked = {"model": TINY, "messages": [{"role": "user", "content": EXPLAIN}], "max_tokens": 300} | GREEDY
-
-    def thought(effort: str) -> int:
-        answer = tiny.post(CHAT, json=asked | {"chat_template_args": {"reasoning_effort": effort}})
-        assert answer.status_code == 200, answer.text
-        tokens: int = answer.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
-        return tokens
-
-    with ThreadPoolExecutor(3) as pool:
-        low, medium, high = pool.map(thought, ("low", "medium", "high"))
+def test_effort_when_low_medium_and_high_then_each_is_taken_and_thinks_longer(asked: Asked) -> None:
+    assert [answer.status_code for answer in asked.efforts] == [200] * len(EFFORTS)
+    usages = [answer.json()["usage"] for answer in asked.efforts]
+    low, medium, high = (usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
     assert 0 < low < medium < high
 
 
-def test_benchmarks_request_then_as_many_tokens_as_it_wants(tiny: httpx.Client) -> None:
-    asked = {"model": TINY, "messages": [{"role": "user", "content": EXPLAIN}], "stream": True} | GUIDES["benchmark"]
-    usage = {"stream_options": {"include_usage": True}}
-    with tiny.stream("POST", CHAT, json=asked | usage, headers=OPERATOR) as answer:
-        assert answer.status_code == 200
-        *_, last, totals = events(answer.iter_lines())
+def test_benchmarks_request_then_as_many_tokens_as_it_wants(asked: Asked) -> None:
+    assert asked.benchmark.status_code == 200
+    *_, last, totals = events(asked.benchmark.iter_lines())
     assert last["choices"][0]["finish_reason"] == "length"
     assert totals["usage"]["completion_tokens"] == GUIDES["benchmark"]["max_tokens"]
 

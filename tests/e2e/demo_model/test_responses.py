@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from tests.e2e.cluster import TINY, Process, gauges, until
+from tests.e2e.cluster import PLAIN, TINY, Process, gauges, until
 from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.demo_model.sdk_answers import at_once
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
@@ -44,8 +46,10 @@ def said(response: Response) -> list[tuple[str, str]]:
 
 
 def test_sdk_when_it_streams_then_the_same_response_as_whole(sdk: openai.OpenAI) -> None:
-    whole = sdk.responses.create(**GREEDY, input=QUESTION, max_output_tokens=150)
-    events = list(sdk.responses.create(**GREEDY, input=QUESTION, max_output_tokens=150, stream=True))
+    asked: dict[str, Any] = GREEDY | {"input": QUESTION, "max_output_tokens": 150}
+    whole, events = at_once(
+        lambda: sdk.responses.create(**asked), lambda: list(sdk.responses.create(**asked, stream=True))
+    )
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     last = events[-1]
@@ -81,9 +85,9 @@ async def test_async_sdk_then_whole_and_streamed(async_sdk: openai.AsyncOpenAI) 
 
 def test_two_turns_then_the_second_is_shown_the_first(sdk: openai.OpenAI) -> None:
     first = sdk.responses.create(**GREEDY, input="My name is Ada.", max_output_tokens=60)
-    alone = sdk.responses.create(**GREEDY, input="What is my name?", max_output_tokens=20)
-    second = sdk.responses.create(
-        **GREEDY, input="What is my name?", max_output_tokens=20, previous_response_id=first.id
+    asked: dict[str, Any] = GREEDY | {"input": "What is my name?", "max_output_tokens": 20}
+    alone, second = at_once(
+        lambda: sdk.responses.create(**asked), lambda: sdk.responses.create(**asked, previous_response_id=first.id)
     )
     assert second.previous_response_id == first.id
     assert second.usage is not None
@@ -93,26 +97,29 @@ def test_two_turns_then_the_second_is_shown_the_first(sdk: openai.OpenAI) -> Non
     assert listed == ["message", *(item.type for item in first.output), "message"]
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "get_system_health"}])
-def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI, choice: Any) -> None:
-    tools = [HEALTH_TOOL]
-    first = sdk.responses.create(**GREEDY, input=QUESTION, tools=tools, tool_choice=choice)
-    *before, call = first.output
-    assert isinstance(call, ResponseFunctionToolCall)
-    assert (call.name, json.loads(call.arguments)) == ("get_system_health", {})
-    assert [item.type for item in before] == (["reasoning"] if choice == "auto" else [])
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": HEALTH}
-    second = sdk.responses.create(**GREEDY, input=[result], tools=tools, previous_response_id=first.id)
-    assert [kind for kind, _ in said(second)] == ["reasoning", "message"]
-    assert "system" in second.output_text
-    replayed: Any = [{"role": "user", "content": QUESTION}, *(item.to_dict() for item in first.output), result]
-    if choice != "auto":  # once is enough, and only there the replayed items include a reasoning
-        return
-    same = sdk.responses.create(**GREEDY, input=replayed, tools=tools)
-    assert same.usage is not None
-    assert second.usage is not None
-    assert same.usage.input_tokens == second.usage.input_tokens
-    assert said(same) == said(second)
+CHOICES: list[Any] = ["auto", "required", {"type": "function", "name": "get_system_health"}]
+
+
+def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI) -> None:
+    asked: dict[str, Any] = GREEDY | {"tools": [HEALTH_TOOL]}
+    rounds = at_once(*(partial(sdk.responses.create, **asked, input=QUESTION, tool_choice=each) for each in CHOICES))
+    seconds: list[Callable[[], Response]] = []
+    for choice, first in zip(CHOICES, rounds, strict=True):
+        *before, call = first.output
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert (call.name, json.loads(call.arguments)) == ("get_system_health", {})
+        assert [item.type for item in before] == (["reasoning"] if choice == "auto" else [])
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": HEALTH}
+        seconds.append(partial(sdk.responses.create, **asked, input=[result], previous_response_id=first.id))
+        if choice == "auto":  # once is enough, and only there the replayed items include a reasoning
+            items = [item.to_dict() for item in first.output]
+            replayed: Any = [{"role": "user", "content": QUESTION}, *items, result]
+    *answers, same = at_once(*seconds, partial(sdk.responses.create, **asked, input=replayed))
+    for second in answers:
+        assert [kind for kind, _ in said(second)] == ["reasoning", "message"]
+        assert "system" in second.output_text
+    assert same.usage.input_tokens == answers[0].usage.input_tokens
+    assert said(same) == said(answers[0])
 
 
 def test_kept_response_then_retrieved_listed_and_deleted(sdk: openai.OpenAI) -> None:
@@ -181,7 +188,7 @@ def sharing(torch_cluster: TorchCluster) -> Iterator[tuple[openai.OpenAI, openai
         clients = []
         for frontend in frontends:
             stack.callback(frontend.stop)
-            http = stack.enter_context(openai.DefaultHttpxClient(trust_env=False))
+            http = stack.enter_context(openai.DefaultHttpxClient(**PLAIN))
             base_url = f"{frontend.url()}/v1"
             frontend.wait_for(f"model {TINY} is ready")
             clients.append(openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0))

@@ -6,6 +6,8 @@ Everything that comes is validated by the SDK's own types. `/v1/responses` and r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import openai
@@ -16,17 +18,49 @@ from openai.types import Completion
 from tests.e2e.cluster import TINY
 from tests.e2e.demo_model.conftest import AGGREGATED
 from tests.e2e.demo_model.guides import FIRST, REQUESTS
-from tests.e2e.demo_model.sdk_answers import checked, content, streamed, whole
+from tests.e2e.demo_model.sdk_answers import at_once, checked, content, streamed, whole
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 HEALTH: dict[str, Any] = {name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")} | {"temperature": 0}
 GREEDY: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0, "reasoning_effort": "low"}
+LOGPROBS: dict[str, Any] = GREEDY | {"logprobs": True, "top_logprobs": 3}
+REPEATING: dict[str, Any] = {
+    "model": TINY,
+    "prompt": "The the the",
+    "max_tokens": 32,
+    "temperature": 0,
+    "logprobs": 0,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 class Verdict(pydantic.BaseModel):
     answer: Literal["yes", "no"]
+
+
+@pytest.fixture(scope="module")
+def said(sdk: openai.OpenAI) -> dict[str, Any]:
+    """The long answers that need no other, asked for at once: a step of the model then serves all of them."""
+    medium: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0}
+    low = {"reasoning_effort": "low"}
+    asks: dict[str, Callable[[], Any]] = {
+        "whole": partial(whole, sdk, **GREEDY),
+        "streamed": partial(streamed, sdk, **GREEDY),
+        "streamed with usage": partial(streamed, sdk, **GREEDY, stream_options={"include_usage": True}),
+        "logprobs": partial(whole, sdk, **LOGPROBS),
+        "logprobs streamed": partial(streamed, sdk, **LOGPROBS),
+        "medium effort": partial(whole, sdk, **medium),
+        "args": partial(whole, sdk, **medium, extra_body={"chat_template_args": low}),
+        "kwargs": partial(whole, sdk, **medium, extra_body={"chat_template_kwargs": low}),
+        "at most 5": partial(whole, sdk, **GREEDY, max_completion_tokens=5),
+        "just 60": partial(whole, sdk, **GREEDY, max_tokens=60, extra_body={"min_tokens": 60}),
+        "no penalty": partial(sdk.completions.create, **REPEATING),
+        "frequency_penalty": partial(sdk.completions.create, **REPEATING, frequency_penalty=2),
+        "presence_penalty": partial(sdk.completions.create, **REPEATING, presence_penalty=2),
+    }
+    return dict(zip(asks, at_once(*asks.values()), strict=True))
 
 
 # What is there
@@ -42,14 +76,13 @@ async def test_models_then_both_deployments_by_both_clients(sdk: openai.OpenAI, 
 # Chat
 
 
-def test_chat_when_streamed_then_what_it_says_whole_and_one_finish(sdk: openai.OpenAI) -> None:
-    answer = whole(sdk, **GREEDY)
-    chunks = streamed(sdk, **GREEDY)
+def test_chat_when_streamed_then_what_it_says_whole_and_one_finish(said: dict[str, Any]) -> None:
+    answer, chunks = said["whole"], said["streamed"]
     assert content(chunks) == answer.choices[0].message.content
     finishes = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
     assert finishes == [None] * (len(finishes) - 1) + [answer.choices[0].finish_reason]
     assert all(chunk.usage is None for chunk in chunks)
-    *parts, totals = streamed(sdk, **GREEDY, stream_options={"include_usage": True})
+    *parts, totals = said["streamed with usage"]
     assert all(part.usage is None for part in parts)
     assert (totals.choices, totals.usage) == ([], answer.usage)
     assert answer.usage is not None
@@ -58,7 +91,8 @@ def test_chat_when_streamed_then_what_it_says_whole_and_one_finish(sdk: openai.O
 
 
 async def test_async_chat_when_several_at_once_then_each_has_its_own_answer(async_sdk: openai.AsyncOpenAI) -> None:
-    asked = [GREEDY | {"messages": [{"role": "user", "content": f"What is {word}?"}]} for word in ("prefill", "etcd")]
+    short = GREEDY | {"max_tokens": 24}
+    asked = [short | {"messages": [{"role": "user", "content": f"What is {word}?"}]} for word in ("prefill", "etcd")]
 
     async def said(body: dict[str, Any]) -> str:
         stream = await async_sdk.chat.completions.create(**body, stream=True)
@@ -102,37 +136,33 @@ def test_seed_when_several_choices_then_each_is_the_next_seed(sdk: openai.OpenAI
     assert both.choices[0].message != both.choices[1].message
 
 
-def test_logprobs_when_whole_and_streamed_then_of_every_token_of_the_content(sdk: openai.OpenAI) -> None:
-    asked = GREEDY | {"logprobs": True, "top_logprobs": 3}
-    answer = whole(sdk, **asked).choices[0]
+def test_logprobs_when_whole_and_streamed_then_of_every_token_of_the_content(said: dict[str, Any]) -> None:
+    (answer,) = said["logprobs"].choices
     assert answer.logprobs is not None
     tokens = answer.logprobs.content or []
     assert b"".join(bytes(token.bytes or []) for token in tokens).decode() == answer.message.content
     for token in tokens:
         assert len(token.top_logprobs) == 3
         assert (token.token, token.logprob) == (token.top_logprobs[0].token, token.top_logprobs[0].logprob)
-    parts = [choice.logprobs for chunk in streamed(sdk, **asked) for choice in chunk.choices]
+    parts = [choice.logprobs for chunk in said["logprobs streamed"] for choice in chunk.choices]
     seen = [token for part in parts if part is not None for token in part.content or []]
     assert [token.token for token in seen] == [token.token for token in tokens]
     assert [token.logprob for token in seen] == pytest.approx([token.logprob for token in tokens], abs=1e-3)
 
 
-@pytest.mark.parametrize("fields", [{"top_p": 1e-6}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}])
-def test_sampling_when_all_but_the_likeliest_is_ruled_out_then_as_greedy(sdk: openai.OpenAI, fields: Any) -> None:
+def test_sampling_when_all_but_the_likeliest_is_ruled_out_then_as_greedy(sdk: openai.OpenAI) -> None:
     asked = GREEDY | {"max_tokens": 16}
-    expected = whole(sdk, **asked).choices[0].message
-    assert whole(sdk, **asked | {"temperature": 2} | fields).choices[0].message == expected
+    ways: list[Any] = [{"top_p": 1e-6}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}]
+    answers = at_once(
+        *(partial(whole, sdk, **asked | way) for way in [{}, *({"temperature": 2} | way for way in ways)])
+    )
+    expected, *messages = [answer.choices[0].message for answer in answers]
+    assert messages == [expected] * len(ways)
 
 
-def test_effort_when_formatted_three_ways_then_one_and_the_same(sdk: openai.OpenAI) -> None:
-    ways: list[Any] = [
-        {"reasoning_effort": "low"},
-        {"extra_body": {"chat_template_args": {"reasoning_effort": "low"}}},
-        {"extra_body": {"chat_template_kwargs": {"reasoning_effort": "low"}}},
-    ]
-    asked: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0}
-    messages = [whole(sdk, **asked, **way).choices[0].message for way in ways]
-    assert messages[0] == messages[1] == messages[2] != whole(sdk, **asked).choices[0].message
+def test_effort_when_formatted_three_ways_then_one_and_the_same(said: dict[str, Any]) -> None:
+    messages = [said[way].choices[0].message for way in ("whole", "args", "kwargs")]
+    assert messages[0] == messages[1] == messages[2] != said["medium effort"].choices[0].message
 
 
 def test_stop_token_when_it_comes_then_the_answer_ends_before_it(sdk: openai.OpenAI) -> None:
@@ -140,35 +170,30 @@ def test_stop_token_when_it_comes_then_the_answer_ends_before_it(sdk: openai.Ope
     assert (answer.message.content, answer.finish_reason) == ("Hello", "stop")
 
 
-def test_stop_when_whole_and_streamed_then_nothing_from_it_on(sdk: openai.OpenAI) -> None:
-    free = whole(sdk, **GREEDY).choices[0].message.content or ""
+def test_stop_when_whole_and_streamed_then_nothing_from_it_on(sdk: openai.OpenAI, said: dict[str, Any]) -> None:
+    free = said["whole"].choices[0].message.content
     stop = free[10:16]  # wherever tokens begin and end
     asked = GREEDY | {"stop": ["never said", stop]}
-    cut = whole(sdk, **asked).choices[0]
+    answer, chunks = at_once(lambda: whole(sdk, **asked), lambda: streamed(sdk, **asked))
+    (cut,) = answer.choices
     assert (cut.message.content, cut.finish_reason) == (free[: free.index(stop)], "stop")
-    assert content(streamed(sdk, **asked)) == cut.message.content
+    assert content(chunks) == cut.message.content
 
 
-def test_lengths_when_bounded_from_both_sides_then_kept(sdk: openai.OpenAI) -> None:
-    answer = whole(sdk, **GREEDY, max_completion_tokens=5)
-    assert answer.usage is not None
-    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 5)
-    longer = whole(sdk, **GREEDY, max_tokens=90, extra_body={"min_tokens": 90})
-    assert longer.usage is not None
-    assert longer.usage.completion_tokens == 90
+def test_lengths_when_bounded_from_both_sides_then_kept(said: dict[str, Any]) -> None:
+    shorter, longer = said["at most 5"], said["just 60"]
+    assert (shorter.choices[0].finish_reason, shorter.usage.completion_tokens) == ("length", 5)
+    assert said["whole"].usage.completion_tokens < 60 == longer.usage.completion_tokens
 
 
-@pytest.mark.parametrize("penalty", [{"frequency_penalty": 2}, {"presence_penalty": 2}])
-def test_penalty_when_given_then_tokens_come_again_less_often(sdk: openai.OpenAI, penalty: dict[str, float]) -> None:
-    asked: dict[str, Any] = {"model": TINY, "prompt": "The the the", "max_tokens": 48, "temperature": 0, "logprobs": 0}
-
-    def kinds(**fields: Any) -> int:
-        answer = sdk.completions.create(**asked, **fields, extra_body={"ignore_eos": True})
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
+def test_penalty_when_given_then_tokens_come_again_less_often(said: dict[str, Any], penalty: str) -> None:
+    def kinds(answer: Completion) -> int:
         logprobs = checked(answer).choices[0].logprobs
         assert logprobs is not None
         return len(set(logprobs.tokens or []))
 
-    assert kinds(**penalty) > kinds()
+    assert kinds(said[penalty]) > kinds(said["no penalty"])
 
 
 def test_schema_when_the_stream_helper_parses_then_an_instance(sdk: openai.OpenAI) -> None:

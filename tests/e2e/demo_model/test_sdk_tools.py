@@ -8,10 +8,11 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.chat import ChatCompletion
 
 from tests.e2e.cluster import TINY
 from tests.e2e.demo_model.guides import FIRST, REQUESTS
-from tests.e2e.demo_model.sdk_answers import checked, streamed, whole
+from tests.e2e.demo_model.sdk_answers import at_once, checked, streamed, whole
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
@@ -30,16 +31,18 @@ class NoArguments(pydantic.BaseModel):
 
 
 def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(sdk: openai.OpenAI) -> None:
-    with sdk.chat.completions.stream(**HEALTH) as stream:
-        events = list(stream)
+    def helped() -> tuple[list[Any], ChatCompletion]:
+        with sdk.chat.completions.stream(**HEALTH) as stream:
+            return list(stream), stream.get_final_completion()
+
+    (events, added), answer = at_once(helped, lambda: whole(sdk, **HEALTH))
     for event in events:
         if event.type == "chunk":
             checked(event.chunk)
     kinds = [event.type for event in events if event.type.startswith("tool_calls")]
     assert set(kinds[:-1]) == {"tool_calls.function.arguments.delta"}
     assert kinds[-1] == "tool_calls.function.arguments.done"
-    (final,) = stream.get_final_completion().choices
-    (expected,) = whole(sdk, **HEALTH).choices
+    (final,), (expected,) = added.choices, answer.choices
     assert final.finish_reason == expected.finish_reason == "tool_calls"
     assert (final.message.content or "", expected.message.content) == ("", None)
     (added_up,), (told,) = final.message.tool_calls or [], expected.message.tool_calls or []
