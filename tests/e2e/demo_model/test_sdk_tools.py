@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import pydantic
 import pytest
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ParsedChatCompletion
 
 from tests.e2e.cluster import TINY
 from tests.e2e.demo_model.guides import FIRST, REQUESTS
@@ -30,19 +30,42 @@ class NoArguments(pydantic.BaseModel):
     """A function's arguments: none."""
 
 
-def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(sdk: openai.OpenAI) -> None:
+class Health(NamedTuple):
+    events: list[Any]
+    added_up: ChatCompletion
+    whole: ChatCompletion
+    without_a_call: ChatCompletion
+    parsed: ParsedChatCompletion[None]
+
+
+@pytest.fixture(scope="module")
+def health(sdk: openai.OpenAI) -> Health:
+    """The same question in four ways, asked at once: a step of the model then serves all of them."""
+
     def helped() -> tuple[list[Any], ChatCompletion]:
         with sdk.chat.completions.stream(**HEALTH) as stream:
             return list(stream), stream.get_final_completion()
 
-    (events, added), answer = at_once(helped, lambda: whole(sdk, **HEALTH))
-    for event in events:
+    told = HEALTH["tools"][0]["function"]
+    tool = openai.pydantic_function_tool(NoArguments, name=told["name"], description=told["description"])
+    assert tool["function"].get("strict") is True
+    (events, added_up), *others = at_once(
+        helped,
+        lambda: whole(sdk, **HEALTH),
+        lambda: whole(sdk, **HEALTH, tool_choice="none"),
+        lambda: sdk.chat.completions.parse(**HEALTH | {"tools": [tool]}),
+    )
+    return Health(events, added_up, *others)
+
+
+def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(health: Health) -> None:
+    for event in health.events:
         if event.type == "chunk":
             checked(event.chunk)
-    kinds = [event.type for event in events if event.type.startswith("tool_calls")]
+    kinds = [event.type for event in health.events if event.type.startswith("tool_calls")]
     assert set(kinds[:-1]) == {"tool_calls.function.arguments.delta"}
     assert kinds[-1] == "tool_calls.function.arguments.done"
-    (final,), (expected,) = added.choices, answer.choices
+    (final,), (expected,) = health.added_up.choices, health.whole.choices
     assert final.finish_reason == expected.finish_reason == "tool_calls"
     assert (final.message.content or "", expected.message.content) == ("", None)
     (added_up,), (told,) = final.message.tool_calls or [], expected.message.tool_calls or []
@@ -84,17 +107,14 @@ def test_tool_when_the_call_is_cut_off_then_what_there_is_of_its_arguments_came(
     assert cut[-1].choices[0].finish_reason == "length"
 
 
-def test_tools_when_none_may_be_called_then_words(sdk: openai.OpenAI) -> None:
-    (choice,) = whole(sdk, **HEALTH, tool_choice="none").choices
+def test_tools_when_none_may_be_called_then_words(health: Health) -> None:
+    (choice,) = health.without_a_call.choices
     assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
     assert choice.message.content
 
 
-def test_tool_when_it_is_a_class_then_the_call_is_parsed_into_it(sdk: openai.OpenAI) -> None:
-    told = HEALTH["tools"][0]["function"]
-    tool = openai.pydantic_function_tool(NoArguments, name=told["name"], description=told["description"])
-    assert tool["function"].get("strict") is True
-    (choice,) = sdk.chat.completions.parse(**HEALTH | {"tools": [tool]}).choices
+def test_tool_when_it_is_a_class_then_the_call_is_parsed_into_it(health: Health) -> None:
+    (choice,) = health.parsed.choices
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, NoArguments)
