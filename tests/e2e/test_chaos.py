@@ -48,7 +48,7 @@ def stage() -> Iterator[FaultRunner]:
 # The start of torch alone is tens of seconds; 80 bodies of several megabytes take as long on two cores.
 LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"memory-bound"}
 # Each has a deployment of its own. What is left when the launcher is killed or stopped: tests/e2e/test_launch.py.
-LONG |= {"kill-launcher", "term-launcher"}
+LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
 
 
 @pytest.mark.parametrize(
