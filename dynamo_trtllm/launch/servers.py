@@ -95,7 +95,7 @@ async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
         argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
         argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
         argv += [f"--initial-cluster=local={peer_url}"]
-        argv += ["--heartbeat-interval=10", "--election-timeout=50"]  # starts fast; leases of 1 s are possible
+        argv += ["--heartbeat-interval=50", "--election-timeout=250"]  # starts fast; leases of 1 s are possible
         server = LocalServer(argv, f"{_HOST}:{client}", log_path, partial(start_etcd, data_dir, client))
         await _until_up(server, partial(check_etcd, _HOST, client))
         return server
