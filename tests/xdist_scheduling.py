@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-# Files by the beginning of their paths whose tests share processes, or imports and models, that take long to start.
-TOGETHER = ("tests/e2e/demo_model/", "tests/contract/test_engine")
+# Groups of files, by the beginning of their paths, that share what takes long to start: processes; transformers.
+TOGETHER = (
+    ("tests/e2e/demo_model/",),
+    (
+        "tests/contract/test_engine",
+        "tests/contract/test_changed_kv.py",
+        "tests/contract/test_guided_legs.py",
+        "tests/contract/test_known_answers.py",
+        "tests/unit/engines/torch/test_load",
+        "tests/unit/engines/torch/test_sizing.py",
+    ),
+)
 # The longest tests start first, so that they do not run alone at the end.
 FIRST = (
-    *TOGETHER,
+    *chain(*TOGETHER),
     "tests/e2e/test_chaos.py",
     "tests/e2e/test_launch.py",
     "tests/e2e/test_failures.py",
@@ -29,14 +40,14 @@ def rank(nodeid: str) -> int:
 
 
 class FolderScheduling(LoadFileScheduling):
-    """Schedules like `--dist loadfile`; what TOGETHER names counts as one file, and a process may die.
+    """Schedules like `--dist loadfile`; a group of TOGETHER counts as one file, and a process may die.
 
     pytest-xdist 3.8 gives the test that killed a process to the next one, sends work to a successor that has not
     collected its tests yet, and waits for ever for a successor that got a file with a single test left.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+        return next((group[0] for group in TOGETHER if nodeid.startswith(group)), super()._split_scope(nodeid))
 
     def remove_node(self, node: Any) -> str | None:
         """Take back what a process did not run. Return the test in which it died, which is not run again."""

@@ -6,13 +6,20 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from dynamo_trtllm.engines.torch import load
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
 _WAIT_S = 30.0
+
+
+@pytest.fixture
+def load() -> ModuleType:
+    from dynamo_trtllm.engines.torch import load  # takes seconds: it imports transformers
+
+    return load
 
 
 @pytest.fixture
@@ -39,14 +46,14 @@ class Conversion:
 
 
 @pytest.fixture
-def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
+def conversion(load: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Conversion:
     made = Conversion()
     monkeypatch.setattr(load, "_convert", made)
     return made
 
 
 def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_uses_it(
-    gguf: Path, conversion: Conversion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: ModuleType, gguf: Path, conversion: Conversion, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Waits(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -70,7 +77,7 @@ def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_use
 
 
 def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_error(
-    gguf: Path, conversion: Conversion, monkeypatch: pytest.MonkeyPatch
+    load: ModuleType, gguf: Path, conversion: Conversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "_CONVERSION_S", 0.01)
     with ThreadPoolExecutor(1) as pool:
@@ -83,7 +90,9 @@ def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_erro
             conversion.go_on.set()
 
 
-def test_gguf_when_it_is_broken_then_the_file_is_named_and_the_next_worker_is_free_to_try(gguf: Path) -> None:
+def test_gguf_when_it_is_broken_then_the_file_is_named_and_the_next_worker_is_free_to_try(
+    load: ModuleType, gguf: Path
+) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"tiny\.gguf can't be converted"):
             load._folder(gguf.parent)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch import load
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import most_bytes
 from dynamo_trtllm.errors import ConfigError
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel
 
 GIB = 1 << 30
+
+
+@pytest.fixture
+def load() -> ModuleType:
+    from dynamo_trtllm.engines.torch import load  # takes seconds: it imports transformers
+
+    return load
 
 
 def model(device: str = "cuda", context_length: int = 131072) -> LoadedModel:
@@ -42,7 +49,7 @@ def model(device: str = "cuda", context_length: int = 131072) -> LoadedModel:
 @pytest.mark.parametrize("room_gib", [1.0, 6.0, 20.0, 60.0])
 @pytest.mark.parametrize("max_seq_len", [None, 2000, 131072])
 def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
-    room_gib: float, max_seq_len: int | None
+    load: ModuleType, room_gib: float, max_seq_len: int | None
 ) -> None:
     args = TorchArgs(kv_cache_gib=room_gib, max_seq_len=max_seq_len, max_batch_size=1000)
     made = model()
@@ -56,7 +63,7 @@ def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
     assert load.kv_blocks(made, args, layout, has_transfer_buffer=False) >= blocks
 
 
-def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request() -> None:
+def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(load: ModuleType) -> None:
     made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     layout = load.kv_layout(made, args)
     blocks = load.kv_blocks(made, args, layout, has_transfer_buffer=True)
@@ -68,7 +75,7 @@ def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request() ->
     assert load.transfer_buffer_bytes(made, small, layout, blocks, 20000) == GIB
 
 
-def test_blocks_when_staging_takes_all_room_then_config_error() -> None:
+def test_blocks_when_staging_takes_all_room_then_config_error(load: ModuleType) -> None:
     args = TorchArgs(kv_cache_gib=2, kv_staging_gib=4)
     with pytest.raises(ConfigError, match="no space for one KV block"):
         load.kv_blocks(model(), args, load.kv_layout(model(), args), has_transfer_buffer=True)
