@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm.config.layers import read_yaml
-from dynamo_trtllm.engines.trtllm import schema
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, releases
+from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import translate
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 
@@ -60,7 +61,7 @@ def files() -> list[Path]:
 
 def calls(table: Mapping[str, tuple[str, ...]]) -> Iterator[Use]:
     """Yield each name of a table in each release."""
-    for release in releases():
+    for release in LIBRARY.releases:
         for owner, names in table.items():
             for name in names:
                 # manifests contain public names only
@@ -84,7 +85,7 @@ def _keys(values: Mapping[str, object], release: ApiManifest, where: str, prefix
 
 def unverified_names() -> list[Use]:
     """Return all used names that could not be verified, in the order of the releases."""
-    by_name = {release.name: release for release in releases()}
+    by_name = {release.name: release for release in LIBRARY.releases}
     uses = [use for table in (NEEDED, OPTIONAL, RESULTS) for use in calls(table)]
     uses += [use for path in files() for name in claimed(path) for use in arguments(path, by_name[name])]
     found = [use for use in uses if use.presence is Presence.NOT_READ]
@@ -95,7 +96,7 @@ def page() -> str:
     """Return the content of the page."""
     text = _HEAD
     found = unverified_names()
-    for release in releases():
+    for release in LIBRARY.releases:
         mine = [use for use in found if use.release == release.name]
         text += f"\n## {release.title}\n\n"
         text += "".join(f"- `{use.name}` ({use.where})\n" for use in mine) or "Nothing.\n"

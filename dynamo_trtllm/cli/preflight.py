@@ -14,17 +14,18 @@ from dynamo_trtllm.config.commands import PreflightConfig
 from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
+from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.trtllm import schema
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, release_for
+from dynamo_trtllm.engines.trtllm import api_manifests as trtllm
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, RoleFacts, check_pair, check_role, memory_table
 from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
 from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
-from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.vllm import api_manifests as vllm
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -203,7 +204,7 @@ def evaluate(config: PreflightConfig) -> Report:
         ConfigError: A file, model, GPU, release or flag does not exist.
     """
     target = _Target(
-        release=release_for(config.release),
+        release=trtllm.release_for(config.release),
         model=_model(config.model_path),
         gpu=_gpu(config.gpu),
         load=Load(isl=config.isl, osl=config.osl, concurrency=config.concurrency),
@@ -251,14 +252,14 @@ def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightC
 def _check_engine_of(path: Path) -> None:
     """Raise ConfigError if half of the arguments or more are unknown to TensorRT-LLM, and another engine knows one."""
     others: dict[str, Callable[[str], bool]] = {
-        "vllm": lambda key: manifest.find(key) is not None,
+        "vllm": lambda key: schema.is_known(vllm.LIBRARY, key),
         "torch": lambda key: key in TorchArgs.model_fields,
     }
     try:
         given = read_yaml(find_file(path))
     except ConfigError:
         return  # an unreadable file is a finding already
-    keys = [key for key in given if not schema.is_known(key)]
+    keys = [key for key in given if not schema.is_known(trtllm.LIBRARY, key)]
     if 2 * len(keys) < len(given):
         return
     for engine, has in others.items():

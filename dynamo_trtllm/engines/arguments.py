@@ -1,12 +1,14 @@
 """Merge an engine's arguments from a worker's configuration, check them by its schema, and remember their sources.
 
-Later sources override earlier ones: YAML < environment < flag < override JSON.
+Later sources override earlier ones: YAML < environment < flag < override JSON. The schema is a pydantic model if the
+engine belongs to this package, and the manifest of a release if it wraps a library.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -15,6 +17,8 @@ from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import CODE_SOURCE
 from dynamo_trtllm.config.layers import Merged, Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import schema as library_schema
+from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -80,6 +84,96 @@ def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: s
     return Described(f"the {engine} engine", merged.leaves, every, tuple(merged.notes))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryArgs:
+    """The merged and checked arguments of one worker whose engine wraps a library."""
+
+    release: ApiManifest
+    values: Mapping[str, Any]  # nested, as the library receives them
+    leaves: Mapping[str, SourcedValue]  # values that were set and their sources, by dotted key
+    notes: tuple[str, ...]  # lines to log: overridden values, deprecated keys, unchecked keys
+
+    def get(self, key: str) -> Any:
+        """Return the value of a dotted key, else the release's default, else None.
+
+        Raises:
+            KeyError: no known release has the key.
+        """
+        level: Any = self.values
+        for part in key.split("."):
+            if not isinstance(level, Mapping):
+                return None  # a section that is null
+            if part not in level:
+                return self._default(key)
+            level = level[part]
+        return level
+
+    def _default(self, key: str) -> Any:
+        if not library_schema.is_known(self.release.library, key):
+            raise KeyError(key)
+        inside = key.rpartition(".")[0] in self.values  # the section exists because one of its keys was set
+        field = library_schema.find(self.release, key).field
+        return field.default if inside and field is not None else library_schema.default(self.release, key)
+
+
+def check_source(layer: Source, release: ApiManifest, engine_set: Mapping[str, str]) -> list[str]:
+    """Check the arguments of one source for an engine that wraps a library.
+
+    Args:
+        layer: the source.
+        release: API of the library.
+        engine_set: dotted key of each argument that only the engine sets -> what to do instead, or the reason.
+
+    Returns:
+        A note for each key that can't be checked.
+
+    Raises:
+        ConfigError: names the source and the key at fault.
+    """
+    for key, leaf in layers.merge([layer]).leaves.items():
+        for name, fix in engine_set.items():
+            if key == name or key.startswith(f"{name}."):
+                raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key)
+    return library_schema.check(layer.values, release, layer.source)
+
+
+def described_library_arguments(args: LibraryArgs, engine_set: Mapping[str, str]) -> Described:
+    """Return all arguments of an engine that wraps a library, with defaults and sources.
+
+    Args:
+        args: the merged arguments.
+        engine_set: arguments that only the engine sets; their defaults do not apply.
+    """
+    release = args.release
+    title = f"{release.library.name} {release.title}"
+    keys = [key for key in library_schema.every_key(release, args.values) if key not in engine_set]
+    every = {key: SourcedValue(args.get(key), f"default ({release.library.name} {release.name})") for key in keys}
+    sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
+    every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
+    order = {key: i for i, key in enumerate(release.fields(release.library.root))}
+    ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
+    return Described(title, args.leaves, ordered, args.notes)
+
+
+def given_sources(config: WorkerConfig, flags: Mapping[str, str]) -> list[Source]:
+    """Return the sources of a worker's engine arguments; each overrides those before it.
+
+    Args:
+        config: settings of the worker.
+        flags: maps a field of `config` to the dotted name of the engine argument.
+
+    Raises:
+        ConfigError: the file of `--extra-engine-args` is missing or is not a YAML mapping.
+    """
+    values = [
+        Source(_nest(key, value), config.source_of(field))
+        for field, key in flags.items()
+        if (value := getattr(config, field)) is not None
+    ]
+    values.sort(key=lambda layer: not layer.source.startswith("environment "))
+    return [file_layer(config), *values, override_layer(config)]
+
+
 def file_layer(config: WorkerConfig) -> Source:
     """Return the arguments in the file of `--extra-engine-args`; an empty source without the flag.
 
@@ -88,21 +182,6 @@ def file_layer(config: WorkerConfig) -> Source:
     """
     path = config.extra_engine_args
     return Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}") if path else Source({}, "YAML")
-
-
-def flag_layers(config: WorkerConfig, names: Mapping[str, str]) -> list[Source]:
-    """Return one source per setting that was given, environment variables before flags.
-
-    Args:
-        config: settings of the worker.
-        names: maps a field of `config` to the dotted name of the engine argument.
-    """
-    given = [
-        Source(_nest(key, value), config.source_of(field))
-        for field, key in names.items()
-        if (value := getattr(config, field)) is not None
-    ]
-    return sorted(given, key=lambda layer: not layer.source.startswith("environment "))
 
 
 def override_layer(config: WorkerConfig) -> Source:
@@ -121,10 +200,10 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
         _reject_foreign(config, name, schema, engine)
     if config.kernels_profile is not None:
         _reject_foreign(config, "kernels_profile", schema, engine)
-    yaml, override = (_renamed(layer, schema) for layer in (file_layer(config), override_layer(config)))
-    layers.check_keys(yaml.values, schema.model_fields, yaml.source)
-    layers.check_keys(override.values, schema.model_fields, override.source)
-    return layers.merge([yaml, *flag_layers(config, {name: name for name in names}), override])
+    given_layers = [_renamed(layer, schema) for layer in given_sources(config, {name: name for name in names})]
+    for layer in given_layers:
+        layers.check_keys(layer.values, schema.model_fields, layer.source)
+    return layers.merge(given_layers)
 
 
 def _renamed(layer: Source, schema: type[BaseModel]) -> Source:

@@ -66,11 +66,11 @@ def dump(config: WorkerConfig, path: Path) -> None:
 
 def _trtllm(config: WorkerConfig) -> Described:
     from dynamo_trtllm.engines.trtllm import args, bindings
-    from dynamo_trtllm.engines.trtllm.api_manifests import newest, release_for
+    from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 
     if bindings.installed():
         return args.described(config, release_for(bindings.installed_version()))
-    arguments = args.described(config, newest())
+    arguments = args.described(config, LIBRARY.newest)
     return arguments._replace(title=f"{arguments.title} (the newest known; TensorRT-LLM is not installed)")
 
 

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.vllm.api_manifests import VERSION
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
@@ -243,7 +243,7 @@ async def collect_rest(stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
 
 async def test_manifest_when_compared_with_the_package_then_equal() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "vllm_manifest"))["manifest"]()
-    read = json.loads((ROOT / f"dynamo_trtllm/engines/vllm/releases/{manifest.VERSION}.json").read_text())
+    read = json.loads((ROOT / f"dynamo_trtllm/engines/vllm/api_manifests/{VERSION}.json").read_text())
     assert made == read
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, release_for
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 from dynamo_trtllm.errors import EngineError
 from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput

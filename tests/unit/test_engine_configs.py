@@ -7,14 +7,15 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm import kernels
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED
 from dynamo_trtllm.errors import ConfigError
 from tests import unverified_names
 
-RELEASES = {release.name: release for release in releases()}
+RELEASES = {release.name: release for release in LIBRARY.releases}
 FILES = unverified_names.files()
 CLAIMS = [(path, name) for path in FILES for name in unverified_names.claimed(path)]
 _TRUSTS = re.compile(rb"trust.remote.code\W{1,3}(?i:true|yes|on|1)\b|--trust.remote.code\b(?!=false)")

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.engines.trtllm.api_manifests import releases
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.errors import ConfigError
@@ -95,7 +95,7 @@ def test_worker_line_when_parsed_then_what_the_guide_means(command: Command) -> 
 
 
 @pytest.mark.parametrize("command", of("dynamo.trtllm"))
-@pytest.mark.parametrize("release", releases(), ids=lambda release: release.name)
+@pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
 def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every_release(
     command: Command, release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.trtllm.api_manifests import newest
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_readme_when_read_then_it_has_launch_lines_of_each_process() -> None:
 def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> None:
     loaded = load(CONFIGS[module], prog="x", description="x", argv=shlex.split(words), environ={})
     if isinstance(loaded.config, WorkerConfig) and loaded.config.engine is None:
-        assert trtllm_args(loaded.config, newest()).get("tensor_parallel_size") == 4
+        assert trtllm_args(loaded.config, LIBRARY.newest).get("tensor_parallel_size") == 4
     elif isinstance(loaded.config, WorkerConfig):
         assert engine_arguments(loaded.config, FLAGS[loaded.config.engine], loaded.config.engine)
 

@@ -14,11 +14,18 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, override_layer
+from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines.arguments import (
+    Described,
+    LibraryArgs,
+    check_source,
+    described_library_arguments,
+    given_sources,
+)
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
-from dynamo_trtllm.engines.trtllm import kernels, schema
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
 from dynamo_trtllm.errors import ConfigError
 
@@ -153,8 +160,8 @@ FLAGS: Mapping[str, str] = {
 
 # Arguments that only the engine sets -> what to do instead.
 _OURS = {
-    "model": "give --model-path",
-    "backend": "only pytorch is supported; remove it",
+    "model": "set --model-path instead",
+    "backend": "only pytorch is supported",
 }
 _ADAPTER = "the trtllm engine"  # name of the source
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
@@ -165,38 +172,10 @@ _EITHER = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrtllmArgs:
-    """The merged and checked arguments of one worker."""
+class TrtllmArgs(LibraryArgs):
+    """The merged and checked arguments of `LLM(model, backend="pytorch", **values)`."""
 
-    release: ApiManifest
     profile: KernelProfile  # applied before TensorRT-LLM is imported
-    values: Mapping[str, Any]  # nested, for `LLM(model, backend="pytorch", **values)`
-    leaves: Mapping[str, SourcedValue]  # values that were set and their sources, by dotted key
-    notes: tuple[str, ...]  # lines to log: overridden values, deprecated keys, unchecked keys
-
-    def get(self, key: str) -> Any:
-        """Return the value of a dotted key, else the release's default, else None.
-
-        Raises:
-            KeyError: no known release has the key.
-        """
-        if key in self.leaves:
-            return self.leaves[key].value
-        level: Any = self.values
-        for part in key.split("."):
-            if not isinstance(level, Mapping):
-                return None  # a section that is null
-            if part not in level:
-                return self._default(key)
-            level = level[part]
-        return level
-
-    def _default(self, key: str) -> Any:
-        if not schema.is_known(key):
-            raise KeyError(key)
-        inside = key.rpartition(".")[0] in self.values  # the section exists because one of its keys was set
-        field = schema.find(self.release, key).field
-        return field.default if inside and field is not None else schema.default(self.release, key)
 
 
 def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] | None = None) -> TrtllmArgs:
@@ -212,12 +191,8 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     """
     profile = kernels.choose(config.kernels_profile, visible_gpus() if gpus is None else gpus)
     notes: list[str] = []
-    given = [
-        _translated(file_layer(config), notes),
-        *flag_layers(config, FLAGS),
-        _translated(override_layer(config), notes),
-    ]
-    unread = [found for layer in given for found in schema.check(layer.values, release, layer.source)]
+    given = [_translated(layer, notes) for layer in given_sources(config, FLAGS)]
+    unchecked = [note for layer in given for note in check_source(layer, release, _OURS)]
     wanted = layers.merge(
         [
             Source(profile.engine_args, profile.source),
@@ -226,26 +201,21 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     )
     merged = layers.merge([_own(given, release), _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
-    schema.check_together({key: leaf.value for key, leaf in merged.leaves.items()})
+    _check_together({key: leaf.value for key, leaf in merged.leaves.items()})
     return TrtllmArgs(
         release=release,
         profile=profile,
         values=layers.nested(merged.leaves),
         leaves=merged.leaves,
-        notes=(*notes, *merged.notes, *(_unchecked(each, release) for each in unread)),
+        notes=(*notes, *merged.notes, *unchecked),
     )
 
 
 def described(config: WorkerConfig, release: ApiManifest) -> Described:
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
-    keys = [key for key in schema.every_key(release, args.values) if key not in _OURS]
-    every = {key: SourcedValue(args.get(key), f"default ({release.name})") for key in keys}
-    sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
-    every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
-    order = {key: i for i, key in enumerate(release.fields(schema.ROOT))}
-    ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
-    return Described(f"TensorRT-LLM {release.title}, {args.profile.source}", args.leaves, ordered, args.notes)
+    found = described_library_arguments(args, _OURS)
+    return found._replace(title=f"{found.title}, {args.profile.source}")
 
 
 def _own(given: Sequence[Source], release: ApiManifest) -> Source:
@@ -253,7 +223,7 @@ def _own(given: Sequence[Source], release: ApiManifest) -> Source:
     values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics and the detection of a stalled engine
     samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
     is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
-    if release.presence(schema.ROOT, samplers[0]) is Presence.PRESENT and not is_chosen:
+    if release.presence(release.library.root, samplers[0]) is Presence.PRESENT and not is_chosen:
         values[samplers[0]] = True  # without it 1.0 always decodes greedily
     return Source(values, _ADAPTER)
 
@@ -266,12 +236,32 @@ def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -
         leaves["num_postprocess_workers"] = SourcedValue(0, _ADAPTER)
 
 
+def _check_together(get: Mapping[str, Any]) -> None:
+    """Check TensorRT-LLM's constraints between arguments.
+
+    Args:
+        get: values by dotted key.
+
+    Raises:
+        ConfigError: two arguments conflict.
+    """
+    sizes, largest = get.get("cuda_graph_config.batch_sizes"), get.get("cuda_graph_config.max_batch_size")
+    if sizes and largest and max(sizes) != largest:
+        raise ConfigError(
+            f"cuda_graph_config.batch_sizes ends at {max(sizes)}, but cuda_graph_config.max_batch_size is {largest}. "
+            "Set only one of them.",
+            field="cuda_graph_config.batch_sizes",
+        )
+    if get.get("attention_dp_config.enable_balance"):
+        for name in ("timeout_iters", "batching_wait_iters"):
+            key = f"attention_dp_config.{name}"
+            if (get.get(key) or 0) < 0:
+                raise ConfigError(f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key)
+
+
 def _translated(layer: Source, notes: list[str]) -> Source:
     values, new_notes = translate(layer.values, layer.source)
     notes += new_notes
-    for key, fix in _OURS.items():
-        if key in values:
-            raise ConfigError(f"{layer.source}: {key} is {values[key]!r}: {fix}", field=key)
     return layer._replace(values=values)
 
 
@@ -294,13 +284,13 @@ def _advice(
     applied: dict[str, SourcedValue] = {}
     source = next((leaf.source for leaf in wanted.values()), "")
     for key, leaf in wanted.items():
-        if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(key):
+        if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(release.library, key):
             notes.append(f"{source}: {key} is dropped: TensorRT-LLM {release.title} has no such argument")
             continue
         try:
             schema.check(layers.nested({key: leaf}), release, source)
         except ConfigError as exc:
-            if not schema.is_known(key):
+            if not schema.is_known(release.library, key):
                 raise
             if key not in decided:
                 notes.append(f"{exc.message}; dropped")
@@ -308,8 +298,3 @@ def _advice(
         if _EITHER.get(key) not in decided:
             applied[key] = leaf
     return Source(layers.nested(applied), source, is_default=True)
-
-
-def _unchecked(found: schema.Unverified, release: ApiManifest) -> str:
-    seen = f" (it is {found.note})" if found.note else ""
-    return f"{found.key} is passed on unchecked: its schema in TensorRT-LLM {release.title} is unknown{seen}"

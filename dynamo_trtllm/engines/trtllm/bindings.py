@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import construct
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, release_for
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest
 from dynamo_trtllm.errors import ConfigError
 

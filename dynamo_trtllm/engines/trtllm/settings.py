@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.request_checks import HARMONY_STOP_IDS
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts

@@ -15,8 +15,14 @@ from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, override_layer
-from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.arguments import (
+    Described,
+    LibraryArgs,
+    check_source,
+    described_library_arguments,
+    given_sources,
+)
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -84,33 +90,11 @@ _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
 CONNECTOR = "dynamo_trtllm.engines.vllm.connector"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
-_RANGES: Mapping[str, tuple[float, float | None]] = {
-    "tensor_parallel_size": (1, None),
-    "pipeline_parallel_size": (1, None),
-    "data_parallel_size": (1, None),
-    "max_num_batched_tokens": (1, None),
-    "max_num_seqs": (1, None),
-    "block_size": (1, None),
-    "max_model_len": (-1, None),  # -1: as long as the memory allows
-    "gpu_memory_utilization": (0.01, 1),
-    "max_logprobs": (-1, None),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmArgs:
-    """The merged and checked arguments of one worker."""
-
-    values: Mapping[str, Any]  # nested, for `AsyncEngineArgs(model=..., **values)`
-    leaves: Mapping[str, SourcedValue]  # set values by dotted key, with the source that won
-    notes: tuple[str, ...]  # lines to log
-
-    def get(self, key: str) -> Any:
-        """Return the value of a dotted key: the set value, or the release's default, or None."""
-        if key in self.leaves:
-            return self.leaves[key].value
-        field = manifest.find(key)
-        return None if field is None else field.default
+class VllmArgs(LibraryArgs):
+    """The merged and checked arguments of `AsyncEngineArgs(model=..., **values)`."""
 
     def count(self, key: str) -> int:
         """Return the value of an argument that counts ranks; 1 if it is not set."""
@@ -129,15 +113,20 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
             "with vLLM, remove it or set moe_backend and attention_backend",
             field="kernels_profile",
         )
-    given = [file_layer(config), *flag_layers(config, FLAGS), override_layer(config)]
+    given = given_sources(config, FLAGS)
     for layer in given:
-        _check(layer)
+        _check_supported(layer)
+    unchecked = [note for layer in given for note in check_source(layer, LIBRARY.newest, _OURS)]
     merged = layers.merge([_own(config), *given])
     experts = _experts(config, merged.leaves)
     if experts is not None:
         merged.leaves["enable_expert_parallel"] = experts
-    notes = [*merged.notes, *_meanings(config)]
-    return VllmArgs(values=layers.nested(merged.leaves), leaves=merged.leaves, notes=tuple(notes))
+    return VllmArgs(
+        release=LIBRARY.newest,
+        values=layers.nested(merged.leaves),
+        leaves=merged.leaves,
+        notes=(*merged.notes, *_meanings(config), *unchecked),
+    )
 
 
 def described(config: WorkerConfig) -> Described:
@@ -146,12 +135,7 @@ def described(config: WorkerConfig) -> Described:
     Raises:
         ConfigError: See `vllm_args`.
     """
-    args = vllm_args(config)
-    every: dict[str, SourcedValue] = {}
-    for name, field in manifest.classes()[manifest.ROOT].items():
-        set_here = {key: leaf for key, leaf in args.leaves.items() if key == name or key.startswith(f"{name}.")}
-        every |= set_here or {name: SourcedValue(field.default, f"default (vLLM {manifest.VERSION})")}
-    return Described(f"vLLM {manifest.VERSION}", args.leaves, every, args.notes)
+    return described_library_arguments(vllm_args(config), _OURS)
 
 
 def _own(config: WorkerConfig) -> Source:
@@ -168,32 +152,21 @@ def _own(config: WorkerConfig) -> Source:
     return Source(values, _ADAPTER)
 
 
-def _check(layer: Source) -> None:
-    leaves = layers.merge([layer]).leaves
-    for key in leaves:
+def _check_supported(layer: Source) -> None:
+    """Raise ConfigError for an argument of TensorRT-LLM, and for one that needs several engines, drafts or adapters."""
+    for key, value in layer.values.items():
         root = key.partition(".")[0]
-        if root in _RESERVED and manifest.find(root) is None:
+        if root in _RESERVED:
             raise ConfigError(
                 f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use {_RESERVED[root]}",
                 field=root,
             )
-    for key, leaf in leaves.items():
-        for name, fix in _OURS.items():
-            if key == name or key.startswith(f"{name}."):
-                raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key)
-    for name in _NOT_DRIVEN:
-        if layer.values.get(name):
+        if key in _NOT_DRIVEN and value:
             raise ConfigError(
-                f"{layer.source}: {name} is {layer.values[name]!r}: a worker runs one engine on one machine, without "
+                f"{layer.source}: {key} is {value!r}: a worker runs one engine on one machine, without "
                 "speculative decoding and LoRA; remove it",
-                field=name,
+                field=key,
             )
-    manifest.check(layer.values, layer.source)
-    for key, (low, high) in _RANGES.items():
-        value = leaves[key].value if key in leaves else None
-        if value is not None and (value < low or (high is not None and value > high)):
-            span = f"{low} to {high}" if high is not None else f"{low} or more"
-            raise ConfigError(f"{layer.source}: {key} is {value!r}: expected {span}", field=key)
 
 
 def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> SourcedValue | None:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines import gpu, schema
 from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, construct
-from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
 
@@ -38,7 +38,7 @@ def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll
     Returns:
         None if each GPU of the engine had enough free memory before or after the start: then the cause is another one.
     """
-    share = values.get(_SHARE, _default(_SHARE))
+    share = values.get(_SHARE, schema.default(LIBRARY.newest, _SHARE))
     if not isinstance(share, (int, float)):
         return None
     ranks = math.prod(int(values.get(name) or 1) for name in _RANKS)
@@ -58,11 +58,6 @@ def _explanation(number: int, free: int, total: int, share: float) -> str:
         "that read KV from a dead prefill worker over CUDA IPC still maps that worker's memory "
         "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + fix
     )
-
-
-def _default(name: str) -> Any:
-    field = manifest.find(name)
-    return None if field is None else field.default
 
 
 _log = logging.getLogger(__name__)
@@ -146,9 +141,9 @@ class VllmBindings:
         """
         arguments = {}
         for name, value in values.items():
-            field = manifest.find(name)
-            is_part = field is not None and field.config and isinstance(value, Mapping)
-            arguments[name] = self._part(field.config, value) if field is not None and is_part else value
+            field = schema.find(LIBRARY.newest, name).field
+            classes = schema.owners(LIBRARY.newest, field) if field is not None and isinstance(value, Mapping) else ()
+            arguments[name] = self._part(classes[0], value) if classes else value
         return arguments
 
     def _part(self, name: str, value: Mapping[str, Any]) -> Any:
@@ -198,12 +193,12 @@ def installed_version() -> str:
         ConfigError: vLLM is not installed, or its minor version is not the supported one.
     """
     if not installed():
-        raise ConfigError(f"the vllm engine needs vLLM {manifest.VERSION}; {INSTALL}", field="engine")
+        raise ConfigError(f"the vllm engine needs vLLM {VERSION}; {INSTALL}", field="engine")
     version = _version().partition("+")[0]
-    if version.split(".")[:2] != manifest.VERSION.split(".")[:2]:
+    if version.split(".")[:2] != VERSION.split(".")[:2]:
         raise ConfigError(
-            f"vLLM {version} is installed, but this version of dynamo_trtllm supports {manifest.VERSION}; run "
-            f"pip install 'vllm=={manifest.VERSION}'",
+            f"vLLM {version} is installed, but this version of dynamo_trtllm supports {VERSION}; run "
+            f"pip install 'vllm=={VERSION}'",
             field="engine",
         )
     return version
@@ -279,7 +274,7 @@ def kv_transfer_group() -> Any:
 def _find(module: str, name: str) -> Any:
     value = getattr(_import(module), name, None)
     if value is None:
-        raise ConfigError(f"vLLM has no {name} in {module}; install vLLM {manifest.VERSION}", field="engine")
+        raise ConfigError(f"vLLM has no {name} in {module}; install vLLM {VERSION}", field="engine")
     return value
 
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest
+from dynamo_trtllm.engines.manifests import ApiManifest
 
 _METHODS = ("__init__", "generate_async", "get_stats", "get_stats_async", "shutdown")
 _VALUES = ("SamplingParams", "DisaggregatedParams")

@@ -63,7 +63,7 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
     found = rows(text)
     assert found["tensor_parallel_size"].split(maxsplit=1) == ["4", "flag --tensor-parallel-size"]
     assert found["moe_config.backend"].split(maxsplit=1) == ["TRITON", "kernels profile hopper"]
-    assert found["enable_chunked_prefill"].split(maxsplit=1) == ["false", "default (1.3.0rc)"]
+    assert found["enable_chunked_prefill"].split(maxsplit=1) == ["false", "default (TensorRT-LLM 1.3.0rc)"]
 
 
 def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pyte
     monkeypatch.setattr(bindings, "installed_version", lambda: "1.1.0")
     text = main.table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
     assert text.splitlines()[1] == "arguments of TensorRT-LLM 1.1.0, kernels profile fallback"
-    assert rows(text)["sampler_type"].split(maxsplit=1) == ["auto", "default (1.1.0)"]
+    assert rows(text)["sampler_type"].split(maxsplit=1) == ["auto", "default (TensorRT-LLM 1.1.0)"]
     assert "num_serve_frontends" not in rows(text)  # of 1.3
 
 

@@ -8,7 +8,7 @@ import pytest
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.engines.trtllm.api_manifests import newest
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes
 from dynamo_trtllm.messages import Role
@@ -58,7 +58,7 @@ def test_disagg_when_compared_with_the_guides_lines_then_the_same_settings_gpus_
     if theirs.disaggregation_mode is Role.DECODE:
         wanted["max_batch_size"] = 128  # in the guide's text, and in the command of its draft
     assert {name: getattr(ours, name) for name in SAME} == wanted
-    merged, guides = trtllm_args(ours, newest()), trtllm_args(theirs, newest())
+    merged, guides = trtllm_args(ours, LIBRARY.newest), trtllm_args(theirs, LIBRARY.newest)
     for key in ("cache_transceiver_config.max_tokens_in_buffer", "moe_config.backend", "enable_attention_dp"):
         assert merged.get(key) == guides.get(key)
 
@@ -78,13 +78,13 @@ def test_agg_when_read_then_the_aggregated_targets_size() -> None:
     ((config, devices),) = by_role("gpt-oss-120b-agg.yaml", "trtllm").values()
     assert devices == "0,1,2,3"
     assert (config.max_batch_size, config.tensor_parallel_size, config.expert_parallel_size) == (800, 4, 4)
-    assert trtllm_args(config, newest()).get("moe_config.backend") == "TRTLLM"
+    assert trtllm_args(config, LIBRARY.newest).get("moe_config.backend") == "TRTLLM"
 
 
 def test_five_gpus_when_read_then_the_disaggregated_targets_sizes_and_quantization() -> None:
     workers = by_role("gpt-oss-120b-disagg-5gpu.yaml", "trtllm")
     sizes = {
-        role: (trtllm_args(config, newest()).get("tensor_parallel_size"), devices)
+        role: (trtllm_args(config, LIBRARY.newest).get("tensor_parallel_size"), devices)
         for role, (config, devices) in workers.items()
     }
     assert sizes == {Role.PREFILL: (1, "0"), Role.DECODE: (4, "1,2,3,4")}
@@ -96,7 +96,7 @@ def test_hopper_when_read_then_no_flag_overrides_the_sizes_of_its_engine_argumen
     workers = by_role("gpt-oss-120b-disagg-hopper.yaml", "trtllm")
     assert [devices for _, devices in workers.values()] == ["0,1,2,3", "4,5,6,7"]
     for role, (config, _) in workers.items():
-        merged = trtllm_args(config, newest())
+        merged = trtllm_args(config, LIBRARY.newest)
         source = f"YAML engine_configs/gpt-oss-120b/hopper/{role}.yaml"
         for key, value in (
             ("max_num_tokens", 16384),

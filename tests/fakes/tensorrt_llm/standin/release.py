@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_trtllm.engines.trtllm.api_manifests import ManifestField, release_for
+from dynamo_trtllm.engines.manifests import ManifestField
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 
 VERSION = os.environ.get("STANDIN_RELEASE", "1.2.1")
 RELEASE = release_for(VERSION)
@@ -38,8 +40,10 @@ def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> 
 
 
 def _checked(field: ManifestField, value: Any, where: str) -> Any:
-    if field.allowed and value is not None and not isinstance(value, (dict, list)) and value not in field.allowed:
-        raise ValueError(f"{where}: Input should be one of {', '.join(map(str, field.allowed))}, not {value!r}")
+    literal = re.search(r"Literal(\[.*?\])", field.type)
+    allowed = ast.literal_eval(literal[1]) if literal else []
+    if allowed and value is not None and not isinstance(value, (dict, list)) and value not in allowed:
+        raise ValueError(f"{where}: Input should be one of {', '.join(allowed)}, not {value!r}")
     if isinstance(value, dict):
         for nested in re.findall(r"\w+Config", field.type):
             if RELEASE.fields(nested):

@@ -5,14 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from vllm.config import VllmConfig
 
 
 class AsyncEngineArgs:
     def __init__(self, **values: Any) -> None:
         for name in values:
-            if name not in manifest.classes()[manifest.ROOT]:
+            if name not in LIBRARY.newest.fields(LIBRARY.root):
                 raise TypeError(f"AsyncEngineArgs.__init__() got an unexpected keyword argument {name!r}")
         self.values = values
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
+from dynamo_trtllm.engines.manifests import Presence
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL, check_needed, load_bindings, release_line
 from dynamo_trtllm.errors import ConfigError
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
@@ -27,7 +28,7 @@ def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner
         check_needed({**has, owner: has[owner] - {gone}}, "1.2.1")
 
 
-@pytest.mark.parametrize("release", releases(), ids=lambda release: release.name)
+@pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda release: release.name)
 def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(release: object) -> None:
     absent = [
         f"{owner}.{name}"

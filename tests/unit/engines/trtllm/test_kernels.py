@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config import layers
+from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.trtllm import kernels, schema
-from dynamo_trtllm.engines.trtllm.api_manifests import newest
+from dynamo_trtllm.engines.trtllm import kernels
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile, choose
 from dynamo_trtllm.errors import ConfigError
 
@@ -84,8 +85,8 @@ def test_choose_when_the_working_directory_is_elsewhere_then_the_shipped_ones_ar
 @pytest.mark.parametrize("name", SHIPPED)
 def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: str) -> None:
     profile = kernels.load(name)
-    assert schema.check(profile.engine_args, newest(), name) == []
-    assert schema.check(profile.mxfp4_args, newest(), name) == []
+    assert schema.check(profile.engine_args, LIBRARY.newest, name) == []
+    assert schema.check(profile.mxfp4_args, LIBRARY.newest, name) == []
     backend = profile.mxfp4_args.get("moe_config", {}).get("backend")
     assert backend == next(iter(profile.quantization), None)  # the first is the default
 

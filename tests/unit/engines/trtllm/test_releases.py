@@ -6,8 +6,9 @@ from importlib import resources
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm import api_manifests as room
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, release_for, releases
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.trtllm import api_manifests
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.errors import ConfigError
 
 SHA256 = {
@@ -20,18 +21,18 @@ SHA256 = {
 }
 
 
-def by_name(name: str) -> room.ApiManifest:
-    return next(release for release in releases() if release.name == name)
+def by_name(name: str) -> ApiManifest:
+    return next(release for release in LIBRARY.releases if release.name == name)
 
 
 def test_manifests_when_compared_with_what_was_read_then_byte_for_byte_the_same() -> None:
-    shipped = [file for file in resources.files(room.__name__).iterdir() if file.name.endswith(".json")]
+    shipped = [file for file in resources.files(api_manifests.__name__).iterdir() if file.name.endswith(".json")]
     assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shipped} == SHA256
 
 
 def test_releases_when_listed_then_oldest_first_and_the_candidate_says_what_was_read() -> None:
-    assert [release.name for release in releases()] == ["1.0.0", "1.1.0", "1.2.1", "1.3.0rc"]
-    assert [release.title for release in releases()][2:] == [
+    assert [release.name for release in LIBRARY.releases] == ["1.0.0", "1.1.0", "1.2.1", "1.3.0rc"]
+    assert [release.title for release in LIBRARY.releases][2:] == [
         "1.2.1",
         "1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)",
     ]
@@ -62,7 +63,7 @@ def test_releases_when_listed_then_oldest_first_and_the_candidate_says_what_was_
     ],
 )
 def test_presence_when_asked_of_each_release_then_what_its_manifest_says(owner: str, name: str, expected: str) -> None:
-    assert " ".join(release.presence(owner, name).name for release in releases()) == expected
+    assert " ".join(release.presence(owner, name).name for release in LIBRARY.releases) == expected
 
 
 def test_presence_when_a_name_is_misspelt_in_a_class_that_was_read_then_absent() -> None:
@@ -72,7 +73,7 @@ def test_presence_when_a_name_is_misspelt_in_a_class_that_was_read_then_absent()
 def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> None:
     release = by_name("1.2.1")
     backend = release.fields("CacheTransceiverConfig")["backend"]
-    assert backend.allowed == ("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI")
+    assert backend.type == "Optional[Literal['DEFAULT', 'UCX', 'NIXL', 'MOONCAKE', 'MPI']]"
     assert backend.default is None
     assert release.fields("TorchLlmArgs")["model"].required
     assert release.fields("KvCacheConfig")["free_gpu_memory_fraction"].default == 0.9

@@ -9,11 +9,12 @@ import pytest
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, releases
+from dynamo_trtllm.engines.manifests import ApiManifest
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import FLAGS, TrtllmArgs, trtllm_args
 from dynamo_trtllm.errors import ConfigError
 
-RELEASES = {release.name: release for release in releases()}
+RELEASES = {release.name: release for release in LIBRARY.releases}
 HOPPER = [Gpu(name="H100", sm=90, memory_bytes=80 << 30)]
 
 
@@ -110,8 +111,8 @@ def test_flags_when_looked_up_then_every_release_that_has_them_is_known() -> Non
         ),
         ({"moe_config": {"zzz": 1}}, "unknown key 'moe_config.zzz'; known: backend, "),
         ({"scheduler_config": {"dynamic_batch_config": {"zzz": 1}}}, "known: dynamic_batch_moving_average_window"),
-        ({"model": "m"}, "give --model-path"),
-        ({"backend": "tensorrt"}, "only pytorch is supported"),
+        ({"model": "m"}, "model is 'm': set --model-path instead; remove it"),
+        ({"backend": "tensorrt"}, "backend is 'tensorrt': only pytorch is supported; remove it"),
     ],
 )
 def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(values: dict[str, Any], problem: str) -> None:
@@ -173,8 +174,8 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
         ({"kv_cache_config": None}, r"kv_cache_config is None: expected a mapping"),
         ({"kv_cache_config": {"free_gpu_memory_fraction": "0.9"}}, "expected a number or null"),
         ({"kv_cache_config": {"free_gpu_memory_fraction": 1.5}}, "1.5: expected 0 to 1"),
-        ({"kv_cache_config": {"max_attention_window": []}}, "list of positive whole numbers"),
-        ({"kv_cache_config": {"max_attention_window": [128, 0]}}, "list of positive whole numbers"),
+        ({"kv_cache_config": {"max_attention_window": []}}, "expected a list of numbers, each 1 or more"),
+        ({"kv_cache_config": {"max_attention_window": [128, 0]}}, "expected a list of numbers, each 1 or more"),
         ({"kv_cache_config": {"max_attention_window": [1.5]}}, "expected a list of int"),
         ({"moe_config": {"backend": "TRITTON"}}, "expected one of CUTLASS, CUTEDSL, WIDEEP, TRTLLM"),
         (

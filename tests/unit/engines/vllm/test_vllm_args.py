@@ -9,8 +9,9 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.vllm import manifest
-from dynamo_trtllm.engines.vllm.args import _NOT_DRIVEN, _OURS, _RANGES, _RESERVED, FLAGS, VllmArgs, vllm_args
+from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
+from dynamo_trtllm.engines.vllm.args import _NOT_DRIVEN, _OURS, _RESERVED, FLAGS, VllmArgs, vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.main import table
 
@@ -117,7 +118,7 @@ def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[
 
 @pytest.mark.parametrize("name", sorted(_RESERVED))
 def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
-    assert manifest.find(name) is None
+    assert not schema.is_known(LIBRARY, name)
     assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(override_engine_args={name: 1})
 
 
@@ -136,8 +137,8 @@ def test_args_when_it_would_take_more_than_one_engine_then_refused(name: str) ->
 
 def test_names_when_looked_up_then_vllm_has_them_all() -> None:
     free = "kv_transfer_config.kv_connector_extra_config."  # a mapping with keys of the connector's own
-    names = [*FLAGS.values(), *_RANGES, *_NOT_DRIVEN, *(key for key in _OURS if not key.startswith(free))]
-    assert [name for name in names if manifest.find(name) is None] == []
+    names = [*FLAGS.values(), *LIBRARY.ranges, *_NOT_DRIVEN, *(key for key in _OURS if not key.startswith(free))]
+    assert [name for name in names if not schema.is_known(LIBRARY, name)] == []
 
 
 def test_args_when_a_kernels_profile_is_named_then_refused() -> None:
@@ -161,7 +162,7 @@ def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert rows["tensor_parallel_size"].endswith("flag --tensor-parallel-size")
     assert rows["enable_prefix_caching"].endswith("the vllm engine")
-    assert rows["gpu_memory_utilization"].endswith(f"default (vLLM {manifest.VERSION})")
+    assert rows["gpu_memory_utilization"].endswith(f"default (vLLM {VERSION})")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)

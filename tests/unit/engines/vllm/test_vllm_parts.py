@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, manifest, preflight, settings, transfers
+from dynamo_trtllm.engines.vllm import bindings, preflight, settings, transfers
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
@@ -49,13 +51,13 @@ ANSWERED = {
 
 
 def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() -> None:
-    root = manifest.classes()[manifest.ROOT]
+    root = LIBRARY.newest.fields(LIBRARY.root)
     assert len(root) > 200
-    assert root["tensor_parallel_size"] == manifest.VllmArgument(("int",), (), "", 1)
-    assert root["kv_transfer_config"].config == "KVTransferConfig"
+    assert (root["tensor_parallel_size"].type, root["tensor_parallel_size"].default) == ("int", 1)
+    assert root["kv_transfer_config"].type == "Optional[KVTransferConfig]"
     assert "mxfp4" not in root  # names of arguments, not of values
-    assert manifest.find("kv_transfer_config.kv_role") is not None
-    assert manifest.find("kv_transfer_config.kv_rolle") is None
+    assert schema.is_known(LIBRARY, "kv_transfer_config.kv_role")
+    assert not schema.is_known(LIBRARY, "kv_transfer_config.kv_rolle")
 
 
 # --- outputs -----------------------------------------------------------------------------------------------

@@ -1,0 +1,185 @@
+"""Describe the public Python API of a library, release by release, from manifests in JSON.
+
+Manifests are extracted from a library's published sources or from the installed package and are not edited by hand. The
+library itself is not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib import resources
+from typing import Any
+
+
+class Presence(StrEnum):
+    """Presence of a name in a release."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    NOT_READ = "not read"  # unknown: no manifest covers that part of the release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestField:
+    """One field of a class, or one parameter of a method."""
+
+    name: str
+    type: str  # annotation in the source
+    required: bool
+    default: Any  # an enumeration member is represented by its name; None if unknown
+    default_known: bool
+    is_built: bool  # the default is an object from a factory; its fields have defaults of their own
+    kind: str | None = None  # of a parameter: positional_or_keyword, keyword_only, var_keyword, …
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Library:
+    """A library, the manifests of its releases, and what annotations do not say about its arguments."""
+
+    name: str  # for messages
+    package: str  # Python package of the JSON files
+    root: str  # class of the engine arguments
+    manifests: Mapping[str, tuple[str, ...]]  # release -> its manifests, oldest release first
+    titles: Mapping[str, str] = field(default_factory=dict)  # release -> its name in messages, if another one
+    development: str | None = None  # manifest of an unreleased commit
+    ranges: Mapping[str, tuple[float, float | None]]  # dotted key -> smallest and largest number, or item of a list
+    any_case: frozenset[str]  # types whose words are compared without case: an enumeration, or "Literal"
+
+    @functools.cached_property
+    def releases(self) -> tuple[ApiManifest, ...]:
+        """All known releases, oldest first."""
+        return tuple(_release(self, name, manifests) for name, manifests in self.manifests.items())
+
+    @property
+    def newest(self) -> ApiManifest:
+        """The newest known release."""
+        return self.releases[-1]
+
+    @functools.cached_property
+    def unreleased(self) -> ApiManifest | None:
+        """An unreleased commit, which may have names that the next release lacks."""
+        return _release(self, self.development, [self.development]) if self.development else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiManifest:
+    """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
+
+    library: Library
+    name: str
+    owners: Mapping[str, Mapping[str, ManifestField]]
+    members: frozenset[str]  # properties and methods with unknown types: `CompletionOutput.length`
+    mentioned: frozenset[str]  # every name in the annotations
+    enums: Mapping[str, tuple[str, ...]]
+    not_read: frozenset[str]  # owners that no manifest covers; "… in part" for partly covered ones
+
+    @property
+    def title(self) -> str:
+        """Name for messages, with the builds that the manifests cover if they differ from the release."""
+        return self.library.titles.get(self.name, self.name)
+
+    def presence(self, owner: str, name: str) -> Presence:
+        """Return the presence of the field, parameter or method `name` in `owner`."""
+        dotted = f"{owner}.{name}"
+        if name in self.owners.get(owner, ()) or dotted in self.owners or dotted in self.members:
+            return Presence.PRESENT
+        if self.not_read & {owner, dotted, f"{owner} in part"}:
+            return Presence.NOT_READ
+        if self._has_read(owner):
+            return Presence.ABSENT
+        # A class that another release has may exist here too; a name that no release has is a misspelling.
+        mentioned = any(other.speaks_of(owner) for other in self.library.releases)
+        return Presence.NOT_READ if mentioned else Presence.ABSENT
+
+    def speaks_of(self, owner: str) -> bool:
+        """Return True if the manifest mentions the class or method: as read, as not read, or in an annotation."""
+        return self._has_read(owner) or owner in self.not_read or owner in self.mentioned
+
+    def _has_read(self, owner: str) -> bool:
+        return owner in self.owners or any(member.startswith(f"{owner}.") for member in self.members)
+
+    def fields(self, owner: str) -> Mapping[str, ManifestField]:
+        """Return the fields or parameters by name, in order; empty for an unknown owner."""
+        return self.owners.get(owner, {})
+
+    def values(self, enum: str) -> tuple[str, ...]:
+        """Return the known members of an enumeration."""
+        return self.enums.get(enum, ())
+
+
+def _release(library: Library, name: str, manifests: Iterable[str]) -> ApiManifest:
+    owners: dict[str, Mapping[str, ManifestField]] = {}
+    enums: dict[str, tuple[str, ...]] = {}
+    not_read: set[str] = set()
+    for file in manifests:
+        manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
+        for cls, entry in manifest["classes"].items():
+            _add_owners(owners, cls, entry)
+        enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
+        not_read |= {_in_part(text) for text in manifest["not_read"]}
+    types = " ".join(each.type for fields in owners.values() for each in fields.values())
+    return ApiManifest(
+        library=library,
+        name=name,
+        owners=owners,
+        members=_members(enums),
+        mentioned=frozenset(re.findall(r"\w+", types)),
+        enums=enums,
+        not_read=frozenset(not_read - owners.keys()),
+    )
+
+
+def _add_owners(owners: dict[str, Mapping[str, ManifestField]], cls: str, entry: Mapping[str, Any]) -> None:
+    owners[cls] = {item["name"]: _field(item) for item in entry.get("fields", ())}
+    for method, described in entry.items():
+        if isinstance(described, dict):
+            owners[f"{cls}.{method}"] = {item["name"]: _field(item) for item in described["params"]}
+
+
+def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+    """Return the members that a manifest lists without types, as in `CompletionOutput.properties`."""
+    listed = [(enum.partition("."), value) for enum, values in enums.items() for value in values]
+    return frozenset(
+        f"{cls}.{part.partition('(')[0]}"
+        for (cls, _, kind), value in listed
+        if kind in ("properties", "members")
+        for part in value.split("/")
+    )
+
+
+def _field(item: Mapping[str, Any]) -> ManifestField:
+    required = bool(item.get("required", not item.get("has_default", True)))
+    return ManifestField(
+        name=item["name"],
+        type=item["type"],
+        required=required,
+        default=_value(item.get("default")),
+        default_known=item.get("default_known", True) and not required,
+        is_built=str(item.get("default")).startswith("<factory"),
+        kind=item.get("kind"),
+    )
+
+
+def _value(text: str | None) -> Any:
+    """Parse a default from the source: `'auto'`, `0.9`, `LoadFormat.AUTO`, `<factory X>`, `1024**3`."""
+    if text is None or text.startswith("<factory"):
+        return None
+    power = re.fullmatch(r"(\d+)\*\*(\d+)", text)
+    if power:
+        return int(power[1]) ** int(power[2])
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text.rpartition(".")[2]
+
+
+def _in_part(text: str) -> str:
+    """Mark a partly covered class: "KvCacheConfig after use_kv_cache_manager_v2" → "KvCacheConfig in part"."""
+    owner, space, _ = text.partition(" ")
+    return f"{owner} in part" if space else owner

@@ -1,0 +1,223 @@
+"""Check arguments of a library against the manifest of a release: names, types, allowed values and ranges.
+
+Arguments are named by dotted keys, as in the YAML: `kv_cache_config.dtype`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from dynamo_trtllm.config.base import suggest
+from dynamo_trtllm.engines.manifests import ApiManifest, Library, ManifestField, Presence
+from dynamo_trtllm.errors import ConfigError
+
+_MAPPING = "a mapping (key: value)"
+# Annotation -> classes of the values in YAML and JSON, and their name in error texts.
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "text"),
+    "Path": ((str,), "text"),
+    "list": ((list,), "a list"),
+    "dict": ((Mapping,), _MAPPING),
+    "None": ((type(None),), "null"),
+}
+
+
+class Found(NamedTuple):
+    """Result of a search for a key in a release."""
+
+    presence: Presence
+    field: ManifestField | None = None  # None also for a key of a mapping without a schema
+
+
+def find(release: ApiManifest, key: str) -> Found:
+    """Look an argument up in a release by its dotted key."""
+    classes: tuple[str, ...] = (release.library.root,)
+    field: ManifestField | None = None
+    for part in key.split("."):
+        if not classes:
+            return Found(Presence.PRESENT)  # inside a mapping without a schema
+        field = next((fields[part] for owner in classes if part in (fields := release.fields(owner))), None)
+        if field is None:
+            unread = any(release.presence(owner, part) is Presence.NOT_READ for owner in classes)
+            return Found(Presence.NOT_READ if unread else Presence.ABSENT)
+        classes = owners(release, field)
+    return Found(Presence.PRESENT, field)
+
+
+def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[str]:
+    """Check the arguments of one source.
+
+    Args:
+        values: nested arguments.
+        release: API of the library.
+        where: name of the source; error texts begin with it.
+
+    Returns:
+        A note for each key that the manifests do not cover.
+
+    Raises:
+        ConfigError: names the first invalid key.
+    """
+    return list(_check(values, release, where, ""))
+
+
+def default(release: ApiManifest, key: str) -> Any:
+    """Return the release's default of a dotted key; None if it has none, is unknown, or its section is null."""
+    parent, _, _ = key.rpartition(".")
+    while parent:
+        above = find(release, parent).field
+        if above is None or not above.is_built:
+            return None
+        parent = parent.rpartition(".")[0]
+    field = find(release, key).field
+    return field.default if field is not None else None
+
+
+def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted key of each known argument. A section that is null, by default or in `given`, is one key."""
+    for name, field in release.fields(release.library.root).items():
+        is_on = isinstance(given[name], Mapping) if name in given else field.is_built
+        inner = [part for owner in owners(release, field) for part in release.fields(owner)] if is_on else []
+        yield from (f"{name}.{part}" for part in inner) if inner else (name,)
+
+
+def is_known(library: Library, key: str) -> bool:
+    """Return True if a known release or an unreleased commit has the argument."""
+    return bool(_where_else(library, key))
+
+
+def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        presence, field = find(release, key)
+        if presence is Presence.ABSENT:
+            _reject(key, release, where)
+        if presence is Presence.NOT_READ:
+            seen = f" (it is {places})" if (places := _where_else(release.library, key)) else ""
+            schema = f"its schema in {release.library.name} {release.title}"
+            yield f"{key} is passed on unchecked: {schema} is unknown{seen}"
+        elif field is not None:
+            _check_value(key, value, field, release, where)
+            if isinstance(value, Mapping) and owners(release, field):
+                yield from _check(value, release, where, f"{key}.")
+
+
+def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
+    having = _having(release.library, key)
+    if having:
+        fix = f"Remove it, or install a release that has it ({having})."
+        raise ConfigError(f"{where}: {release.library.name} {release.title} has no {key}. {fix}", field=key)
+    parent, _, name = key.rpartition(".")
+    field = find(release, parent).field if parent else None
+    classes = owners(release, field) if field is not None else (release.library.root,)
+    names = [known for owner in classes for known in release.fields(owner)]
+    guess = suggest(name, names)
+    inside = f"{parent}." if parent else ""
+    listed = f"known: {', '.join(sorted(names))}" if parent else "--print-config lists the known keys"
+    hint = f"did you mean {inside + guess!r}?" if guess else listed
+    raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
+
+
+def _having(library: Library, key: str) -> str:
+    """Return the names of the releases that have the argument."""
+    return ", ".join(each.name for each in library.releases if find(each, key).presence is Presence.PRESENT)
+
+
+def _where_else(library: Library, key: str) -> str:
+    """Return where the argument is known; "" if nowhere."""
+    if having := _having(library, key):
+        return f"in {having}"
+    parent, _, name = key.rpartition(".")
+    above = [field for each in library.releases if parent and (field := find(each, parent).field) is not None]
+    classes = {each for field in above for each in _classes(field)} or {library.root}
+    is_planned = library.unreleased is not None and any(name in library.unreleased.fields(each) for each in classes)
+    return "in an unreleased commit" if is_planned else ""
+
+
+def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
+    low, high = release.library.ranges.get(key, (None, None))
+    if not _fits(field.type, value, release):
+        expected = " or ".join(dict.fromkeys(_expected(each, release) for each in _alternatives(field.type, release)))
+    elif low is not None and not _is_within(value, low, high):
+        span = f"{low} to {high}" if high is not None else f"{low} or more"
+        expected = f"a list of numbers, each {span}" if isinstance(value, list) else span
+    else:
+        return
+    raise ConfigError(f"{where}: {key} is {value!r}: expected {expected}", field=key)
+
+
+def _is_within(value: Any, low: float, high: float | None) -> bool:
+    """Return True if a number, or each item of a list with items, is in the range. Other values have no range."""
+    if isinstance(value, list):
+        return bool(value) and all(_is_within(item, low, high) for item in value)
+    return not isinstance(value, (int, float)) or (value >= low and (high is None or value <= high))
+
+
+@functools.cache
+def _parts(type_text: str) -> tuple[str, ...]:
+    """Return the alternatives of an annotation: "Optional[Union[str, LoadFormat]]" → "str", "LoadFormat", "None"."""
+    outer = type_text.partition("[")[0]
+    if outer not in ("Optional", "Union"):
+        return (type_text,)
+    tree = ast.parse(type_text, mode="eval").body
+    assert isinstance(tree, ast.Subscript), type_text
+    inner = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
+    found = [part for each in inner for part in _parts(ast.unparse(each))]
+    return (*found, "None") if outer == "Optional" else tuple(found)
+
+
+def _alternatives(type_text: str, release: ApiManifest) -> list[str]:
+    """Return the alternatives of an annotation, without `str` if an enumeration restricts it."""
+    parts = _parts(type_text)
+    is_restricted = any(release.values(part) for part in parts)
+    return [part for part in parts if part != "str" or not is_restricted]
+
+
+def owners(release: ApiManifest, field: ManifestField) -> tuple[str, ...]:
+    """Return the configuration classes that describe the keys of a mapping; only the known ones if there are any."""
+    named = _classes(field)
+    return tuple(name for name in named if release.fields(name)) or named
+
+
+def _classes(field: ManifestField) -> tuple[str, ...]:
+    return tuple(part for part in _parts(field.type) if part.endswith("Config"))
+
+
+def _words(part: str, release: ApiManifest) -> tuple[str, ...]:
+    """Return the allowed words of a Literal or a known enumeration."""
+    if part.startswith("Literal["):
+        return tuple(ast.literal_eval(part.removeprefix("Literal")))
+    return () if part.endswith("Config") else release.values(part)  # a manifest lists the subclasses of some classes
+
+
+def _fits(type_text: str, value: Any, release: ApiManifest) -> bool:
+    return any(_is_a(part, value, release) for part in _alternatives(type_text, release))
+
+
+def _is_a(part: str, value: Any, release: ApiManifest) -> bool:
+    outer, bracket, inner = part.partition("[")
+    if words := _words(part, release):
+        if outer in release.library.any_case:
+            return isinstance(value, str) and value.casefold() in {word.casefold() for word in words}
+        return value in words
+    if outer == "List":
+        return isinstance(value, list) and all(_fits(inner.removesuffix("]"), item, release) for item in value)
+    if part in _TYPES:
+        classes, _ = _TYPES[part]
+        return isinstance(value, classes) and (bool in classes or not isinstance(value, bool))
+    is_class_unknown = not bracket and not part.endswith("Config")
+    return is_class_unknown or isinstance(value, Mapping)
+
+
+def _expected(part: str, release: ApiManifest) -> str:
+    if words := _words(part, release):
+        return f"one of {', '.join(words)}"
+    if part.startswith("List["):
+        return f"a list of {part.removeprefix('List[').removesuffix(']')}"
+    return _TYPES[part][1] if part in _TYPES else _MAPPING
