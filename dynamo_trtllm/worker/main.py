@@ -65,11 +65,12 @@ def dump(config: WorkerConfig, path: Path) -> None:
 
 
 def _trtllm(config: WorkerConfig) -> Described:
-    from dynamo_trtllm.engines.trtllm import args, bindings
+    from dynamo_trtllm.engines.trtllm import args
     from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
+    from dynamo_trtllm.engines.trtllm.bindings import PACKAGE
 
-    if bindings.installed():
-        return args.described(config, release_for(bindings.installed_version()))
+    if PACKAGE.is_installed():
+        return args.described(config, release_for(PACKAGE.version()))
     arguments = args.described(config, LIBRARY.newest)
     return arguments._replace(title=f"{arguments.title} (the newest known; TensorRT-LLM is not installed)")
 

@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput
 
 # Harmony's stop tokens <|return|> and <|call|>. By default the libraries stop at one of them or at neither.
-HARMONY_STOP_IDS = (200002, 200012)
+_HARMONY_STOP_IDS = (200002, 200012)
 _DEFAULTS = Sampling(max_tokens=1)
 
 
@@ -65,6 +66,12 @@ def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
     """
     ends, named = set(own), set(sampling.stop_token_ids)
     return frozenset(named - ends if sampling.ignore_eos else named | ends)
+
+
+def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return the model's own stop tokens, the main one first."""
+    harmony = _HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
+    return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
 
 
 def is_plain(guided: StructuredOutput) -> bool:

@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import schema
-from dynamo_trtllm.engines.arguments import (
-    Described,
-    LibraryArgs,
-    check_source,
-    described_library_arguments,
-    given_sources,
-)
+from dynamo_trtllm.engines import arguments, schema
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
@@ -172,7 +165,7 @@ _EITHER = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrtllmArgs(LibraryArgs):
+class TrtllmArgs(arguments.LibraryArgs):
     """The merged and checked arguments of `LLM(model, backend="pytorch", **values)`."""
 
     profile: KernelProfile  # applied before TensorRT-LLM is imported
@@ -191,8 +184,8 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     """
     profile = kernels.choose(config.kernels_profile, visible_gpus() if gpus is None else gpus)
     notes: list[str] = []
-    given = [_translated(layer, notes) for layer in given_sources(config, FLAGS)]
-    unchecked = [note for layer in given for note in check_source(layer, release, _OURS)]
+    given = [_translated(layer, notes) for layer in arguments.given_sources(config, FLAGS)]
+    unchecked = [note for layer in given for note in arguments.check_source(layer, release, _OURS)]
     wanted = layers.merge(
         [
             Source(profile.engine_args, profile.source),
@@ -211,10 +204,10 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     )
 
 
-def described(config: WorkerConfig, release: ApiManifest) -> Described:
+def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described:
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
-    found = described_library_arguments(args, _OURS)
+    found = arguments.described_library_arguments(args, _OURS)
     return found._replace(title=f"{found.title}, {args.profile.source}")
 
 

@@ -5,16 +5,14 @@ Importing this module does not import TensorRT-LLM; `load_bindings` does.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import construct
+from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest
@@ -22,9 +20,14 @@ from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-PACKAGE = "tensorrt_llm"
-_LIBRARY = "TensorRT-LLM"
-INSTALL = "pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container"
+PACKAGE = LibraryPackage(
+    engine="trtllm",
+    library="TensorRT-LLM",
+    releases="1.0.0 or newer",
+    module="tensorrt_llm",
+    distributions=("tensorrt_llm",),
+    install="pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container",
+)
 
 # Each class and the modules that may define it: the location depends on the release.
 _WHERE: Mapping[str, tuple[str, ...]] = {
@@ -35,7 +38,6 @@ _WHERE: Mapping[str, tuple[str, ...]] = {
     "CompletionOutput": ("tensorrt_llm.llmapi", "tensorrt_llm.executor.result"),
     "RequestError": ("tensorrt_llm.executor.utils", "tensorrt_llm.executor"),
 }
-_WHERE_OPTIONAL: Mapping[str, tuple[str, ...]] = {"Logprob": ("tensorrt_llm.executor.result",)}
 
 # Every name that the engine uses, by owner. If one of NEEDED is missing, the engine does not start.
 NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -121,38 +123,19 @@ class TrtllmBindings:
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["guided_decoding"] = construct(_LIBRARY, self.guided_decoding_params, call.guided)
+            sampling["guided_decoding"] = construct(PACKAGE.library, self.guided_decoding_params, call.guided)
         if call.bias:
             sampling["embedding_bias"] = _bias(call.bias, vocab_size)
         keywords = {
             "inputs": call.prompt,
-            "sampling_params": construct(_LIBRARY, self.sampling_params, sampling),
+            "sampling_params": construct(PACKAGE.library, self.sampling_params, sampling),
             "streaming": call.streaming,
         }
         if disagg is not None:
-            keywords["disaggregated_params"] = construct(_LIBRARY, self.disaggregated_params, disagg)
+            keywords["disaggregated_params"] = construct(PACKAGE.library, self.disaggregated_params, disagg)
         if call.cache_salt is not None:
             keywords["cache_salt"] = call.cache_salt
         return keywords
-
-
-def installed() -> bool:
-    """Return True if the package is installed. It is not imported, which takes long and reads the environment."""
-    return importlib.util.find_spec(PACKAGE) is not None
-
-
-def installed_version() -> str:
-    """Return the installed version, from the package metadata if possible.
-
-    Raises:
-        ConfigError: TensorRT-LLM is not installed.
-    """
-    if not installed():
-        raise ConfigError(f"The trtllm engine needs TensorRT-LLM, which is not installed; {INSTALL}", field="engine")
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return str(_import(PACKAGE).__version__)
 
 
 def load_bindings() -> TrtllmBindings:
@@ -161,9 +144,8 @@ def load_bindings() -> TrtllmBindings:
     Raises:
         ConfigError: the package can't be imported or lacks a needed name.
     """
-    package = _import(PACKAGE)
-    version = str(package.__version__)
-    found = {name: _find(name, modules) for name, modules in _WHERE.items()}
+    version = str(PACKAGE.load().__version__)
+    found = {name: PACKAGE.find(name, *modules) for name, modules in _WHERE.items()}
     has = {owner: _names(owner, found) for owner in {**NEEDED, **OPTIONAL}}
     check_needed(has, version)
     release = release_for(version)
@@ -175,7 +157,7 @@ def load_bindings() -> TrtllmBindings:
         sampling_params=found["SamplingParams"],
         disaggregated_params=found["DisaggregatedParams"],
         guided_decoding_params=found["GuidedDecodingParams"],
-        logprob=_find_optional("Logprob"),
+        logprob=PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result"),
         request_error=found["RequestError"],
         reports_health=hasattr(found["LLM"], "_check_health"),
     )
@@ -251,29 +233,3 @@ def _names(owner: str, found: Mapping[str, Any]) -> frozenset[str]:
     if method:
         return frozenset(inspect.signature(getattr(found[cls], method)).parameters)
     return frozenset(inspect.signature(found[cls]).parameters) | frozenset(dir(found[cls]))
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as exc:
-        raise ConfigError(
-            f"TensorRT-LLM cannot be imported ({exc}); {INSTALL}, and check that its CUDA and MPI libraries are found",
-            field="engine",
-        ) from exc
-
-
-def _find(name: str, modules: Iterable[str]) -> Any:
-    for module in modules:
-        if importlib.util.find_spec(module) is not None and hasattr(found := _import(module), name):
-            return getattr(found, name)
-    raise ConfigError(
-        f"TensorRT-LLM has no {name} in {', '.join(modules)}; install release 1.0.0 or newer", field="engine"
-    )
-
-
-def _find_optional(name: str) -> Any:
-    for module in _WHERE_OPTIONAL[name]:
-        if importlib.util.find_spec(module) is not None:
-            return getattr(_import(module), name, None)
-    return None

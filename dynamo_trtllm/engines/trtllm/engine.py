@@ -23,7 +23,7 @@ from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, installed_version, load_bindings, release_line
+from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
@@ -50,7 +50,7 @@ class TrtllmEngine(ExternalEngine):
             ConfigError: TensorRT-LLM is not installed, an argument is invalid, or the folder has no model.
         """
         super().__init__("trtllm", "TensorRT-LLM")
-        version = installed_version()
+        version = PACKAGE.version()
         gpus = gpu.visible_gpus()
         self._release = release_for(version)
         self._args = trtllm_args(config, self._release, gpus)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.external.request_checks import HARMONY_STOP_IDS
+from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
@@ -106,12 +106,6 @@ def context_length(facts: RoleFacts) -> int:
     if not facts.max_seq_len:
         raise ConfigError("config.json has no context length. Pass --max-seq-len.", field="max_seq_len")
     return facts.max_seq_len
-
-
-def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the model's own stop tokens, the main one first."""
-    harmony = HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
-    return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
 
 
 def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:

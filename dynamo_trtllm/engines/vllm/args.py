@@ -15,13 +15,7 @@ from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import (
-    Described,
-    LibraryArgs,
-    check_source,
-    described_library_arguments,
-    given_sources,
-)
+from dynamo_trtllm.engines import arguments
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -93,7 +87,7 @@ _LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmArgs(LibraryArgs):
+class VllmArgs(arguments.LibraryArgs):
     """The merged and checked arguments of `AsyncEngineArgs(model=..., **values)`."""
 
     def count(self, key: str) -> int:
@@ -113,10 +107,10 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
             "with vLLM, remove it or set moe_backend and attention_backend",
             field="kernels_profile",
         )
-    given = given_sources(config, FLAGS)
+    given = arguments.given_sources(config, FLAGS)
     for layer in given:
         _check_supported(layer)
-    unchecked = [note for layer in given for note in check_source(layer, LIBRARY.newest, _OURS)]
+    unchecked = [note for layer in given for note in arguments.check_source(layer, LIBRARY.newest, _OURS)]
     merged = layers.merge([_own(config), *given])
     experts = _experts(config, merged.leaves)
     if experts is not None:
@@ -129,13 +123,13 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
     )
 
 
-def described(config: WorkerConfig) -> Described:
+def described(config: WorkerConfig) -> arguments.Described:
     """Return all arguments with their sources, defaults included.
 
     Raises:
         ConfigError: See `vllm_args`.
     """
-    return described_library_arguments(vllm_args(config), _OURS)
+    return arguments.described_library_arguments(vllm_args(config), _OURS)
 
 
 def _own(config: WorkerConfig) -> Source:

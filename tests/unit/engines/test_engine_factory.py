@@ -11,6 +11,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.main import described
@@ -61,7 +62,7 @@ def test_factory_when_it_decides_then_trtllm_is_not_imported(monkeypatch: pytest
 
 
 def test_create_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo_trtllm.engines.vllm.bindings.installed", lambda: False)
+    monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match="the vllm engine needs vLLM") as caught:
         create_engine(WorkerConfig(model_path="/m", engine="vllm"), instance_id=1)
     assert caught.value.field == "engine"

@@ -7,7 +7,7 @@ import pytest
 from dynamo_trtllm.config.layers import read_yaml
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.trtllm import bindings
+from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker import main
 from dynamo_trtllm.worker import main as worker_main
@@ -55,7 +55,7 @@ def test_table_when_code_built_the_config_then_the_source_is_the_configuration()
 def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said(
     engine: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bindings, "installed", lambda: False)
+    monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
     text = main.table(worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4"))
     title = text.splitlines()[1]
     assert "TensorRT-LLM 1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)" in title
@@ -67,8 +67,8 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
 
 
 def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "installed", lambda: True)
-    monkeypatch.setattr(bindings, "installed_version", lambda: "1.1.0")
+    monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: True)
+    monkeypatch.setattr(LibraryPackage, "version", lambda _: "1.1.0")
     text = main.table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
     assert text.splitlines()[1] == "arguments of TensorRT-LLM 1.1.0, kernels profile fallback"
     assert rows(text)["sampler_type"].split(maxsplit=1) == ["auto", "default (TensorRT-LLM 1.1.0)"]

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.trtllm import settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
@@ -133,9 +134,9 @@ def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
 
 
 def test_ends_when_harmony_then_return_and_call_come_first() -> None:
-    assert settings.end_ids(checkpoint()) == (200002, 200012, 199999)
-    assert settings.end_ids(checkpoint(model_type="llama", eos_token_ids=(2,))) == (2,)
-    assert settings.end_ids(checkpoint(vocab_size=100, eos_token_ids=(2,))) == (2,)
+    assert end_ids(checkpoint()) == (200002, 200012, 199999)
+    assert end_ids(checkpoint(model_type="llama", eos_token_ids=(2,))) == (2,)
+    assert end_ids(checkpoint(vocab_size=100, eos_token_ids=(2,))) == (2,)
 
 
 def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import socket
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.vllm import bindings, preflight, settings, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
@@ -302,13 +304,13 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
 
 
 def test_version_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "installed", lambda: False)
+    monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"needs vLLM 0.24.0; run pip install -e '\.\[vllm\]' in a checkout"):
         bindings.installed_version()
 
 
 def test_version_when_another_line_is_installed_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "installed", lambda: True)
-    monkeypatch.setattr(bindings, "_version", lambda: "0.25.1+cpu")
+    monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: True)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.25.1+cpu")
     with pytest.raises(ConfigError, match=r"vLLM 0.25.1 is installed, but .* supports 0.24.0"):
         bindings.installed_version()
