@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dynamo_trtllm.config.layers import read_yaml
+from dynamo_trtllm.config.layers import Source, read_yaml
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
@@ -72,7 +72,7 @@ def calls(table: Mapping[str, tuple[str, ...]]) -> Iterator[Use]:
 def arguments(path: Path, release: ApiManifest) -> Iterator[Use]:
     """Yield each key of a file in a release, with nested keys as far as their schema is known."""
     where = path.relative_to(ROOT).as_posix()
-    yield from _keys(translate(read_yaml(path), where).values, release, where, "")
+    yield from _keys(translate(Source(read_yaml(path), where), []).values, release, where, "")
 
 
 def _keys(values: Mapping[str, object], release: ApiManifest, where: str, prefix: str) -> Iterator[Use]:

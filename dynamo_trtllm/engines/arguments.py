@@ -104,16 +104,11 @@ class LibraryArgs:
             if not isinstance(level, Mapping):
                 return None  # a section that is null
             if part not in level:
-                return self._default(key)
+                if not library_schema.is_known(self.release.library, key):
+                    raise KeyError(key)
+                return library_schema.default(self.release, key, self.values)
             level = level[part]
         return level
-
-    def _default(self, key: str) -> Any:
-        if not library_schema.is_known(self.release.library, key):
-            raise KeyError(key)
-        inside = key.rpartition(".")[0] in self.values  # the section exists because one of its keys was set
-        field = library_schema.find(self.release, key).field
-        return field.default if inside and field is not None else library_schema.default(self.release, key)
 
 
 def check_source(layer: Source, release: ApiManifest, engine_set: Mapping[str, str]) -> list[str]:

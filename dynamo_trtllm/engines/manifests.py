@@ -35,7 +35,6 @@ class ManifestField:
     default: Any  # an enumeration member is represented by its name; None if unknown
     default_known: bool
     is_built: bool  # the default is an object from a factory; its fields have defaults of their own
-    kind: str | None = None  # of a parameter: positional_or_keyword, keyword_only, var_keyword, …
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +161,6 @@ def _field(item: Mapping[str, Any]) -> ManifestField:
         default=_value(item.get("default")),
         default_known=item.get("default_known", True) and not required,
         is_built=str(item.get("default")).startswith("<factory"),
-        kind=item.get("kind"),
     )
 
 

@@ -67,10 +67,16 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
     return list(_check(values, release, where, ""))
 
 
-def default(release: ApiManifest, key: str) -> Any:
-    """Return the release's default of a dotted key; None if it has none, is unknown, or its section is null."""
+def default(release: ApiManifest, key: str, given: Mapping[str, Any]) -> Any:
+    """Return the release's default of a dotted key; None if it has none, is unknown, or its section is null.
+
+    Args:
+        release: API of the library.
+        key: the dotted key.
+        given: the arguments that are set. A section exists if one of its keys is set.
+    """
     parent, _, _ = key.rpartition(".")
-    while parent:
+    while parent and parent not in given:
         above = find(release, parent).field
         if above is None or not above.is_built:
             return None
@@ -118,8 +124,8 @@ def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
     classes = owners(release, field) if field is not None else (release.library.root,)
     names = [known for owner in classes for known in release.fields(owner)]
     guess = suggest(name, names)
-    inside = f"{parent}." if parent else ""
-    listed = f"known: {', '.join(sorted(names))}" if parent else "--print-config lists the known keys"
+    inside = f"{parent}." if field is not None else ""
+    listed = f"known: {', '.join(sorted(names))}" if inside else "--print-config lists the known keys"
     hint = f"did you mean {inside + guess!r}?" if guess else listed
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
 

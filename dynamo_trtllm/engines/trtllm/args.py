@@ -37,72 +37,54 @@ _LIFTED = "pytorch_backend_config"
 _TRANSCEIVER = "cache_transceiver_config"
 
 
-class Translated(NamedTuple):
-    """Arguments with current keys, and a note for each deprecated key."""
-
-    values: dict[str, Any]
-    notes: list[str]
-
-
-def translate(given: Mapping[str, Any], where: str) -> Translated:
-    """Replace deprecated keys.
+def translate(layer: Source, notes: list[str]) -> Source:
+    """Return one source with current keys instead of deprecated ones.
 
     Args:
-        given: nested arguments of one source.
-        where: name of the source; each note begins with it.
+        layer: the source.
+        notes: receives a line for each deprecated key.
 
     Raises:
         ConfigError: a deprecated key and its replacement have different values.
     """
-    work = _Work(copy.deepcopy(dict(given)), where)
+    work = _Work(copy.deepcopy(dict(layer.values)), layer.source, notes)
     if isinstance(work.values.get(_LIFTED), Mapping):
-        work.lift()
+        for key, value in work.values.pop(_LIFTED).items():
+            work.put(f"{_LIFTED}.{key}", key, value)
     for old, new in _MOVED.items():
         work.move(old, new)
     work.graphs()
-    work.overlap()
+    if (overlap := work.pop_flag("enable_overlap_scheduler")) is not None:
+        work.put("enable_overlap_scheduler", "disable_overlap_scheduler", not overlap)
     work.transceiver()
     if work.values.get("backend") == "pytorch":
         del work.values["backend"]  # the engine sets it
-    return Translated(work.values, work.notes)
+    return layer._replace(values=work.values)
 
 
-class _Work:
+class _Work(NamedTuple):
     """State of one translation."""
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-        self.notes: list[str] = []
-
-    def lift(self) -> None:
-        for key, value in self.values.pop(_LIFTED).items():
-            self._put(f"{_LIFTED}.{key}", key, value)
+    values: dict[str, Any]
+    where: str
+    notes: list[str]
 
     def move(self, old: str, new: str) -> None:
         parent, _, last = old.rpartition(".")
         level = self.values.get(parent) if parent else self.values
         if isinstance(level, dict) and last in level:
-            self._put(old, new, level.pop(last))
+            self.put(old, new, level.pop(last))
 
     def graphs(self) -> None:
         """Translate `use_cuda_graph`: false becomes `cuda_graph_config: null`; true is the default."""
-        if "use_cuda_graph" not in self.values:
-            return
-        on = self._flag("use_cuda_graph")
-        if on:
+        is_on = self.pop_flag("use_cuda_graph")
+        if is_on:
             current = self.values.setdefault("cuda_graph_config", {})
             self._agree("use_cuda_graph", "cuda_graph_config", current is not None)
             self._note("use_cuda_graph", "cuda_graph_config, which is on by default")
-        else:
+        elif is_on is not None:
             self.values["cuda_graph_config"] = None
             self._note("use_cuda_graph", "cuda_graph_config: null")
-
-    def overlap(self) -> None:
-        if "enable_overlap_scheduler" in self.values:
-            self._put(
-                "enable_overlap_scheduler", "disable_overlap_scheduler", not self._flag("enable_overlap_scheduler")
-            )
 
     def transceiver(self) -> None:
         level = self.values.get(_TRANSCEIVER)
@@ -111,13 +93,15 @@ class _Work:
             level["backend"] = backend.upper()
             self._note(f"{_TRANSCEIVER}.backend: {backend}", backend.upper())
 
-    def _flag(self, key: str) -> bool:
+    def pop_flag(self, key: str) -> bool | None:
+        if key not in self.values:
+            return None
         value = self.values.pop(key)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} is {value!r}: expected true or false", field=key)
-        return value
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{self.where}: {key} is {value!r}: expected true or false", field=key)
 
-    def _put(self, old: str, new: str, value: Any) -> None:
+    def put(self, old: str, new: str, value: Any) -> None:
         *parents, last = new.split(".")
         level = self.values
         for parent in parents:
@@ -184,7 +168,7 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     """
     profile = kernels.choose(config.kernels_profile, visible_gpus() if gpus is None else gpus)
     notes: list[str] = []
-    given = [_translated(layer, notes) for layer in arguments.given_sources(config, FLAGS)]
+    given = [translate(layer, notes) for layer in arguments.given_sources(config, FLAGS)]
     unchecked = [note for layer in given for note in arguments.check_source(layer, release, _OURS)]
     wanted = layers.merge(
         [
@@ -250,12 +234,6 @@ def _check_together(get: Mapping[str, Any]) -> None:
             key = f"attention_dp_config.{name}"
             if (get.get(key) or 0) < 0:
                 raise ConfigError(f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key)
-
-
-def _translated(layer: Source, notes: list[str]) -> Source:
-    values, new_notes = translate(layer.values, layer.source)
-    notes += new_notes
-    return layer._replace(values=values)
 
 
 def _is_mxfp4(model_path: str) -> bool:

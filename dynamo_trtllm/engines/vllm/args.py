@@ -108,9 +108,10 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
             field="kernels_profile",
         )
     given = arguments.given_sources(config, FLAGS)
+    unchecked: list[str] = []
     for layer in given:
         _check_supported(layer)
-    unchecked = [note for layer in given for note in arguments.check_source(layer, LIBRARY.newest, _OURS)]
+        unchecked += arguments.check_source(layer, LIBRARY.newest, _OURS)
     merged = layers.merge([_own(config), *given])
     experts = _experts(config, merged.leaves)
     if experts is not None:

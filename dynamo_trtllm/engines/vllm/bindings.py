@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo_trtllm.engines import gpu, schema
 from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, construct
@@ -36,7 +36,7 @@ def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll
     Returns:
         None if each GPU of the engine had enough free memory before or after the start: then the cause is another one.
     """
-    share = values.get(_SHARE, schema.default(LIBRARY.newest, _SHARE))
+    share = values.get(_SHARE, schema.default(LIBRARY.newest, _SHARE, values))
     if not isinstance(share, (int, float)):
         return None
     ranks = math.prod(int(values.get(name) or 1) for name in _RANKS)
@@ -144,14 +144,11 @@ class VllmBindings:
         for name, value in values.items():
             field = schema.find(LIBRARY.newest, name).field
             classes = schema.owners(LIBRARY.newest, field) if field is not None and isinstance(value, Mapping) else ()
-            arguments[name] = self._part(classes[0], value) if classes else value
+            try:
+                arguments[name] = getattr(self.config, classes[0])(**value) if classes else value
+            except VENDOR_ERRORS as exc:
+                raise self._rejected(exc) from exc
         return arguments
-
-    def _part(self, name: str, value: Mapping[str, Any]) -> Any:
-        try:
-            return getattr(self.config, name)(**value)
-        except VENDOR_ERRORS as exc:
-            raise self._rejected(exc) from exc
 
     def _rejected(self, exc: Exception) -> ConfigError:
         return ConfigError(f"vLLM {self.version} rejects the engine arguments: {_short(exc)}")
@@ -215,38 +212,6 @@ def load_bindings() -> VllmBindings:
         delta=PACKAGE.find("RequestOutputKind", "vllm.sampling_params").DELTA,
         dead=PACKAGE.find("EngineDeadError", "vllm.v1.engine.exceptions"),
         logger_base=logger_base,
-    )
-
-
-def nixl_connector() -> Any:
-    """Return vLLM's NIXL connector class of the engine that reads KV."""
-    return PACKAGE.find("NixlPullConnector", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector")
-
-
-def windowed_cache_managers() -> list[Any]:
-    """Return the KV cache manager classes of layers with sliding-window and chunked attention."""
-    module = "vllm.v1.core.single_type_kv_cache_manager"
-    return [PACKAGE.find(name, module) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]
-
-
-class SchedulerParts(NamedTuple):
-    """The classes with which vLLM's workers report failed reads, and its scheduler ends the requests."""
-
-    scheduler: Any
-    request_status: Any
-    output: Callable[..., Any]  # of one request in one step
-    outputs: Callable[..., Any]  # of one client in one step
-    worker_metadata: Any  # base of what a connector reports from workers to the scheduler
-
-
-def scheduler_parts() -> SchedulerParts:
-    """Return these classes. Call it only in vLLM's own processes, where the modules are loaded."""
-    return SchedulerParts(
-        scheduler=PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"),
-        request_status=PACKAGE.find("RequestStatus", "vllm.v1.request"),
-        output=PACKAGE.find("EngineCoreOutput", "vllm.v1.engine"),
-        outputs=PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine"),
-        worker_metadata=PACKAGE.find("KVConnectorWorkerMetadata", "vllm.distributed.kv_transfer.kv_connector.v1.base"),
     )
 
 

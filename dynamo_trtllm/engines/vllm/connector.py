@@ -26,16 +26,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import bindings, settings
+from dynamo_trtllm.engines.vllm import settings
+from dynamo_trtllm.engines.vllm.bindings import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, num_remote_tokens
 
 _log = logging.getLogger(__name__)
-_Base: Any = bindings.nixl_connector()
-_parts = bindings.scheduler_parts()
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_Base: Any = PACKAGE.find("NixlPullConnector", f"{_V1}.nixl.connector")  # of the engine that reads KV
+_WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")  # from workers to the scheduler
+_RequestStatus = PACKAGE.find("RequestStatus", "vllm.v1.request")
+_Output = PACKAGE.find("EngineCoreOutput", "vllm.v1.engine")  # of one request in one step
+_Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client in one step
 
 
 @dataclass
-class FailedReads(_parts.worker_metadata):  # type: ignore[misc,name-defined]
+class FailedReads(_WorkerMetadata):  # type: ignore[misc]
     """The ids of requests whose KV could not be read since the last step, of one rank or of all ranks."""
 
     request_ids: frozenset[str]
@@ -114,9 +119,9 @@ def _end_failed_reads(scheduler: Any) -> None:
             _log.warning(
                 "request %s: ending it, because its KV could not be read before the KV transfer expired", request_id
             )
-            self.finish_requests(request_id, _parts.request_status.FINISHED_ERROR)
-            ended = _parts.output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
-            outputs.setdefault(request.client_index, _parts.outputs()).outputs.append(ended)
+            self.finish_requests(request_id, _RequestStatus.FINISHED_ERROR)
+            ended = _Output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
+            outputs.setdefault(request.client_index, _Outputs()).outputs.append(ended)
         return outputs
 
     scheduler.update_from_output = update_from_output
@@ -136,6 +141,6 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
     return late | meta.request_ids if isinstance(meta, FailedReads) else late
 
 
-for each in bindings.windowed_cache_managers():
-    _retain_window_of_last_token(each)
-_end_failed_reads(_parts.scheduler)
+for _name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):
+    _retain_window_of_last_token(PACKAGE.find(_name, "vllm.v1.core.single_type_kv_cache_manager"))
+_end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"))
