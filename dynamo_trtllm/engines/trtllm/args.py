@@ -170,12 +170,8 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     notes: list[str] = []
     given = [translate(layer, notes) for layer in arguments.given_sources(config, FLAGS)]
     unchecked = [note for layer in given for note in arguments.check_source(layer, release, _OURS)]
-    wanted = layers.merge(
-        [
-            Source(profile.engine_args, profile.source),
-            Source(profile.mxfp4_args if _is_mxfp4(config.model_path) else {}, profile.source),
-        ]
-    )
+    mxfp4_args = profile.mxfp4_args if _is_mxfp4(config.model_path) else {}
+    wanted = layers.merge([Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)])
     merged = layers.merge([_own(given, release), _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
     _check_together({key: leaf.value for key, leaf in merged.leaves.items()})

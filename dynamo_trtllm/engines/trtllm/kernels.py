@@ -89,23 +89,17 @@ def load(name: str) -> KernelProfile:
         )
     data = layers.read_yaml(found)
     layers.check_keys(data, _KINDS, str(path))
+    values = {key: data.get(key, kind()) for key, kind in _KINDS.items()}
     for key, kind in _KINDS.items():
-        if not isinstance(data.get(key, kind()), kind):
+        if not isinstance(values[key], kind):
             raise ConfigError(f"{path}: {key} is {data[key]!r}: expected a {kind.__name__}", field=key)
     for key in ("quantization", "environment"):
-        for entry, value in data.get(key, {}).items():
+        for entry, value in values[key].items():
             if not isinstance(value, str):
                 raise ConfigError(
                     f"{path}: {key}.{entry} is {value!r}: expected a string. Put it in quotes.", field=key
                 )
-    return KernelProfile(
-        name=path.stem,
-        sm=tuple(data.get("sm", ())),
-        quantization=data.get("quantization", {}),
-        engine_args=data.get("engine_args", {}),
-        mxfp4_args=data.get("mxfp4_args", {}),
-        environment=data.get("environment", {}),
-    )
+    return KernelProfile(name=path.stem, **{**values, "sm": tuple(values["sm"])})
 
 
 def apply(profile: KernelProfile) -> None:
