@@ -116,6 +116,12 @@ def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[
     assert wanted in said
 
 
+def test_args_when_a_key_is_dotted_then_it_is_the_nested_one() -> None:
+    args = merged(override_engine_args={"kv_transfer_config.kv_buffer_size": 5})
+    assert args.values["kv_transfer_config"]["kv_buffer_size"] == 5
+    assert "it is kv_both" in refused(override_engine_args={"kv_transfer_config.kv_role": "x"})
+
+
 @pytest.mark.parametrize("name", sorted(_RESERVED))
 def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
     assert not schema.is_known(LIBRARY, name)
