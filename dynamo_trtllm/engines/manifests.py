@@ -38,7 +38,7 @@ class ManifestField:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Library:
+class LibraryReleases:
     """A library, the manifests of its releases, and what annotations do not say about its arguments."""
 
     name: str  # for messages
@@ -70,7 +70,7 @@ class Library:
 class ApiManifest:
     """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
 
-    library: Library
+    library: LibraryReleases
     name: str
     owners: Mapping[str, Mapping[str, ManifestField]]
     members: frozenset[str]  # properties and methods with unknown types: `CompletionOutput.length`
@@ -112,7 +112,7 @@ class ApiManifest:
         return self.enums.get(enum, ())
 
 
-def _release(library: Library, name: str, manifests: Iterable[str]) -> ApiManifest:
+def _release(library: LibraryReleases, name: str, manifests: Iterable[str]) -> ApiManifest:
     owners: dict[str, Mapping[str, ManifestField]] = {}
     enums: dict[str, tuple[str, ...]] = {}
     not_read: set[str] = set()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from dynamo_trtllm.config.base import suggest
-from dynamo_trtllm.engines.manifests import ApiManifest, Library, ManifestField, Presence
+from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases, ManifestField, Presence
 from dynamo_trtllm.errors import ConfigError
 
 _MAPPING = "a mapping (key: value)"
@@ -93,7 +93,7 @@ def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{name}.{part}" for part in inner) if inner else (name,)
 
 
-def is_known(library: Library, key: str) -> bool:
+def is_known(library: LibraryReleases, key: str) -> bool:
     """Return True if a known release or an unreleased commit has the argument."""
     return bool(_where_else(library, key))
 
@@ -130,12 +130,12 @@ def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
 
 
-def _having(library: Library, key: str) -> str:
+def _having(library: LibraryReleases, key: str) -> str:
     """Return the names of the releases that have the argument."""
     return ", ".join(each.name for each in library.releases if find(each, key).presence is Presence.PRESENT)
 
 
-def _where_else(library: Library, key: str) -> str:
+def _where_else(library: LibraryReleases, key: str) -> str:
     """Return where the argument is known; "" if nowhere."""
     if having := _having(library, key):
         return f"in {having}"

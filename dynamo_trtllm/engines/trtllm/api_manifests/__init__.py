@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 
-from dynamo_trtllm.engines.manifests import ApiManifest, Library
+from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-LIBRARY = Library(
+LIBRARY = LibraryReleases(
     name="TensorRT-LLM",
     package=__name__,
     root="TorchLlmArgs",

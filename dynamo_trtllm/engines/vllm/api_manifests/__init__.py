@@ -1,9 +1,9 @@
 """Describe the arguments of the supported release of vLLM. scripts/vllm_manifest generates its manifest."""
 
-from dynamo_trtllm.engines.manifests import Library
+from dynamo_trtllm.engines.manifests import LibraryReleases
 
 VERSION = "0.24.0"
-LIBRARY = Library(
+LIBRARY = LibraryReleases(
     name="vLLM",
     package=__name__,
     root="AsyncEngineArgs",
