@@ -28,7 +28,7 @@ from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat
 from dynamo_trtllm.frontend.request_handler import AppState
-from dynamo_trtllm.http_server.body_writer import WRITER
+from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
@@ -135,16 +135,13 @@ class FakePipeline:
         return ReadinessReport(pairs=[], mismatched=[], rejected_records=[])
 
 
-class NullWriter:
-    """A writer to a client that is always ready."""
+class NullTransport(asyncio.Transport):
+    """A connection to a client that reads everything at once."""
 
-    def is_ready(self) -> bool:
-        return True
+    def is_closing(self) -> bool:
+        return False
 
-    def write(self, data: bytes) -> None:
-        pass
-
-    def flush(self) -> None:
+    def write(self, data: bytes) -> None:  # type: ignore[override]
         pass
 
 
@@ -163,15 +160,10 @@ def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
     app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
 
     async def exchange() -> None:
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()
-
-        async def send(_: Any) -> None:
-            pass
-
-        await app({"type": "http", "headers": [], "state": {WRITER: NullWriter()}}, receive, send)
+        request = HttpRequest("POST", "/v1/chat/completions", "", [], "", lambda: None)
+        request.feed(body)
+        request.complete()
+        await app(request, HttpResponse(NullTransport(), FlushBatch(), lambda: None))
 
     return cpu_us(lambda: asyncio.run(exchange()), steps * int(fields.get("n", 1)))
 

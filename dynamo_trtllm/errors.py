@@ -39,7 +39,7 @@ class ConfigError(DynamoError):
 
 
 class InternalError(DynamoError):
-    """An unexpected exception, converted by a catch-all: worker service, ASGI handler, pair probes, renderers."""
+    """An unexpected exception, converted by a catch-all: worker service, HTTP handlers, pair probes, renderers."""
 
     code = "internal"
 

@@ -1,15 +1,9 @@
-"""Build the ASGI app: routes, request ids, and OpenAI-style errors for unknown paths and methods."""
+"""Build the app of a frontend: its routes, and the id of each request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
@@ -23,12 +17,12 @@ from dynamo_trtllm.frontend.generation.completions import TextAggregator, TextSs
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat, prepare_text
 from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
-from dynamo_trtllm.frontend.http import internal
 from dynamo_trtllm.frontend.request_handler import AppState
-from dynamo_trtllm.frontend.request_ids import RequestIds
+from dynamo_trtllm.frontend.request_ids import set_request_id
 from dynamo_trtllm.frontend.response_routes import response_routes
-from dynamo_trtllm.frontend.routes import StatusRoutes, docs, error_response, json_response, openapi
-from dynamo_trtllm.http_server.errors import to_response
+from dynamo_trtllm.frontend.routes import StatusRoutes, docs, openapi
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.routing import Route, Router
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
@@ -52,6 +46,19 @@ TEXT = StatelessAdapter(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class FrontendApp:
+    """The handler of a frontend's requests."""
+
+    router: Router
+    running: InFlight
+    close_responses: Callable[[], Awaitable[None]]
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        set_request_id(request, response)
+        await self.router(request, response)
+
+
 def build_app(
     config: FrontendConfig,
     models: ModelCatalog,
@@ -59,8 +66,8 @@ def build_app(
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
-) -> Starlette:
-    """Build the ASGI app of a frontend. It neither starts nor closes its arguments.
+) -> FrontendApp:
+    """Build the app of a frontend. It neither starts nor closes its arguments.
 
     Args:
         store: storage for `/v1/responses`; None: the memory of this process.
@@ -87,42 +94,19 @@ def build_app(
         on_write_failed=metrics.response_not_stored,
     )
     responses = ResponsesAdapter(response_store)
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", GenerateEndpoint(CHAT, app_state), methods=["POST"]),
-            Route("/v1/completions", GenerateEndpoint(TEXT, app_state), methods=["POST"]),
-            Route("/v1/responses", GenerateEndpoint(responses, app_state), methods=["POST"]),
-            *response_routes(responses, response_store, app_state.running),
-            Route("/v1/models", status_routes.models, methods=["GET"]),
-            Route("/v1/models/{name:path}/ready", status_routes.ready, methods=["GET"]),
-            Route("/v1/models/{name:path}", status_routes.model, methods=["GET"]),
-            Route("/health", status_routes.health, methods=["GET"]),
-            Route("/ready", status_routes.frontend_ready, methods=["GET"]),
-            Route("/live", status_routes.live, methods=["GET"]),
-            Route("/metrics", status_routes.metrics, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"]),
-            Route("/docs", docs, methods=["GET"]),
-        ],
-        middleware=[Middleware(RequestIds)],
-        exception_handlers={HTTPException: _not_found, Exception: _bug},
-    )
-    app.router.redirect_slashes = False
-    app.state.running = app_state.running
-    app.state.close_responses = response_store.aclose
-    return app
-
-
-async def _bug(request: Request, _: Exception) -> Response:
-    """Answer an unexpected exception of a status endpoint with 500. Starlette then raises it again, which logs it."""
-    response = to_response(internal())
-    return json_response(response.body, response.status, {"X-Request-Id": request.state.echoed_id})
-
-
-async def _not_found(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    path, method = request.scope["path"], request.method  # for //x, `url` would treat x as a host
-    if exc.status_code == 405:
-        return error_response(
-            405, f"{method} is not allowed on {path}", code="method_not_allowed", headers=dict(exc.headers or {})
-        )
-    return error_response(404, f"not found: {method} {path}; see /docs for the API", code="unknown_url")
+    routes = [
+        Route("POST", "/v1/chat/completions", GenerateEndpoint(CHAT, app_state)),
+        Route("POST", "/v1/completions", GenerateEndpoint(TEXT, app_state)),
+        Route("POST", "/v1/responses", GenerateEndpoint(responses, app_state)),
+        *response_routes(responses, response_store, app_state.running),
+        Route("GET", "/v1/models", status_routes.models),
+        Route("GET", "/v1/models/{name:path}/ready", status_routes.ready),
+        Route("GET", "/v1/models/{name:path}", status_routes.model),
+        Route("GET", "/health", status_routes.health),
+        Route("GET", "/ready", status_routes.frontend_ready),
+        Route("GET", "/live", status_routes.live),
+        Route("GET", "/metrics", status_routes.metrics),
+        Route("GET", "/openapi.json", openapi),
+        Route("GET", "/docs", docs),
+    ]
+    return FrontendApp(Router(routes, "; see /docs for the API"), app_state.running, response_store.aclose)

@@ -19,8 +19,8 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import PeerProcesses, SingleProcess
 from dynamo_trtllm.frontend.startup_gate import StartupGate
-from dynamo_trtllm.http_server.connection import http_server
-from dynamo_trtllm.network.listening import BACKLOG, listen, warn_if_exposed
+from dynamo_trtllm.http_server.server import http_server
+from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -68,23 +68,21 @@ async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesse
     _tune_malloc()
     with sock:
         gate = StartupGate()
-        server = http_server(gate, config, backlog=BACKLOG)
-        server.config.load()  # imports modules, which must not run while the loading thread imports others
+        server = http_server(gate, config)
 
         def stop(_: object = None) -> None:
-            server.should_exit = True
+            server.stop()
 
         work = asyncio.create_task(_work(config, gate, peers, stop))
         work.add_done_callback(stop)
         work.add_done_callback(lambda _: gate.close())
         peers.on_parent_exit(stop)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(signal.SIGTERM, server.stop)
+        loop.add_signal_handler(signal.SIGINT, server.interrupt)
         _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
         try:
-            # `serve` would raise the signal again at its end, which would kill the process before it closes anything.
-            await server._serve([sock])
+            await server.serve(sock)
         finally:
             work.cancel()
             (ended,) = await asyncio.gather(work, return_exceptions=True)

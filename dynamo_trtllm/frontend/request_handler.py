@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -27,9 +27,9 @@ from dynamo_trtllm.frontend.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B, PreparedRequest, SseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan, RequestContext
-from dynamo_trtllm.frontend.http import ClientDisconnected, ClientResponse
 from dynamo_trtllm.frontend.request_metrics import ChoiceMetrics, RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
+from dynamo_trtllm.http_server.exchange import HttpResponse
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 
@@ -77,7 +77,7 @@ class RequestHandler(Generic[B]):
     """A handler of one request, from its body to the end of the response."""
 
     def __init__(
-        self, adapter: ApiAdapter[B], app_state: AppState, response: ClientResponse, request_metrics: RequestMetrics
+        self, adapter: ApiAdapter[B], app_state: AppState, response: HttpResponse, request_metrics: RequestMetrics
     ) -> None:
         self._adapter = adapter
         self._app_state = app_state
@@ -103,20 +103,15 @@ class RequestHandler(Generic[B]):
                 else:
                     await self._aggregate(prepared, stream)
 
-    def is_answered(self) -> bool:
-        """Return True if the whole response was sent."""
-        return self._response.ended
-
     async def fail(self, error: DynamoError) -> None:
-        """Send the error as HTTP status, or as the last event of a started stream, if the client is still connected."""
-        with suppress(ClientDisconnected):
-            if self._encoder is not None and self._response.started:
-                await self._response.send_events(self._encoder.error(error), last=True)
-            else:
-                is_overloaded = isinstance(error, Overloaded)
-                await self._response.send_error(
-                    error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S
-                )
+        """Send the error as HTTP status, or as the last event of a started stream."""
+        if self._encoder is not None and self._response.started:
+            await self._response.send_events(self._encoder.error(error), last=True)
+        else:
+            is_overloaded = isinstance(error, Overloaded)
+            self._response.send_error(
+                error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S
+            )
 
     def admit(self) -> None:
         """Raise Overloaded if the queue is full. Called before the body is read."""
@@ -248,17 +243,17 @@ class RequestHandler(Generic[B]):
             raise StreamIncomplete("the worker's stream ended without a terminal chunk; retry")
 
     def _direct_write(self) -> Callable[[ChoiceDelta], bool] | None:
-        """Return a function that writes a delta's events at once, without a task switch; None if there is no writer.
+        """Return a function that writes a delta's events at once, without a task switch; None if nothing is streamed.
 
         It returns False, and writes nothing, before the stream has started and while the client reads slowly.
         """
-        response, writer, encoder = self._response, self._response.writer, self._encoder
-        if writer is None or encoder is None:
+        response, encoder = self._response, self._encoder
+        if encoder is None:
             return None
-        observe, encode, is_ready, send = self._request_metrics.observe, encoder.delta, writer.is_ready, writer.write
+        observe, encode, send = self._request_metrics.observe, encoder.delta, response.write
 
         def write(delta: ChoiceDelta) -> bool:
-            if self._is_sending or not response.started or not is_ready():
+            if self._is_sending or not response.is_writable:
                 return False
             observe(delta)
             if data := encode(delta):
@@ -277,7 +272,7 @@ class RequestHandler(Generic[B]):
                 data = encoder.delta(delta)
             else:
                 data = encoder.start() + encoder.delta(delta)
-                await response.start_events(request_metrics.served_by())
+                response.start_events(request_metrics.served_by())
             if delta.finish is not None:
                 num_unfinished -= 1
                 if not num_unfinished:
@@ -297,4 +292,4 @@ class RequestHandler(Generic[B]):
             aggregator.push(delta)
         body = aggregator.body(request_metrics.usage(), request_metrics.stats())
         await self._adapter.on_complete(prepared, aggregator)
-        await self._response.send_json(200, body, request_metrics.served_by())
+        self._response.send_json(200, body, request_metrics.served_by())

@@ -67,7 +67,7 @@ async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesse
             return tasks.reason or peers.not_ready_reason()
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
-        stack.push_async_callback(app.state.close_responses)
+        stack.push_async_callback(app.close_responses)
         work = {
             "discovery-watch": models.watch(),
             "nats-watch": plane.until_ended(),

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.frontend.http import ClientResponse
-from dynamo_trtllm.frontend.request_ids import RequestIds
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, retry_headers
+from dynamo_trtllm.frontend.request_ids import set_request_id
+from dynamo_trtllm.http_server.errors import retry_headers
+from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 
 _STARTING = "this frontend is starting"
 _EARLY = {
@@ -35,15 +33,13 @@ _EARLY = {
 
 
 class StartupGate:
-    """The ASGI app of a starting frontend. Requests wait until `open` or `close` is called, once."""
+    """The handler of a starting frontend. Requests wait until `open` or `close` is called, once."""
 
     def __init__(self) -> None:
-        self._app: ASGIApp | None = None
+        self._app: Handler | None = None
         self._decided = asyncio.Event()
-        self._early = RequestIds(_answer_early)
-        self._late = RequestIds(_answer_late)
 
-    def open(self, app: ASGIApp) -> None:
+    def open(self, app: Handler) -> None:
         """Forward all requests to `app`, including those that wait."""
         self._app = app
         self._decided.set()
@@ -52,19 +48,16 @@ class StartupGate:
         """Answer the waiting requests with a retryable error. Does nothing if the gate is open."""
         self._decided.set()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
         if self._app is None:
-            if scope["path"] in _EARLY and scope["method"] in ("GET", "HEAD"):
-                await self._early(scope, receive, send)
+            if request.path in _EARLY and request.method in ("GET", "HEAD"):
+                set_request_id(request, response)
+                status, body = _EARLY[request.path]
+                response.send_json(status, body, retry_headers(status))
                 return
             await self._decided.wait()
-        await (self._app or self._late)(scope, receive, send)
-
-
-async def _answer_early(scope: Scope, receive: Receive, send: Send) -> None:
-    status, body = _EARLY[scope["path"]]
-    await ClientResponse(send).send_json(status, body, retry_headers(status))
-
-
-async def _answer_late(scope: Scope, receive: Receive, send: Send) -> None:
-    await ClientResponse(send).send_error(Draining("this frontend failed to start; see its log"), RETRY_AFTER_S)
+        if self._app is None:
+            set_request_id(request, response)
+            response.send_error(Draining("this frontend failed to start; see its log"))
+        else:
+            await self._app(request, response)

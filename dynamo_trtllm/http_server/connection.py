@@ -1,293 +1,385 @@
-"""Run the HTTP server with limits on connections: their number, the size of a request's head, and its arrival time.
+"""One HTTP/1.1 connection: its socket, its requests, and their limits in size and time.
 
-uvicorn has none of these limits for its fast parser. Bodies are also limited where they are read (`http.read_body`).
+Bodies are also limited where they are read (`frontend/http.read_body`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import sys
-from dataclasses import dataclass
-from http import HTTPStatus
+from collections import deque
+from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import unquote
 
-import orjson
-import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import httptools
 
-from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
-from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
-from dynamo_trtllm.http_server.errors import to_response
-from dynamo_trtllm.network.listening import Acceptor, allow_files
+from dynamo_trtllm.errors import (
+    Draining,
+    DynamoError,
+    HeadTooLarge,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    RequestTimeout,
+)
+from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.http_server.connection_group import ConnectionGroup
+from dynamo_trtllm.http_server.errors import internal
+from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse
 
-if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
+log = logging.getLogger(__name__)
 
-_log = logging.getLogger(__name__)
-
-_OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
-_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 _GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, before the connection is closed
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
+_UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
+_WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
 _order = count(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """The limits of one server. A connection beyond the limit gets 429, unless it replaces another one."""
+class HttpConnection(asyncio.Protocol):
+    """One connection. It runs one handler at a time; requests that the client sends before its response wait."""
 
-    max_connections: int
-    max_header_bytes: int  # request line and headers
-    receive_timeout_s: float  # for the head from its first byte (or the connection) on, then for the body
-    keep_alive_timeout_s: float  # of an idle connection
-    answer_timeout_s: float | None = None  # until the client has read a response; None: no limit here
-    closes_least_recent: bool = False  # a connection beyond the limit replaces the least recently used one
-    max_body_bytes: int = 0  # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
-
-
-def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicorn.Server:
-    """Create the server, which does not listen yet, and raise the limit of open files to fit its connections."""
-    allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
-    limits = ConnectionLimits(
-        max_connections=config.max_connections,
-        max_header_bytes=config.max_header_bytes,
-        receive_timeout_s=config.receive_timeout_s,
-        keep_alive_timeout_s=config.keep_alive_timeout_s,
-        max_body_bytes=config.max_body_bytes,
-    )
-    return HttpServer(app, limits, backlog=backlog, shutdown_s=_SHUTDOWN_S)
-
-
-class HttpServer(uvicorn.Server):
-    """A uvicorn server with connection limits that accepts connections through `Acceptor`.
-
-    `shutdown_s` is the longest wait for running requests at shutdown.
-    """
-
-    def __init__(self, app: ASGIApp, limits: ConnectionLimits, *, backlog: int, shutdown_s: int) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=type("Protocol", (LimitedProtocol,), {"limits": limits, "flush_batch": FlushBatch()}),
-                timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]  # goes to call_later
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # a client's address is that of its connection
-                server_header=False,
-                timeout_graceful_shutdown=shutdown_s,
-                backlog=backlog,
-            )
-        )
-        self._limits = limits
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        self.servers = [Acceptor(sock, self._connect, self._relieve) for sock in sockets or ()]  # type: ignore[misc]
-
-    async def _connect(self, connection: socket.socket) -> None:
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
-        except OSError as exc:
-            connection.close()
-            _log.debug("client disconnected while it was accepted: %s", exc)
-
-    def _relieve(self) -> bool:
-        return self._limits.closes_least_recent and _close_least_recent(self.server_state.connections)
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        protocol = self.config.http_protocol_class
-        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
-
-
-def _close_least_recent(connections: set[Any]) -> bool:
-    """Close the connection whose last request or opening is oldest. Return False if there is no connection."""
-    if not connections:
-        return False
-    oldest: LimitedProtocol = min(connections, key=lambda each: each.last_activity)
-    connections.discard(oldest)
-    oldest.transport.abort()  # `close` would wait until the client has read all data
-    return True
-
-
-class LimitedProtocol(HttpToolsProtocol):
-    """One connection. uvicorn creates it."""
-
-    limits: ClassVar[ConnectionLimits]
-    flush_batch: ClassVar[FlushBatch]
-
-    last_activity = 0  # rank by the time of its opening, or of its newest complete request head
+    _transport: asyncio.Transport
+    _client = ""
     _in_head = True  # True before and during a request's head
     _received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0
     _body_bytes = 0  # received
-    _rejected = False
-    _timer: asyncio.TimerHandle | None = None
-    _answering: RequestResponseCycle | None = None
-    _answer_timer: asyncio.TimerHandle | None = None
+    _is_rejected = False
+    _is_idle = False  # `_timer` is that of an idle connection
+    _is_paused = False  # the client does not read what was written
+    _is_reading = True
+    _timer: asyncio.TimerHandle | None = None  # for the client's sending
+    _read_timer: asyncio.TimerHandle | None = None  # for the client's reading
+
+    def __init__(self, group: ConnectionGroup) -> None:
+        self._group = group
+        self._limits = group.limits
+        self._loop = asyncio.get_running_loop()
+        self.last_activity = next(_order)  # rank by the time of its opening, or of its newest complete request head
+        self._parser = httptools.HttpRequestParser(self)
+        # A client may send more after a request with `Connection: close`. It is not answered.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._current: Exchange | None = None  # whose handler runs, or was the last to run
+        self._newest: Exchange | None = None  # received
+        self._waiting: deque[Exchange] = deque()
+
+    # --- called by the event loop ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.last_activity = next(_order)
-        super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            if not self.limits.closes_least_recent:
-                self.connections.discard(self)
-                most = self.limits.max_connections
-                self._reject(Overloaded(f"the server has {most} open connections, its limit; try again later"))
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self._client = peer[0] if peer else ""
+        group, limits = self._group, self._limits
+        if len(group.open) >= limits.max_connections:
+            if not limits.closes_least_recent:
+                self._reject(
+                    Overloaded(f"the server has {limits.max_connections} open connections, its limit; try again later")
+                )
                 return
-            _close_least_recent(self.connections)
-        self._arm(self.limits.receive_timeout_s)
+            group.close_least_recent()
+        group.open.add(self)
+        self._arm(limits.receive_timeout_s, self._cut)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._disarm_answer()
-        super().connection_lost(exc)
-        # uvicorn notifies only the newest request, which may wait behind this one.
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+        self._disarm_read()
+        for request, response in [*([self._current] if self._current else []), *self._waiting]:
+            request.lose()
+            response.lose()
+        self._current = self._newest = None
+        self._waiting.clear()
+        del self._parser  # it refers to this object
+        self._group.open.discard(self)
+        self._group.changed.set()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answering = cycle
-        if self.limits.answer_timeout_s is not None:
-            self._disarm_answer()
-            self._answer_timer = self.loop.call_later(self.limits.answer_timeout_s, self._cut_answer, cycle)
-        super()._start_asgi_task(cycle, app)
+    def pause_writing(self) -> None:
+        self._is_paused = True
+        if self._current is not None:
+            self._current.response.pause()
 
-    def _cut_answer(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection at the timeout, unless the response was sent."""
-        if not cycle.response_complete or self.transport.get_write_buffer_size():
-            self.transport.abort()
-
-    def _disarm_answer(self) -> None:
-        if self._answer_timer is not None:
-            self._answer_timer.cancel()
-            self._answer_timer = None
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        if self._current is not None:
+            self._current.response.resume()
+            self._begin_next()
 
     def data_received(self, data: bytes) -> None:
-        if self._rejected:
+        if self._is_rejected:
             return
         if self._in_head:
             self._received_bytes += len(data)
         else:
             self._body_bytes += len(data)
-        super().data_received(data)
-        if self._body_bytes > self.limits.max_body_bytes + self.limits.max_header_bytes and not self._rejected:
+        self._parse(data)
+        if self._is_rejected:
+            return
+        limits = self._limits
+        if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
             self._reject(
                 PayloadTooLarge(
-                    f"the request body is larger than the limit of {self.limits.max_body_bytes} bytes, including chunk "
+                    f"the request body is larger than the limit of {limits.max_body_bytes} bytes, including chunk "
                     "sizes, extensions and trailers"
                 )
             )
-            return
-        if self._in_head and self._received_bytes > self.limits.max_header_bytes and not self._rejected:
+        elif self._in_head and self._received_bytes > limits.max_header_bytes:
             self._reject(self._too_large())
 
-    # --- called by the parser, within `data_received` --------------------------------------------------
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]  # another protocol is not offered: HTTP/1.1 goes on
+            except httptools.HttpParserError as exc:
+                cause = exc.__context__  # an error that a method below raised
+                invalid = InvalidRequest("the request is not valid HTTP/1.1")
+                self._reject(cause if isinstance(cause, DynamoError) else invalid)
+                return
+
+    # --- called by the parser, within `data_received` ----------------------------------------------------
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._timer is None:
-            self._arm(self.limits.receive_timeout_s)
+        self._url, self._headers = b"", []
+        if self._timer is None or self._is_idle:
+            self._arm(self._limits.receive_timeout_s, self._cut)
 
     def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._parsed(len(url))
+        self._url += url
+        self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._parsed(len(name) + len(value) + 4)
+        self._count(len(name) + len(value) + 4)
+        if self._in_head:  # otherwise it is a trailer
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._check_version()
+        version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
+        self._check_version(version)
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
         self.last_activity = next(_order)
-        self._arm(self.limits.receive_timeout_s + _GRACE_S)
-        super().on_headers_complete()
-        self.scope["state"][WRITER] = CycleWriter(self.cycle, self.flush_batch)
-        if self.scope["method"] != "HEAD":
-            self.cycle.transport = HeldHead(self.cycle, self.transport)
+        self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
+        method, path = self._parser.get_method().decode("ascii"), (url.path or b"/").decode("ascii")
+        query = (url.query or b"").decode("latin-1")
+        request = HttpRequest(
+            method, unquote(path) if "%" in path else path, query, self._headers, self._client, self._on_read
+        )
+        request.expects_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
+        response = HttpResponse(
+            self._transport,
+            self._group.batch,
+            self._on_end,
+            is_head=method == "HEAD",
+            is_chunked=version == "1.1",
+            keeps_alive=version == "1.1" and self._parser.should_keep_alive(),
+        )
+        self._newest = Exchange(request, response)
+        self._waiting.append(self._newest)
+        self._begin_next()
+        self._update_reading()
+
+    def on_body(self, part: bytes) -> None:
+        if self._newest is not None and not self._newest.response.ended:
+            self._newest.request.feed(part)
+            self._update_reading()
 
     def on_message_complete(self) -> None:
         self._in_head = True
         self._disarm()
-        super().on_message_complete()
+        if self._newest is not None:
+            self._newest.request.complete()
+            if self._newest.response.ended:
+                self._arm_idle()
 
-    def _parsed(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
-        if self._parsed_bytes > self.limits.max_header_bytes:
-            raise self._too_large()  # the parser stops, and uvicorn calls `send_400_response`
+        if self._parsed_bytes > self._limits.max_header_bytes:
+            raise self._too_large()
 
-    def _check_version(self) -> None:
+    def _too_large(self) -> HeadTooLarge:
+        most = self._limits.max_header_bytes
+        return HeadTooLarge(f"the request line and headers are larger than the limit of {most} bytes; send fewer")
+
+    def _check_version(self, version: str) -> None:
         """Check the HTTP version and the Host header. Raises InvalidRequest, which stops the parser."""
-        version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
-        hosts = sum(name == b"host" for name, _ in self.headers)
+        hosts = sum(name == b"host" for name, _ in self._headers)
         if hosts > 1 or (version == "1.1" and not hosts):
             raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
 
-    def send_400_response(self, msg: str) -> None:
-        """Reject the request. uvicorn calls this while it handles a parser error, which may wrap a DynamoError."""
-        exc = sys.exception()
-        cause = exc and exc.__context__
-        self._reject(cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1"))
+    # --- requests ----------------------------------------------------------------------------------------
 
-    # --- the end ---------------------------------------------------------------------------------------
+    def _begin_next(self) -> None:
+        """Run the handler of the next request, once the response before it was sent, and read but for a buffer."""
+        if not self._waiting or (self._current is not None and not self._current.response.ended):
+            return
+        if self._is_paused:
+            self._watch_reader()
+            return
+        self._current = self._waiting.popleft()
+        self._disarm_read()
+        if self._limits.answer_timeout_s is not None:
+            self._read_timer = self._loop.call_later(
+                self._limits.answer_timeout_s, self._cut_answer, self._current.response
+            )
+        task = self._loop.create_task(self._serve(*self._current))
+        self._group.tasks.add(task)
+        task.add_done_callback(self._served)
 
-    def _too_large(self) -> HeadTooLarge:
-        most = self.limits.max_header_bytes
-        return HeadTooLarge(f"the request line and headers are larger than the limit of {most} bytes; send fewer")
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._group.tasks.discard(task)
+        self._group.changed.set()
 
-    def _arm(self, seconds: float) -> None:
+    async def _serve(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Run the handler, and end the response if the handler did not."""
+        failure: DynamoError = internal()
+        try:
+            await self._group.handler(request, response)
+        except ClientDisconnected:
+            pass
+        except asyncio.CancelledError:
+            failure = Draining("the server shut down before the request was complete; retry")
+            raise
+        except Exception:  # any bug of a handler: logged here, answered as `internal`
+            log.exception("%s %s failed", request.method, request.path)
+        finally:
+            if not (response.ended or request.is_lost):
+                response.fail(failure)
+
+    def _on_read(self) -> None:
+        """Receive the body of the current request. Called when its handler reads."""
+        if self._current is None:
+            return
+        request, response = self._current
+        if request.expects_continue and not (request.is_complete or request.unread_bytes or response.started):
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.expects_continue = False
+        self._update_reading()
+
+    def _on_end(self) -> None:
+        """Close the connection after a response, or go on with the next request."""
+        if self._current is None or self._transport.is_closing():
+            return
+        if not self._current.response.keeps_alive:
+            self._close()
+        elif self._waiting:
+            self._begin_next()
+        elif self._group.is_draining:
+            self._close()
+        elif self._in_head:
+            self._arm_idle()
+        self._update_reading()
+
+    def _update_reading(self) -> None:
+        """Receive data unless too many requests wait, or a body is not read by its handler."""
+        newest = self._newest
+        is_full = newest is not None and newest.request.unread_bytes > _UNREAD_BYTES and not newest.response.ended
+        reads = len(self._waiting) < _WAITING and not is_full
+        if reads != self._is_reading and not self._transport.is_closing():
+            self._is_reading = reads
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    # --- time ----------------------------------------------------------------------------------------------
+
+    def _arm(self, seconds: float, action: Callable[[], None]) -> None:
         self._disarm()
-        self._timer = self.loop.call_later(seconds, self._cut)
+        self._timer = self._loop.call_later(seconds, action)
+
+    def _arm_idle(self) -> None:
+        if self._timer is None:  # otherwise the next request has begun
+            self._arm(self._limits.keep_alive_timeout_s, self._close)
+            self._is_idle = True
 
     def _disarm(self) -> None:
+        self._is_idle = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def _disarm_read(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
     def _cut(self) -> None:
+        """End a connection whose request has not arrived in time."""
         self._timer = None
-        if self._in_head and self._received_bytes:
-            seconds = self.limits.receive_timeout_s
+        seconds = self._limits.receive_timeout_s
+        if not self._is_reading and self._waiting:
+            self._arm(seconds, self._cut)  # it could not arrive
+        elif self._in_head and self._received_bytes:
             self._reject(RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
         else:
-            self.transport.close()
+            self._close()
+
+    def _cut_answer(self, response: HttpResponse) -> None:
+        """Close the connection at the timeout, unless the response was sent."""
+        if not response.ended or self._transport.get_write_buffer_size():
+            self.abort()
+
+    def _watch_reader(self) -> None:
+        """Close the connection once the client has read nothing for a while. The answer's own limit goes before."""
+        if self._read_timer is None:
+            unread_bytes = self._transport.get_write_buffer_size()
+            self._read_timer = self._loop.call_later(exchange.STALL_S, self._cut_reader, unread_bytes)
+
+    def _cut_reader(self, unread_bytes: int) -> None:
+        self._read_timer = None
+        if self._transport.get_write_buffer_size() >= unread_bytes:
+            self.abort()
+        else:
+            self._watch_reader()
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Close the connection. Data that the client has not read is lost."""
+        self._transport.abort()
+
+    def drain(self) -> None:
+        """Close the connection after the responses to the requests that were received."""
+        if self._newest is None or self._newest.response.ended:
+            self._close()
+        else:
+            self._newest.response.keeps_alive = False
+
+    def _close(self) -> None:
+        """Close the connection when the client has read all data."""
+        self._disarm()
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._watch_reader()
 
     def _reject(self, error: DynamoError) -> None:
         """Send an error and read no more from this connection."""
-        self._rejected = True
+        self._is_rejected = True
         self._disarm()
-        answering = self._answering
-        if answering is not None and answering.response_complete and answering is self.cycle and not self._in_head:
-            self._linger()  # the response was sent before the whole body arrived
-            return
-        if answering is not None and not answering.response_complete:
-            if answering is not self.cycle or answering.response_started or self._in_head:
-                self.transport.close()  # another response is being sent, which this error must not interrupt
+        if self._current is not None:
+            request, response = self._current
+            is_newest = self._current is self._newest
+            if response.ended and is_newest and not self._in_head:
+                self._linger()  # the response was sent before the whole body arrived
                 return
-            answering.disconnected = True  # prevents a response of the app
-            answering.message_event.set()
-        response = to_response(error)
-        body = orjson.dumps(response.body)
-        headers = {**response.headers, "Content-Type": "application/json", "Content-Length": len(body)}
-        lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in (headers | {"Connection": "close"}).items()]
-        self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
-        self._linger()
+            if not response.ended:
+                if not is_newest or response.started or self._in_head:
+                    self._close()  # another response is being sent, which this error must not interrupt
+                    return
+                request.lose()
+                response.lose()
+        HttpResponse(self._transport, self._group.batch, self._linger, keeps_alive=False).send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read the error."""
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-            self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._timer = self._loop.call_later(_LINGER_S, self.abort)
         else:
-            self.transport.close()
+            self._transport.close()

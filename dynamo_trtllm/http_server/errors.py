@@ -72,10 +72,12 @@ def to_response(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> Error
     """Return the response for an error. A class that is not in the table uses its parent's row."""
     spec = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     body = error_body(error.message, type=spec.type, param=error.field, code=error.code)
-    headers = retry_headers(spec.status, retry_after_s)
-    if isinstance(error, errors.RequestTimeout):
-        headers["Connection"] = "close"  # the rest of the request may still arrive
-    return ErrorResponse(spec.status, body, headers)
+    return ErrorResponse(spec.status, body, retry_headers(spec.status, retry_after_s))
+
+
+def internal() -> errors.InternalError:
+    """Return the error for an unexpected exception."""
+    return errors.InternalError("an internal error occurred; see the server's log for this request id")
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:

@@ -175,7 +175,7 @@ class Acceptor:
         self._loop.remove_reader(self._sock)
 
     async def wait_closed(self) -> None:
-        """Wait until the tasks of accepted connections have ended. uvicorn calls it after `close`."""
+        """Wait until the tasks of accepted connections have ended. Called after `close`."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def aclose(self) -> None:

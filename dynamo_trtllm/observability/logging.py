@@ -54,7 +54,6 @@ def setup(level: str, process_name: str, log_format: str = "text") -> None:
     # Other packages log warnings and errors only, except at level debug.
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     logging.getLogger("dynamo_trtllm").setLevel(level.upper())
-    logging.getLogger("uvicorn.access").disabled = True  # the frontend logs each finished request itself
     logging.captureWarnings(True)
 
 

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.http_server.connection import ConnectionLimits, HttpServer
-from dynamo_trtllm.network.listening import BACKLOG, listen, warn_if_exposed
+from dynamo_trtllm.http_server.connection_group import ConnectionLimits
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.routing import Route, Router
+from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.network.listening import listen, warn_if_exposed
 
 _log = logging.getLogger(__name__)
 
@@ -47,28 +45,26 @@ class Health:
         return self.phase == "serving" and not self.reason and not self.failure
 
 
-def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette:
+def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Router:
     """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker accepts requests."""
 
-    async def live(_: Request) -> Response:
-        return JSONResponse({"status": "live"})
+    async def live(_: HttpRequest, response: HttpResponse) -> None:
+        response.send_json(200, {"status": "live"})
 
-    async def ready(_: Request) -> Response:
+    async def ready(_: HttpRequest, response: HttpResponse) -> None:
         body = {"status": health.phase, "reason": health.failure or health.reason, "instance_id": health.instance_id}
-        return JSONResponse(body, status_code=200 if health.is_ready else 503)
+        response.send_json(200 if health.is_ready else 503, body)
 
-    async def report(_: Request) -> Response:
+    async def report(_: HttpRequest, response: HttpResponse) -> None:
         status = "ready" if health.is_ready else "notready"
         about = {"phase": health.phase, "reason": health.failure or health.reason, "instance_id": health.instance_id}
-        body = {"status": status} | about
-        return JSONResponse(body, status_code=200 if health.is_ready else 503)
+        response.send_json(200 if health.is_ready else 503, {"status": status} | about)
 
-    async def metrics(_: Request) -> Response:
-        return Response(render_metrics(), media_type="text/plain; version=0.0.4")
+    async def metrics(_: HttpRequest, response: HttpResponse) -> None:
+        response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")
 
-    return Starlette(
-        routes=[Route("/live", live), Route("/ready", ready), Route("/health", report), Route("/metrics", metrics)]
-    )
+    handlers = {"/live": live, "/ready": ready, "/health": report, "/metrics": metrics}
+    return Router([Route("GET", path, handler) for path, handler in handlers.items()])
 
 
 class HealthServer:
@@ -94,9 +90,8 @@ class HealthServer:
         if self._port is None:
             return self
         self._sock = listen(self._host, self._port, setting="system")
-        self._server = HttpServer(self._app, LIMITS, backlog=BACKLOG, shutdown_s=1)
-        # not `serve`, which would replace the worker's signal handlers
-        self._task = self._tasks.start(self._server._serve([self._sock]), "worker-health")
+        self._server = HttpServer(self._app, LIMITS, shutdown_s=1)
+        self._task = self._tasks.start(self._server.serve(self._sock), "worker-health")
         warn_if_exposed(self._host, self._sock.getsockname()[1], "read health and metrics", "--system-host")
         shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
         _log.info("health at http://%s:%d", shown, self._sock.getsockname()[1])
@@ -108,6 +103,6 @@ class HealthServer:
         if self._server is None or self._task is None:
             return
         self._tasks.release(self._task)
-        self._server.should_exit = True
+        self._server.stop()
         await asyncio.gather(self._task, return_exceptions=True)  # `BackgroundTasks` has reported a failure
-        self._sock.close()  # uvicorn closed it, unless its task failed
+        self._sock.close()  # the server closed it, unless its task failed

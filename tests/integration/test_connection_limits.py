@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
-import uvicorn
 
-from dynamo_trtllm.frontend import http, request_handler
-from dynamo_trtllm.http_server.connection import http_server
+from dynamo_trtllm.frontend import request_handler
+from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.http_server.server import HttpServer, http_server
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
@@ -24,7 +24,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: applicat
 
 
 class Served:
-    def __init__(self, made: FakeFrontend, server: uvicorn.Server, port: int) -> None:
+    def __init__(self, made: FakeFrontend, server: HttpServer, port: int) -> None:
         self.front = made
         self.server = server
         self._port = port
@@ -36,13 +36,13 @@ class Served:
 
     async def until_connections(self, count: int) -> None:
         async with asyncio.timeout(SOON_S):
-            while len(self.server.server_state.connections) != count:  # noqa: ASYNC110  # uvicorn tells nobody
+            while len(self.server.connections.open) != count:  # noqa: ASYNC110  # an opened one tells nobody
                 await asyncio.sleep(0.01)
 
     async def until_answered(self) -> None:
         """All exchanges have ended."""
         async with asyncio.timeout(SOON_S):
-            while self.server.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
+            while self.server.connections.tasks:  # noqa: ASYNC110  # two waiters would miss each other's event
                 await asyncio.sleep(0.01)
 
     async def aclose(self) -> None:
@@ -90,21 +90,18 @@ class Client(NamedTuple):
 async def serving(**config: Any) -> AsyncIterator[Served]:
     """No connection, task or permit may be left at the end."""
     made = front(stop("ok"), **config)
-    server = http_server(made.app, made.config, backlog=100)
+    server = http_server(made.app, made.config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        task = asyncio.create_task(server._serve([sock]))
-        async with asyncio.timeout(SOON_S):
-            while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
-                await asyncio.sleep(0.01)
         served = Served(made, server, sock.getsockname()[1])
+        task = asyncio.create_task(server.serve(sock))
         try:
             yield served
         finally:
             await served.aclose()
-            server.should_exit = True
+            server.stop()
             await task
-    assert server.server_state.connections == set()
-    assert server.server_state.tasks == set()
+    assert server.connections.open == set()
+    assert server.connections.tasks == set()
     assert made.pipeline.running == 0
 
 
@@ -119,7 +116,7 @@ async def test_connections_when_one_too_many_then_429_closed_and_room_again_afte
             assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "overloaded", "1")
             assert answer.headers["connection"] == "close"
             assert await refused.until_closed() == b""
-        assert len(served.server.server_state.connections) == 2
+        assert len(served.server.connections.open) == 2
         assert (await clients[0].ask(GET)).status == 200  # the others are served on
         clients[0].writer.close()
         await served.until_connections(1)
@@ -323,7 +320,7 @@ FLOOD = [chunk("x" * 10_000)] * 1000  # more than the buffers of both sides hold
 async def test_answer_when_nobody_reads_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "STALL_S", 0.2)
+    monkeypatch.setattr(exchange, "STALL_S", 0.2)
     async with serving(request_timeout_s=1.5) as served:
         served.front.pipeline.script = [*FLOOD, stop()]
         client = await served.connect()
@@ -340,7 +337,7 @@ async def test_answer_when_nobody_reads_it_then_it_is_cut_after_its_deadline_and
 async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "STALL_S", SOON_S)
+    monkeypatch.setattr(exchange, "STALL_S", SOON_S)
     monkeypatch.setattr(request_handler, "MAX_PENDING_TOKENS", 1 << 30)  # the script does not wait for its reader
     async with serving(request_timeout_s=1.5) as served:
         served.front.pipeline.script = [*FLOOD, stop()]

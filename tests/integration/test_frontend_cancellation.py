@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 
+from dynamo_trtllm.http_server.server import http_server
 from dynamo_trtllm.messages import Chunk
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
@@ -20,17 +21,15 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def serving(served: FakeFrontend) -> AsyncGenerator[int, None]:
-    config = uvicorn.Config(served.app, host="127.0.0.1", port=0, log_config=None, lifespan="off", loop="none")
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None
-    sockets = [config.bind_socket()]
-    sockets[0].listen()
-    task = asyncio.create_task(server._serve(sockets))
-    try:
-        yield sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
+    server = http_server(served.app, served.config)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        task = asyncio.create_task(server.serve(sock))
+        try:
+            yield port
+        finally:
+            server.stop()
+            await task
 
 
 async def request(port: int, *, stream: bool) -> Connection:
@@ -145,7 +144,7 @@ async def test_server_cancels_the_exchange_then_the_pipeline_is_closed() -> None
     async def send(_: object) -> None:
         raise AssertionError("nothing to send")
 
-    exchange = asyncio.create_task(served.app(scope, inbox.get, send))  # type: ignore[arg-type]
+    exchange = asyncio.create_task(asgi(served.app)(scope, inbox.get, send))  # type: ignore[arg-type]
     await served.pipeline.begun.wait()
     exchange.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -14,6 +14,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.store import StoreLimits
+from tests.memory_http import asgi
 from tests.servers import TestServer
 from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
@@ -29,7 +30,7 @@ class Frontend:
 
     async def written(self) -> None:
         """All that was made is in the store, or is not going to be."""
-        await self.front.app.state.close_responses()
+        await self.front.app.close_responses()
 
     async def made(self, **fields: Any) -> dict[str, Any]:
         response = await self.client.post("/v1/responses", json={"model": MODEL, "input": "hi"} | fields)
@@ -42,7 +43,7 @@ async def opened(nats: str, namespace: str) -> Frontend:
     store = await JetStreamStore.connect(nats, namespace, LIMITS)
     config = FrontendConfig(response_store="jetstream")
     served.app = build_app(config, served.catalog, served.pipeline, served.metrics, store)
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend")
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend")
     return Frontend(served, client, store)
 
 

@@ -297,7 +297,7 @@ def test_exit_with_when_called_then_one_line_and_status_two(capsys):
 def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(module, model):
     code = f"""
 import json, sys
-for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "starlette"):
+for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "httptools"):
     sys.modules[name] = None  # an import of it fails
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.{module} import {model}

@@ -10,6 +10,7 @@ import pydantic
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response_item import ResponseItem
 
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend
 
 PATH = "/v1/responses"
@@ -23,7 +24,9 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 async def ask(served: FakeFrontend, method: str, path: str, **kwargs: Any) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend"
+    ) as client:
         return await client.request(method, path, **kwargs)
 
 

@@ -18,6 +18,7 @@ from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.request_handler import pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.streams import OnChunk
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
 
 CHAT = "/v1/chat/completions"
@@ -46,7 +47,7 @@ def each(*scripts: list[Any], **config: object) -> FakeFrontend:
 
 async def post(served: FakeFrontend, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
-    transport = httpx.ASGITransport(app=served.app)
+    transport = httpx.ASGITransport(app=asgi(served.app))
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.post(path, json={"model": MODEL} | prompt | fields, headers=headers)
 
@@ -239,7 +240,7 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
         pass
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
-    await served.app(scope, receive, send)
+    await asgi(served.app)(scope, receive, send)
     assert served.pipeline.running == 0
     served.pipeline.each += [ScriptedPipeline([stop("a")]), ScriptedPipeline([stop("b")])]
     assert (await post(served, CHAT, n=2)).status_code == 200
@@ -279,7 +280,7 @@ async def test_cancel_by_id_then_an_error_ends_the_answer_and_all_choices(monkey
     served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()])
     asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
     await asyncio.gather(*(one.begun.wait() for one in served.pipeline.each))
-    running, answer_id = served.app.state.running, "chatcmpl-" + "7" * 16
+    running, answer_id = served.app.running, "chatcmpl-" + "7" * 16
     assert not running.cancel("chatcmpl-other")
     assert running.cancel(answer_id)
     assert events(await asking)[-1]["error"]["code"] == "cancelled"

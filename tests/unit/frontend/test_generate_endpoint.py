@@ -11,6 +11,7 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.messages import FinishReason
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, CONTENT, END, HALF, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
 CHAT = "/v1/chat/completions"
@@ -19,7 +20,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 async def post(served: FakeFrontend, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-    transport = httpx.ASGITransport(app=served.app)
+    transport = httpx.ASGITransport(app=asgi(served.app))
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.post(path, **({"json": body} if body is not None else {}), **kwargs)
 

@@ -9,7 +9,7 @@ import pytest
 
 ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
 OF_MODELS = {"openai_harmony", "tiktoken", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
-LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "starlette.applications", "yaml"}
+LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
 OURS_LATER = {"dynamo_trtllm.api.chat", "dynamo_trtllm.frontend.generation.pipeline", "dynamo_trtllm.frontend.run_app"}
 
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.observability.metrics import PREFIX
+from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
@@ -25,7 +26,7 @@ PATHS = {
 async def post(
     served: FakeFrontend, path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any
 ) -> httpx.Response:
-    transport = httpx.ASGITransport(app=served.app)
+    transport = httpx.ASGITransport(app=asgi(served.app))
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.post(path, json={"model": MODEL} | PATHS[path] | fields, headers=headers)
 
@@ -76,19 +77,13 @@ async def test_request_when_the_queue_is_full_then_429_before_its_body_is_read()
     await served.pipeline.begun.wait()
     second = asyncio.create_task(post(served))
     await until(served, "queued", 1)
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        raise AssertionError("nothing of it needs to be read")
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
-    await served.app(scope, receive, send)
-    assert sent[0]["status"] == 429
-    assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
-    assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
+    client = MemoryClient(served.app)
+    client.send(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" % CHAT.encode())
+    await client.until_answered()
+    head, body = client.received.split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 429 ")
+    assert b"Retry-After: 1" in head.split(b"\r\n")
+    assert json.loads(body)["error"]["code"] == "overloaded"
     held.set()
     assert [(await first).status_code, (await second).status_code] == [200, 200]
     check_nothing_left(served)
@@ -127,7 +122,7 @@ async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() 
         raise AssertionError("there is nobody to answer")
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
-    waiting = asyncio.create_task(served.app(scope, receive, send))  # type: ignore[arg-type]
+    waiting = asyncio.create_task(asgi(served.app)(scope, receive, send))  # type: ignore[arg-type]
     await until(served, "queued", 1)
     leaves.set()
     await waiting

@@ -16,6 +16,7 @@ from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.generation.responses import response_store
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, CONTENT, REASONING, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.responses_client import (
     EVENT,
@@ -122,7 +123,7 @@ async def test_full_store_when_one_client_asks_much_then_those_of_others_stay() 
     served = front(stop("x"), response_store_entries=3)
     first = await made(served)
     for _ in range(5):
-        transport = httpx.ASGITransport(app=served.app, client=("192.0.2.7", 1))
+        transport = httpx.ASGITransport(app=asgi(served.app), client=("192.0.2.7", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
             assert (await client.post(PATH, json=body())).status_code == 200
     assert (await ask(served, "GET", f"{PATH}/{first['id']}")).status_code == 200
@@ -148,7 +149,7 @@ class Reader:
 
     async def run(self) -> None:
         scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "raw_path": b""}
-        await self._served.app(scope, self._receive, self._send)
+        await asgi(self._served.app)(scope, self._receive, self._send)
 
     async def _receive(self) -> dict[str, Any]:
         if self._sent:
@@ -263,7 +264,7 @@ async def test_stream_when_the_store_is_slow_then_its_end_comes_and_the_response
     store.go.set()
     assert (await deleting).status_code == 200  # after the write, which would bring it back
     check_error(await ask(served, "GET", path), 404, "response_not_found")
-    await served.app.state.close_responses()
+    await served.app.close_responses()
     assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
 
 
@@ -280,7 +281,7 @@ async def test_response_when_its_write_fails_then_logged_counted_and_gone(
     path = f"{PATH}/{response['id']}"
     assert (await ask(served, "GET", path)).status_code == 200
     store.go.set()
-    await served.app.state.close_responses()
+    await served.app.close_responses()
     check_error(await ask(served, "GET", path), 404, "response_not_found")
     assert f"{response['id']} was not stored ({code})" in caplog.text
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
@@ -290,7 +291,7 @@ async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(monkey
     monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
     served = over(SlowStore())
     await made(served)
-    await served.app.state.close_responses()
+    await served.app.close_responses()
     assert 'responses_not_stored_total{code="deadline"} 1.0' in served.metrics.render().decode()
 
 

@@ -8,11 +8,14 @@ import pytest
 from dynamo_trtllm.frontend.fleet.readiness import RejectedRow
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, front
 
 
 async def ask(served: FakeFrontend, method: str, path: str) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend"
+    ) as client:
         return await client.request(method, f"http://frontend{path}")  # or httpx would take //x for a host
 
 

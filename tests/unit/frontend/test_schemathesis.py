@@ -25,6 +25,7 @@ from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.messages import Conversation, FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import ServedModel
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,
     CARD,
@@ -95,7 +96,7 @@ def map_body(context: Any, body: Any) -> Any:
 
 def described(*, coverage: bool) -> Any:
     """Return the schema. `coverage` adds cases for every keyword of it, which takes long to collect and to run."""
-    made = schemathesis.openapi.from_asgi("/openapi.json", served().app)
+    made = schemathesis.openapi.from_asgi("/openapi.json", asgi(served().app))
     made.config.phases.coverage.enabled = coverage
     made.hook(map_body)
     return made

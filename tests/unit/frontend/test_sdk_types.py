@@ -14,6 +14,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dynamo_trtllm.messages import Chunk, FinishReason
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, CONTENT, HALF, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
 CHAT = "/v1/chat/completions"
@@ -37,7 +38,9 @@ def answers() -> dict[str, list[Chunk]]:
 
 
 async def ask(served: FakeFrontend, method: str, path: str, **kwargs: Any) -> httpx.Response:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend"
+    ) as client:
         response = await client.request(method, path, **kwargs)
     assert response.status_code == 200, response.text
     return response

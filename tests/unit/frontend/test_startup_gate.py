@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from starlette.types import Receive, Scope, Send
 
-from dynamo_trtllm.frontend.http import ClientResponse
 from dynamo_trtllm.frontend.startup_gate import StartupGate
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import front
 
 
-async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
-    await ClientResponse(send).send_json(200, {"path": scope["path"]})
+async def loaded(request: HttpRequest, response: HttpResponse) -> None:
+    response.send_json(200, {"path": request.path})
 
 
 def client(gate: StartupGate) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://frontend")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=asgi(gate)), base_url="http://frontend")
 
 
 async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() -> None:

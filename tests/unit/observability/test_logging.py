@@ -25,7 +25,6 @@ def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     before, level = list(root.handlers), root.level
     yield lambda: capsys.readouterr().err
     logging.captureWarnings(False)
-    logging.getLogger("uvicorn.access").disabled = False
     logging.getLogger("dynamo_trtllm").setLevel(logging.NOTSET)
     root.handlers[:] = before
     root.setLevel(level)
@@ -71,7 +70,6 @@ def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(logged: C
 def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(logged: Callable[[], str]) -> None:
     setup("info", "a")
     logging.getLogger("nats").info("hidden")
-    logging.getLogger("uvicorn.access").warning("hidden")
     logging.getLogger("nats").warning("seen\n")
     assert heads(logged()) == ["WARNING a - nats: seen"]
 

@@ -16,10 +16,11 @@ import pytest
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.http_server import connection
-from dynamo_trtllm.http_server.connection import LimitedProtocol
+from dynamo_trtllm.http_server import server
+from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, HealthServer, health_app
+from tests.memory_http import asgi
 from tests.waiting import SOON_S
 
 
@@ -40,7 +41,7 @@ def metrics() -> bytes:
 async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
     state: Health, status: int, said: dict[str, str]
 ) -> None:
-    transport = httpx.ASGITransport(app=health_app(state, metrics))
+    transport = httpx.ASGITransport(app=asgi(health_app(state, metrics)))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
         ready, report = await client.get("/ready"), await client.get("/health")
     assert (ready.status_code, ready.json()) == (status, said | {"instance_id": "ab"})
@@ -71,8 +72,8 @@ async def served(
     """Yield the port of a server with other limits. No task of it may fail."""
     monkeypatch.setattr(health, "LIMITS", dataclasses.replace(health.LIMITS, **limits))
     tasks = BackgroundTasks()
-    async with HealthServer("127.0.0.1", 0, Health(), render, tasks) as server:
-        yield server._sock.getsockname()[1]
+    async with HealthServer("127.0.0.1", 0, Health(), render, tasks) as opened:
+        yield opened._sock.getsockname()[1]
     tasks.check()
 
 
@@ -118,12 +119,12 @@ async def test_server_when_a_client_does_not_read_its_answer_then_its_connection
     large = b"# " + bytes(32 << 20)  # more than the sockets' buffers hold
     ended = asyncio.Event()
 
-    class Observed(LimitedProtocol):
+    class Observed(HttpConnection):
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             ended.set()
 
-    monkeypatch.setattr(connection, "LimitedProtocol", Observed)
+    monkeypatch.setattr(server, "HttpConnection", Observed)
     async with (
         asyncio.timeout(SOON_S),
         served(monkeypatch, lambda: large, answer_timeout_s=0.1) as port,

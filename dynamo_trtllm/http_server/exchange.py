@@ -1,0 +1,306 @@
+"""A request and its response, as handlers see them. They belong to one connection, the only owner of its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import parse_qs
+
+import orjson
+
+from dynamo_trtllm.errors import DynamoError, RequestTimeout
+from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, to_response
+
+STALL_S = 30.0  # after the deadline, the connection of a client that reads nothing for this long is closed
+JSON = "application/json"
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection before the response was complete."""
+
+
+class HttpRequest:
+    """A request. Its body may still be arriving."""
+
+    path_params: Mapping[str, str] = {}
+    id = ""  # the client's id for this request, set by the handler
+    is_lost = False  # the client has disconnected
+    is_complete = False  # the whole body has arrived
+    expects_continue = False  # the client sends the body after a response with status 100
+    unread_bytes = 0
+
+    def __init__(
+        self, method: str, path: str, query: str, headers: list[tuple[bytes, bytes]], client: str, on_read: _Notify
+    ) -> None:
+        """Create a request of which no body has arrived.
+
+        Args:
+            method: in upper case.
+            path: decoded, without the query.
+            query: not decoded.
+            headers: pairs of name, in lower case, and value.
+            client: IP address.
+            on_read: is called before `receive` waits, and after it has taken a part of the body.
+        """
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.client = client
+        self._query = query
+        self._on_read = on_read
+        self._parts: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def header(self, name: bytes) -> str | None:
+        """Return the first value of a header. `name` is in lower case."""
+        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+
+    def query(self) -> dict[str, list[str]]:
+        """Return the values of each query parameter."""
+        return parse_qs(self._query, keep_blank_values=True)
+
+    async def receive(self) -> bytes:
+        """Return the next part of the body, or b"" at its end. Raises ClientDisconnected."""
+        while not self._parts:
+            if self.is_lost:
+                raise ClientDisconnected
+            if self.is_complete:
+                return b""
+            self._waiter = asyncio.get_running_loop().create_future()
+            self._on_read()
+            await self._waiter
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self.unread_bytes = 0
+        self._on_read()
+        return part
+
+    # --- called by the connection ----------------------------------------------------------------------
+
+    def feed(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.unread_bytes += len(part)
+        self._wake()
+
+    def complete(self) -> None:
+        self.is_complete = True
+        self._wake()
+
+    def lose(self) -> None:
+        self.is_lost = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class FlushBatch:
+    """The responses written to in this turn of the event loop. Each is flushed once, at the end of the turn.
+
+    A worker's message contains tokens of many responses, and of each response several if they arrive fast.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[HttpResponse] = []
+
+    def add(self, response: HttpResponse) -> None:
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._written.append(response)
+
+    def _flush(self) -> None:
+        written, self._written = self._written, []
+        for response in written:
+            response.flush()
+
+
+class HttpResponse:
+    """The response to one request: a whole body, or a stream of events.
+
+    What is sent after the client has disconnected is dropped.
+    """
+
+    started = False
+    ended = False
+    status = 0  # HTTP status, once it was sent
+    is_writable = False  # events were started, and the client is connected and keeps up
+    deadline = 0.0  # seconds since the epoch; until then a client may read slowly
+    _is_lost = False
+    _is_paused = False
+    _resumed: asyncio.Future[None] | None = None
+    _task: asyncio.Task[None] | None = None  # of a handler that a disconnect cancels
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        batch: FlushBatch,
+        on_end: _Notify,
+        *,
+        is_head: bool = False,
+        is_chunked: bool = True,
+        keeps_alive: bool = True,
+    ) -> None:
+        """Create a response.
+
+        Args:
+            transport: the connection.
+            batch: flushes the response at the end of the loop's turn.
+            on_end: is called after the last byte was written.
+            is_head: the body is left out, because the request's method is HEAD.
+            is_chunked: the client accepts chunks. Otherwise the end of a stream is that of the connection.
+            keeps_alive: the connection stays open for another request.
+        """
+        self._transport = transport
+        self._batch = batch
+        self._on_end = on_end
+        self._is_head = is_head
+        self._is_chunked = is_chunked
+        self.keeps_alive = keeps_alive
+        self.headers: dict[str, str] = {}  # sent in addition to those of the handler
+        self._unsent: list[bytes] = []
+
+    def cancel_on_disconnect(self) -> None:
+        """Let a disconnect cancel the current task until the response has ended. Raises ClientDisconnected."""
+        if self._is_lost:
+            raise ClientDisconnected
+        self._task = asyncio.current_task()
+
+    def send(
+        self, status: int, body: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a whole response."""
+        self._start(status, {"Content-Type": content_type, "Content-Length": str(len(body))}, headers)
+        self._end(b"" if self._is_head else body)
+
+    def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+        self.send(status, orjson.dumps(value), headers=headers)
+
+    def send_error(self, error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> None:
+        """Send an error response, unless a response was started."""
+        if not self.started:
+            if isinstance(error, RequestTimeout):
+                self.keeps_alive = False  # the rest of the request may still arrive
+            response = to_response(error, retry_after_s)
+            self.send_json(response.status, response.body, response.headers)
+
+    def start_events(self, headers: Mapping[str, str]) -> None:
+        """Send the headers of a stream, together with the first event if that follows in this turn of the loop."""
+        first = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        if self._is_chunked:
+            first["Transfer-Encoding"] = "chunked"
+        self._start(200, first, headers)
+        self.is_writable = not (self._is_paused or self._is_lost)
+
+    def write(self, events: bytes) -> None:
+        """Send events at the end of the loop's turn. They must not be empty. Called only while `is_writable`."""
+        self._put(self._chunk(events))
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send events. Waits while the client reads slowly; disconnects it if it reads nothing for too long."""
+        if self._is_paused:
+            await self._until_resumed()
+        data = self._chunk(events) if events else b""
+        if last:
+            self._end(data + b"0\r\n\r\n" if self._is_chunked else data)
+        else:
+            self._put(data)
+            self.flush()
+
+    def fail(self, error: DynamoError) -> None:
+        """End a response that its handler has not ended: send an error, or close the connection."""
+        self.keeps_alive = False
+        if self.started and not self.ended:
+            self.flush()
+            self._transport.close()
+        else:
+            self.send_error(error)
+
+    # --- called by the connection and the batch --------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write the data that waits to the socket."""
+        if self._unsent:
+            data = b"".join(self._unsent)
+            self._unsent.clear()
+            if not (self._is_lost or self._transport.is_closing()):
+                self._transport.write(data)
+
+    def pause(self) -> None:
+        self._is_paused, self.is_writable = True, False
+
+    def resume(self) -> None:
+        self._is_paused, self.is_writable = False, self.started and not (self.ended or self._is_lost)
+        if self._resumed is not None and not self._resumed.done():
+            self._resumed.set_result(None)
+
+    def lose(self) -> None:
+        """Drop the rest of the response, and cancel its handler if that asked for it."""
+        self._is_lost = True
+        self.resume()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+    # -----------------------------------------------------------------------------------------------------
+
+    def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
+        assert not self.started
+        self.started, self.status = True, status
+        headers = {"Date": _date(), **first, **self.headers, **(more or {})}
+        if not self.keeps_alive:
+            headers["Connection"] = "close"
+        lines = [_STATUS_LINES[status], *(f"{name}: {value}" for name, value in headers.items()), "\r\n"]
+        head = "\r\n".join(lines)
+        if head.count("\n") != len(lines):
+            raise ValueError("a value of a response header contains a line break")
+        self._put(head.encode("latin-1"))
+
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
+
+    def _put(self, data: bytes) -> None:
+        if not self._unsent:
+            self._batch.add(self)
+        self._unsent.append(data)
+
+    def _end(self, data: bytes) -> None:
+        self._unsent.append(data)
+        self.flush()
+        self.ended, self.is_writable, self._task = True, False, None
+        self._on_end()
+
+    async def _until_resumed(self) -> None:
+        """Wait until the client has read enough, or has disconnected."""
+        loop = asyncio.get_running_loop()
+        stalled = loop.call_later(max(STALL_S, self.deadline - time.time()), self._transport.abort)
+        self._resumed = loop.create_future()
+        try:
+            await self._resumed
+        finally:
+            stalled.cancel()
+
+
+class Exchange(NamedTuple):
+    """A request and its response."""
+
+    request: HttpRequest
+    response: HttpResponse
+
+
+Handler: TypeAlias = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
+_Notify: TypeAlias = Callable[[], None]
+_formatted = (0, "")  # the last formatted date, and its second
+
+
+def _date() -> str:
+    global _formatted
+    now = int(time.time())
+    if _formatted[0] != now:
+        _formatted = (now, formatdate(now, usegmt=True))
+    return _formatted[1]

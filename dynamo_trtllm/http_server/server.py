@@ -1,0 +1,85 @@
+"""Run the HTTP server of a frontend or a worker: accept connections, and end them gracefully."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.http_server.connection import HttpConnection
+from dynamo_trtllm.http_server.connection_group import ConnectionGroup, ConnectionLimits
+from dynamo_trtllm.http_server.exchange import Handler
+from dynamo_trtllm.network.listening import Acceptor, allow_files
+
+_log = logging.getLogger(__name__)
+
+_OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
+_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
+
+
+def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
+    """Create the server, which does not serve yet, and raise the limit of open files to fit its connections."""
+    allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
+    limits = ConnectionLimits(
+        max_connections=config.max_connections,
+        max_header_bytes=config.max_header_bytes,
+        receive_timeout_s=config.receive_timeout_s,
+        keep_alive_timeout_s=config.keep_alive_timeout_s,
+        max_body_bytes=config.max_body_bytes,
+    )
+    return HttpServer(handler, limits, shutdown_s=_SHUTDOWN_S)
+
+
+class HttpServer:
+    """A server that runs `handler` for each request."""
+
+    def __init__(self, handler: Handler, limits: ConnectionLimits, *, shutdown_s: float) -> None:
+        """Create the server. `shutdown_s` is the longest wait for running requests at shutdown."""
+        self._limits = limits
+        self._shutdown_s = shutdown_s
+        self.connections = ConnectionGroup(handler, limits)
+        self._stopped = asyncio.Event()
+        self._interrupted = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept no more connections, and end `serve` after the running requests."""
+        self._stopped.set()
+
+    def interrupt(self) -> None:
+        """Do what `stop` does; a second call, or one after `stop`, ends `serve` without waiting for requests."""
+        if self._stopped.is_set():
+            self._interrupted.set()
+        self._stopped.set()
+
+    async def serve(self, sock: socket.socket) -> None:
+        """Serve on a listening socket until `stop`. Closes the socket."""
+        acceptor = Acceptor(sock, self._connect, self._relieve)
+        try:
+            await self._stopped.wait()
+        finally:
+            acceptor.close()
+            sock.close()
+        self.connections.drain()
+        ended, interrupted = (
+            asyncio.create_task(each) for each in (self.connections.until_ended(), self._interrupted.wait())
+        )
+        await asyncio.wait((ended, interrupted), timeout=self._shutdown_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ended, interrupted):
+            task.cancel()
+        if running := list(self.connections.tasks):
+            _log.error("cancelled %d requests that had not ended within %g s", len(running), self._shutdown_s)
+            for request in running:
+                request.cancel()
+        await asyncio.gather(acceptor.wait_closed(), *running, ended, interrupted, return_exceptions=True)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: HttpConnection(self.connections), connection)
+        except OSError as exc:
+            connection.close()
+            _log.debug("client disconnected while it was accepted: %s", exc)
+
+    def _relieve(self) -> bool:
+        return self._limits.closes_least_recent and self.connections.close_least_recent()
