@@ -34,6 +34,7 @@ _GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, bef
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 _UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
 _WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
+_OF_BODIES = frozenset({b"content-length", b"transfer-encoding"})
 _order = count(1)
 
 
@@ -46,7 +47,7 @@ class HttpConnection(asyncio.Protocol):
     _received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0
     _body_bytes = 0  # received
-    _is_rejected = False
+    _ignores_data = False
     _is_idle = False  # `_timer` is that of an idle connection
     _is_paused = False  # the client does not read what was written
     _is_reading = True
@@ -105,17 +106,25 @@ class HttpConnection(asyncio.Protocol):
         self._is_paused = False
         if self._current is not None:
             self._current.response.resume()
-            self._begin_next()
+        self._begin_next()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_rejected:
+        if self._ignores_data:
             return
         if self._in_head:
             self._received_bytes += len(data)
         else:
             self._body_bytes += len(data)
-        self._parse(data)
-        if self._is_rejected:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._ignores_data = True  # it may be of another protocol, which is not offered
+        except httptools.HttpParserError as exc:
+            cause = exc.__context__  # an error that a method below raised
+            self._reject(
+                cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1")
+            )
+        if self._ignores_data:
             return
         limits = self._limits
         if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
@@ -128,23 +137,11 @@ class HttpConnection(asyncio.Protocol):
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
             self._reject(self._too_large())
 
-    def _parse(self, data: bytes) -> None:
-        while data:
-            try:
-                self._parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                data = data[upgrade.args[0] :]  # another protocol is not offered: HTTP/1.1 goes on
-            except httptools.HttpParserError as exc:
-                cause = exc.__context__  # an error that a method below raised
-                invalid = InvalidRequest("the request is not valid HTTP/1.1")
-                self._reject(cause if isinstance(cause, DynamoError) else invalid)
-                return
-
     # --- called by the parser, within `data_received` ----------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._url, self._headers = b"", []
+        self._received_bytes = self._received_bytes or 1  # 0 if the end of another request was in the same packet
         if self._timer is None or self._is_idle:
             self._arm(self._limits.receive_timeout_s, self._cut)
 
@@ -159,7 +156,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
-        self._check_version(version)
+        self._check_head(version)
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
         self.last_activity = next(_order)
         self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
@@ -175,7 +172,7 @@ class HttpConnection(asyncio.Protocol):
             self._on_end,
             is_head=method == "HEAD",
             is_chunked=version == "1.1",
-            keeps_alive=version == "1.1" and self._parser.should_keep_alive(),
+            keeps_alive=version == "1.1" and self._parser.should_keep_alive() and not self._parser.should_upgrade(),
         )
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
@@ -204,13 +201,15 @@ class HttpConnection(asyncio.Protocol):
         most = self._limits.max_header_bytes
         return HeadTooLarge(f"the request line and headers are larger than the limit of {most} bytes; send fewer")
 
-    def _check_version(self, version: str) -> None:
-        """Check the HTTP version and the Host header. Raises InvalidRequest, which stops the parser."""
+    def _check_head(self, version: str) -> None:
+        """Check the HTTP version and the headers. Raises InvalidRequest, which stops the parser."""
         if version not in ("1.0", "1.1"):
             raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
         hosts = sum(name == b"host" for name, _ in self._headers)
         if hosts > 1 or (version == "1.1" and not hosts):
             raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
+        if self._parser.should_upgrade() and any(name in _OF_BODIES for name, _ in self._headers):
+            raise InvalidRequest("a request with a body cannot ask for an upgrade; leave out the header Upgrade")
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -240,6 +239,8 @@ class HttpConnection(asyncio.Protocol):
         failure: DynamoError = internal()
         try:
             await self._group.handler(request, response)
+            if not (response.ended or request.is_lost):
+                raise RuntimeError("the handler has not ended the response")
         except ClientDisconnected:
             pass
         except asyncio.CancelledError:
@@ -359,22 +360,28 @@ class HttpConnection(asyncio.Protocol):
             self._watch_reader()
 
     def _reject(self, error: DynamoError) -> None:
-        """Send an error and read no more from this connection."""
-        self._is_rejected = True
+        """Receive no more, and send an error unless a response is before it. Then the connection ends after that."""
+        self._ignores_data = True
         self._disarm()
-        if self._current is not None:
-            request, response = self._current
-            is_newest = self._current is self._newest
-            if response.ended and is_newest and not self._in_head:
-                self._linger()  # the response was sent before the whole body arrived
+        newest = self._newest
+        if newest is not None and not self._in_head:  # the error is in its body
+            if newest.response.ended:
+                self._linger()
                 return
-            if not response.ended:
-                if not is_newest or response.started or self._in_head:
-                    self._close()  # another response is being sent, which this error must not interrupt
-                    return
-                request.lose()
-                response.lose()
-        HttpResponse(self._transport, self._group.batch, self._linger, keeps_alive=False).send_error(error)
+            if self._waiting:
+                self._waiting.pop()
+                newest = self._newest = self._waiting[-1] if self._waiting else self._current
+            elif newest.response.started:
+                self._close()
+                return
+            else:
+                newest.request.lose()
+                newest.response.lose()
+                newest = None
+        if newest is not None and not newest.response.ended:
+            newest.response.keeps_alive = False
+        else:
+            HttpResponse(self._transport, self._group.batch, self._linger, keeps_alive=False).send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read the error."""

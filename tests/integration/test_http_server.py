@@ -1,0 +1,251 @@
+"""The HTTP server over real sockets, on both event loops: its end, slow readers, TLS, and the oldest clients."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.http_server.connection import HttpConnection
+from dynamo_trtllm.http_server.connection_group import ConnectionGroup, ConnectionLimits
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.server import HttpServer
+from tests.waiting import SOON_S
+
+LIMITS = ConnectionLimits(
+    max_connections=10,
+    max_header_bytes=4096,
+    receive_timeout_s=SOON_S,
+    keep_alive_timeout_s=SOON_S,
+    max_body_bytes=1 << 20,
+)
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE = bytes(32 << 20)  # more than the sockets' buffers hold
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def on_both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on asyncio's loop, and on that of the processes."""
+
+    def run(loop: Callable[[], asyncio.AbstractEventLoop], **given: Any) -> None:
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(test(**given))
+
+    parameters = [inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parameters += inspect.signature(test).parameters.values()
+    run.__name__ = test.__name__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
+    return pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])(
+        run
+    )
+
+
+class Held:
+    """A handler that answers when `go` is set."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        self.begun.set()
+        await self.go.wait()
+        response.send_json(200, {})
+
+
+class Served:
+    def __init__(self, server: HttpServer, task: asyncio.Task[None], port: int) -> None:
+        self.server = server
+        self.task = task
+        self.port = port
+
+    async def connect(self, data: bytes = b"") -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        return reader, writer
+
+
+@asynccontextmanager
+async def serving(handler: Any, shutdown_s: float = SOON_S, **limits: Any) -> AsyncIterator[Served]:
+    """No connection and no task is left at the end."""
+    server = HttpServer(handler, replace(LIMITS, **limits), shutdown_s=shutdown_s)
+    sock = socket.create_server(("127.0.0.1", 0))
+    served = Served(server, asyncio.create_task(server.serve(sock)), sock.getsockname()[1])
+    async with asyncio.timeout(SOON_S):
+        yield served
+        server.stop()
+        await served.task
+        await server.connections.until_ended()
+
+
+@on_both_loops
+async def test_stop_when_a_request_runs_then_idle_connections_end_and_it_is_answered_before_the_server_ends() -> None:
+    held = Held()
+    async with serving(held) as served:
+        idle, idle_writer = await served.connect()
+        reader, writer = await served.connect(GET)
+        await held.begun.wait()
+        served.server.stop()
+        assert await idle.read() == b""
+        with pytest.raises(OSError, match=r"refused|failed"):
+            await served.connect()
+        assert not served.task.done()
+        held.go.set()
+        answer = await reader.read()  # to the end of the connection
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nConnection: close\r\n" in answer
+        await served.task
+        idle_writer.close()
+        writer.close()
+
+
+@pytest.mark.parametrize("way", ["too long", "interrupt"])
+@on_both_loops
+async def test_stop_when_a_request_does_not_end_then_503_and_the_server_ends(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    held = Held()
+    async with serving(held, 0.1 if way == "too long" else SOON_S) as served:
+        reader, writer = await served.connect(GET)
+        await held.begun.wait()
+        served.server.stop()
+        if way == "interrupt":
+            served.server.interrupt()
+        await served.task
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"draining"' in answer
+        assert "1 requests" in caplog.text
+        writer.close()
+
+
+async def answer_large(request: HttpRequest, response: HttpResponse) -> None:
+    response.send(200, LARGE)
+
+
+@pytest.mark.parametrize("close", [False, True])
+@on_both_loops
+async def test_response_when_nobody_reads_it_then_the_connection_ends(
+    close: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.05)
+    async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
+        _, writer = await served.connect(GET.replace(b"Host", b"Connection: close\r\nHost") if close else GET)
+        await asyncio.sleep(0.01)
+        await served.server.connections.until_ended()
+        writer.transport.abort()
+
+
+@on_both_loops
+async def test_response_when_it_is_read_slowly_then_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.5)
+    async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
+        reader, writer = await served.connect(GET)
+        size = 0
+        while data := await reader.read(1 << 20):
+            size += len(data)
+            await asyncio.sleep(0.02)
+        assert size > len(LARGE)
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"\r\n", b"\r\n\r\n"])
+@on_both_loops
+async def test_connection_when_only_line_breaks_come_after_a_response_then_it_ends(sent: bytes) -> None:
+    held = Held()
+    held.go.set()
+    async with serving(held, keep_alive_timeout_s=0.1) as served:
+        reader, writer = await served.connect(GET)
+        await reader.readuntil(b"{}")
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
+
+
+@on_both_loops
+async def test_stream_to_http_1_0_then_it_ends_with_the_connection() -> None:
+    async def stream(request: HttpRequest, response: HttpResponse) -> None:
+        response.start_events({})
+        for _ in range(2):
+            await response.send_events(b"data: x\n\n")
+        await response.send_events(b"data: end\n\n", last=True)
+
+    async with serving(stream) as served:
+        reader, writer = await served.connect(b"GET / HTTP/1.0\r\n\r\n")
+        head, _, events = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert events == b"data: x\n\ndata: x\n\ndata: end\n\n"
+        writer.close()
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """Make a certificate that signs itself, with its key in the same file."""
+    path = folder / f"{name}.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", "-"]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=SOON_S)
+    path.write_bytes(path.read_bytes() + done.stdout)
+    return path
+
+
+async def ask(port: int, context: ssl.SSLContext) -> bytes:
+    """Send a request. Return what the server has sent before it closed the connection."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(GET.replace(b"Host", b"Connection: close\r\nHost"))
+        received = await reader.read()
+        writer.transport.abort()
+    except OSError:
+        return b""
+    return received
+
+
+@on_both_loops
+async def test_connection_when_it_has_tls_and_client_certificates_then_served_and_others_are_refused(
+    tmp_path: Path,
+) -> None:
+    own, known, unknown = (certificate(tmp_path, name) for name in ("server", "known", "unknown"))
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(own)
+    server_context.load_verify_locations(known)
+    server_context.verify_mode = ssl.CERT_REQUIRED
+    held = Held()
+    held.go.set()
+    group = ConnectionGroup(held, LIMITS)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: HttpConnection(group), "127.0.0.1", 0, ssl=server_context)
+    port = server.sockets[0].getsockname()[1]
+    async with asyncio.timeout(SOON_S):
+        for mine, is_served in ((known, True), (unknown, False)):
+            context = ssl.create_default_context(cafile=str(own))
+            context.load_cert_chain(mine)
+            received = await ask(port, context)
+            assert received.startswith(b"HTTP/1.1 200 ") == is_served
+        await group.until_ended()
+    server.close()
+    await server.wait_closed()

@@ -1,0 +1,254 @@
+"""What one connection does with the bytes of its client, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.routing import Route, Router
+from tests.memory_http import MemoryClient
+
+GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+
+async def echo(request: HttpRequest, response: HttpResponse) -> None:
+    """Answer with the path and the body."""
+    parts = [part async for part in iter_body(request)]
+    response.send(200, request.path.encode() + b":" + b"".join(parts))
+
+
+async def iter_body(request: HttpRequest):  # type: ignore[no-untyped-def]
+    while part := await request.receive():
+        yield part
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def bodies(client: MemoryClient) -> list[bytes]:
+    return [part.partition(b"\r\n\r\n")[2] for part in client.received.split(b"HTTP/1.1 ")[1:]]
+
+
+class Held:
+    """A handler that answers when `go` is set, and says what has begun."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+        self.cancels = False
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        self.begun.append(request.path)
+        if self.cancels:
+            response.cancel_on_disconnect()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.path)
+            raise
+        response.send(200, request.path.encode())
+
+
+async def test_requests_when_they_come_in_one_packet_then_each_is_answered_after_the_one_before() -> None:
+    held = Held()
+    client = MemoryClient(held)
+    client.send(GET % b"a" + GET % b"b" + GET % b"c")
+    await turns()
+    assert held.begun == ["/a"]
+    held.go.set()
+    await turns()
+    assert bodies(client) == [b"/a", b"/b", b"/c"]
+
+
+async def test_requests_when_many_wait_then_nothing_more_is_received_until_they_are_answered() -> None:
+    held = Held()
+    client = MemoryClient(held)
+    for count in range(9):
+        assert client.transport.is_reading, count
+        client.send(GET % b"%d" % count)
+    assert not client.transport.is_reading
+    held.go.set()
+    await turns()
+    assert client.transport.is_reading
+    assert len(bodies(client)) == 9
+
+
+async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_for_it_and_no_other_begins() -> None:
+    for cancels in (False, True):
+        held = Held()
+        held.cancels = cancels
+        client = MemoryClient(held)
+        client.send(GET % b"a" + GET % b"b")
+        await turns()
+        client.leave()
+        await turns()
+        assert held.cancelled == (["/a"] if cancels else [])
+        held.go.set()
+        await turns()
+        assert (held.begun, client.received, client.group.tasks) == (["/a"], b"", set())
+
+
+async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> None:
+    held = Held()
+    held.cancels = True
+    client = MemoryClient(held)
+    client.send(GET % b"a")
+    client.connection.connection_lost(None)
+    await turns()
+    assert (held.begun, client.group.tasks) == (["/a"], set())
+
+
+async def test_body_when_its_handler_does_not_read_then_no_more_than_a_buffer_is_received() -> None:
+    go = asyncio.Event()
+
+    async def late(request: HttpRequest, response: HttpResponse) -> None:
+        await go.wait()
+        await echo(request, response)
+
+    client = MemoryClient(late)
+    client.send(POST % 150_000)
+    client.send(b"x" * 50_000)
+    assert client.transport.is_reading
+    client.send(b"x" * 50_000)
+    assert not client.transport.is_reading
+    go.set()
+    await turns()
+    assert client.transport.is_reading
+    client.send(b"x" * 50_000)
+    await turns()
+    assert bodies(client) == [b"/x:" + b"x" * 150_000]
+
+
+async def test_expectation_when_the_handler_reads_then_100_before_the_response_and_not_twice() -> None:
+    client = MemoryClient(echo)
+    client.send(POST.replace(b"Host", b"Expect: 100-continue\r\nHost") % 4)
+    await turns()
+    assert client.received == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.send(b"ab")
+    await turns()
+    client.send(b"cd")
+    await turns()
+    assert client.received.count(b"100 Continue") == 1
+    assert client.received.endswith(b"\r\n\r\n/x:abcd")
+
+
+async def test_expectation_when_the_handler_refuses_first_then_no_100() -> None:
+    async def refuse(request: HttpRequest, response: HttpResponse) -> None:
+        raise InvalidRequest("no")
+
+    client = MemoryClient(Router([Route("POST", "/x", refuse)]))
+    client.send(POST.replace(b"Host", b"Expect: 100-continue\r\nHost") % 4)
+    await turns()
+    assert client.received.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(("request_", "status"), [(GET % b"x", 200), (POST % 2 + b"ab", 400)])
+async def test_upgrade_when_asked_for_then_http_1_1_and_what_follows_is_no_request(
+    request_: bytes, status: int
+) -> None:
+    client = MemoryClient(echo)
+    client.send(request_.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost") + GET % b"next")
+    await turns()
+    assert client.received.startswith(b"HTTP/1.1 %d " % status)
+    assert client.received.count(b"HTTP/1.1") == 1
+    assert client.transport.is_closing()
+
+
+async def test_trailer_then_it_is_not_a_header() -> None:
+    seen: list[str | None] = []
+
+    async def look(request: HttpRequest, response: HttpResponse) -> None:
+        async for _ in iter_body(request):
+            pass
+        seen.append(request.header(b"x-request-id"))
+        response.send(200, b"")
+
+    client = MemoryClient(look)
+    client.send(
+        POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"1\r\na\r\n0\r\nX-Request-Id: b\r\n\r\n"
+    )
+    await turns()
+    assert seen == [None]
+
+
+async def test_connection_close_then_said_in_the_response_and_what_follows_is_not_answered() -> None:
+    client = MemoryClient(echo)
+    client.send((GET % b"a").replace(b"Host", b"Connection: close\r\nHost") + GET % b"b")
+    await turns()
+    assert b"\r\nConnection: close\r\n" in client.received
+    assert bodies(client) == [b"/a:"]
+    assert client.transport.is_closing()
+
+
+async def test_handler_when_it_fails_or_forgets_to_answer_then_500_and_closed(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(request: HttpRequest, response: HttpResponse) -> None:
+        if request.path == "/bug":
+            raise RuntimeError("a bug")
+
+    for path in (b"bug", b"nothing"):
+        client = MemoryClient(fail)
+        client.send(GET % path)
+        await turns()
+        assert client.received.startswith(b"HTTP/1.1 500 ")
+        assert b'"code":"internal"' in client.received
+        assert client.transport.is_closing()
+    assert "GET /bug failed" in caplog.text
+    assert "GET /nothing failed" in caplog.text
+
+
+async def test_handler_when_it_fails_within_a_stream_then_the_stream_has_no_end() -> None:
+    async def fail(request: HttpRequest, response: HttpResponse) -> None:
+        response.start_events({})
+        await response.send_events(b"data: x\n\n")
+        raise RuntimeError("a bug")
+
+    client = MemoryClient(fail)
+    client.send(GET % b"a")
+    await turns()
+    assert client.received.endswith(b"data: x\n\n\r\n")
+    assert client.transport.is_closing()
+
+
+async def test_response_when_the_one_before_was_not_read_then_the_next_request_waits() -> None:
+    client = MemoryClient(echo)
+    client.connection.pause_writing()
+    client.send(GET % b"a" + GET % b"b")
+    await turns()
+    assert bodies(client) == []
+    client.connection.resume_writing()
+    await turns()
+    assert bodies(client) == [b"/a:", b"/b:"]
+
+
+@pytest.mark.parametrize("wrong", [b"nonsense\r\n\r\n", POST.replace(b"%d", b"1 1"), b"GET / HT"])
+async def test_request_when_it_is_wrong_and_others_are_before_it_then_they_are_answered_and_closed(
+    wrong: bytes,
+) -> None:
+    held = Held()
+    client = MemoryClient(held)
+    client.send(GET % b"a" + GET % b"b" + wrong)
+    await turns()
+    if wrong == b"GET / HT":
+        client.connection._cut()
+    assert not client.transport.is_closing()
+    held.go.set()
+    await turns()
+    assert bodies(client) == [b"/a", b"/b"]
+    assert client.transport.is_closing()
+
+
+async def test_body_when_it_is_wrong_and_another_request_is_before_it_then_that_is_answered_and_closed() -> None:
+    held = Held()
+    client = MemoryClient(held)
+    client.send(GET % b"a" + POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"no size\r\n")
+    held.go.set()
+    await turns()
+    assert bodies(client) == [b"/a"]
+    assert client.transport.is_closing()
