@@ -215,7 +215,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _begin_next(self) -> None:
         """Run the handler of the next request, once the response before it was sent, and read but for a buffer."""
-        if not self._waiting or (self._current is not None and not self._current.response.ended):
+        if self._current is not None and not self._current.response.ended:
+            return
+        if not self._waiting or self._transport.is_closing():
             return
         if self._is_paused:
             self._watch_reader()

@@ -72,6 +72,8 @@ class HttpServer:
             for request in running:
                 request.cancel()
         await asyncio.gather(acceptor.wait_closed(), *running, ended, interrupted, return_exceptions=True)
+        for connection in list(self.connections.open):
+            connection.abort()
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
