@@ -151,6 +151,34 @@ async def test_response_when_nobody_reads_it_then_the_connection_ends(
 
 
 @on_both_loops
+async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+    event, kept, ended = b"x" * 10_000, [0], []
+
+    async def flood(request: HttpRequest, response: HttpResponse) -> None:
+        response.cancel_on_disconnect()
+        response.start_events({})
+        [connection] = served.server.connections.open
+        try:
+            while True:
+                await response.send_events(event)
+                kept[0] = max(kept[0], connection._transport.get_write_buffer_size())
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async with serving(flood) as served:
+        _, writer = await served.connect(GET)
+        await asyncio.sleep(0.01)
+        await served.server.connections.until_ended()
+        writer.transport.abort()
+    assert ended == ["cancelled"]
+    assert 0 < kept[0] < 200_000
+
+
+@on_both_loops
 async def test_response_when_it_is_read_slowly_then_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.5)
     async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
