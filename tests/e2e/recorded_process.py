@@ -1,0 +1,43 @@
+"""Run a module, and record which files of the package it executes between two SIGUSR2.
+
+Usage: `recorded_process.py OUT MODULE ARGUMENTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import dynamo_trtllm
+
+PACKAGE = str(Path(dynamo_trtllm.__file__).parent) + os.sep
+_files: set[str] = set()
+
+
+def _profile(frame: FrameType, event: str, _: Any) -> None:
+    name = frame.f_code.co_filename
+    if event == "call" and name.startswith(PACKAGE):
+        _files.add(name.removeprefix(PACKAGE))
+
+
+def _toggle(*_: Any) -> None:
+    if sys.getprofile() is None:
+        sys.setprofile(_profile)
+        return
+    sys.setprofile(None)
+    partial = Path(f"{sys.argv[0]}.partial")
+    partial.write_text(json.dumps(sorted(_files)))
+    partial.rename(_out)
+
+
+if __name__ == "__main__":
+    _out, module = sys.argv[1:3]
+    sys.argv = [_out, *sys.argv[3:]]
+    signal.signal(signal.SIGUSR2, _toggle)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

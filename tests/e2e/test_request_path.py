@@ -1,0 +1,70 @@
+"""How many files of the package a request passes: a reader of the code has to follow it."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.cluster import Cluster, Process, events, until
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
+MOST_FILES = 56
+ASKED = {"model": "mock", "stream": True, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class RecordedCluster(Cluster):
+    """A cluster whose processes record the files that they execute between two SIGUSR2."""
+
+    def __init__(self, etcd: str, nats: str, folder: Path) -> None:
+        self.folder = folder
+        self.recorded: list[Path] = []
+        super().__init__(etcd, nats, f"path-{secrets.token_hex(4)}")
+
+    def _start(self, module: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
+        self.recorded.append(self.folder / f"{len(self.recorded)}.json")
+        return self.script([sys.executable, str(RECORDER), str(self.recorded[-1]), module], argv, env)
+
+    def toggle(self) -> None:
+        for process in self._processes:
+            process.send(signal.SIGUSR2)
+
+
+def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
+    etcd_server: str, nats_server: str, tmp_path: Path
+) -> None:
+    """Counts what runs beside the request, too, such as the renewal of leases."""
+    cluster = RecordedCluster(etcd_server, nats_server, tmp_path)
+    try:
+        for role in ("prefill", "decode"):
+            cluster.mock(role, "mock")
+        cluster.until_ready("mock")
+        with cluster.client() as client:
+            for _ in range(3):
+                ask(client)
+            cluster.toggle()
+            ask(client)
+            cluster.toggle()
+        until(lambda: all(path.exists() for path in cluster.recorded), 30)
+    finally:
+        cluster.stop()
+    passed = {file for path in cluster.recorded for file in json.loads(path.read_text())}
+    assert len(passed) <= MOST_FILES, sorted(passed)
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    path = page.partition("## Life of a request")[2].partition("\n## ")[0]
+    named = re.findall(r"^[^`\n]*`([\w/]+\.py)`", path, re.MULTILINE)
+    assert 10 < len(named) <= 15
+    assert set(named) <= passed
+
+
+def ask(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/chat/completions", json=ASKED) as answer:
+        assert answer.status_code == 200
+        assert list(events(answer.iter_lines()))
