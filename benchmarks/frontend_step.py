@@ -18,16 +18,16 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
-from dynamo_trtllm.frontend.app import CHAT
 from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
-from dynamo_trtllm.frontend.generate_endpoint import GenerateEndpoint
 from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
 from dynamo_trtllm.frontend.generation.chat import ChatSseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat
-from dynamo_trtllm.frontend.request_handler import AppState
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.http.app import CHAT
+from dynamo_trtllm.frontend.http.generate_endpoint import GenerateEndpoint
+from dynamo_trtllm.frontend.http.request_handler import AppState
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics

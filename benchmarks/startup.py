@@ -28,7 +28,10 @@ from dynamo_trtllm.launch.servers import start_etcd, start_nats
 from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
 
 MODEL = "mock"
-STAGES = {"/live endpoint": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.run_app"}
+STAGES = {
+    "/live endpoint": "dynamo_trtllm.frontend.process.main",
+    "whole frontend": "dynamo_trtllm.frontend.process.run_app",
+}
 _TIMEOUT_S = 60.0
 _PAUSE_S = 0.002
 _ROWS = 12

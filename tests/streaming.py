@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.base import RequestGenerator
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.http.base import RequestGenerator
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.streams import KvHolder, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream

@@ -2,7 +2,7 @@
 
 if __name__ == "__main__":
     try:
-        from dynamo_trtllm.frontend.main import main
+        from dynamo_trtllm.frontend.process.main import main
 
         main()
     except KeyboardInterrupt:  # while modules load; later, the server handles the signal

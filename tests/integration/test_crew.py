@@ -16,9 +16,9 @@ import pytest
 from dynamo_trtllm import codec
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend import process_group as crew_module
-from dynamo_trtllm.frontend.control_pipe import Ready, _Message
-from dynamo_trtllm.frontend.process_group import ProcessGroup
+from dynamo_trtllm.frontend.process import process_group as crew_module
+from dynamo_trtllm.frontend.process.control_pipe import Ready, _Message
+from dynamo_trtllm.frontend.process.process_group import ProcessGroup
 from tests.waiting import SOON_S
 
 # A member in few words: it says that it serves, as `Channel` spells it, and does as it is told.

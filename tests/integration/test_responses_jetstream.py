@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.memory_http import asgi

@@ -30,7 +30,7 @@ class Interrupts(MetaPathFinder):
     ("module", "main"),
     [
         ("dynamo_trtllm", "dynamo_trtllm.worker.main"),
-        ("dynamo_trtllm.frontend", "dynamo_trtllm.frontend.main"),
+        ("dynamo_trtllm.frontend", "dynamo_trtllm.frontend.process.main"),
         ("dynamo_trtllm.launch", "dynamo_trtllm.launch.main"),
         ("dynamo_trtllm.chat", "dynamo_trtllm.cli.chat"),
         ("dynamo_trtllm.clear_namespace", "dynamo_trtllm.cli.clear_namespace"),

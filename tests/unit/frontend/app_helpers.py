@@ -10,9 +10,9 @@ import msgspec
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,

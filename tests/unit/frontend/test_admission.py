@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
-from dynamo_trtllm.frontend.admission import SMALL_BODY_BYTES, BodyBudget, ConcurrencyLimiter, DecayingRate
+from dynamo_trtllm.frontend.http.admission import SMALL_BODY_BYTES, BodyBudget, ConcurrencyLimiter, DecayingRate
 
 
 class Clock:

@@ -15,7 +15,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.request_handler import pick_best_of
+from dynamo_trtllm.frontend.http.request_handler import pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.streams import OnChunk
 from tests.memory_http import asgi

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
-from dynamo_trtllm.frontend.control_pipe import ControlPipe
-from dynamo_trtllm.frontend.frontend_process import FrontendProcess
+from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
 from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
 NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)

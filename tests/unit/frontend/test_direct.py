@@ -10,8 +10,8 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
-from dynamo_trtllm.frontend import request_handler
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.http import request_handler
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.streams import OnChunk

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo_trtllm.frontend import run_app
+from dynamo_trtllm.frontend.process import run_app
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,11 @@ import pytest
 ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
 OF_MODELS = {"openai_harmony", "tiktoken", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
 LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
-OURS_LATER = {"dynamo_trtllm.api.chat", "dynamo_trtllm.frontend.generation.pipeline", "dynamo_trtllm.frontend.run_app"}
+OURS_LATER = {
+    "dynamo_trtllm.api.chat",
+    "dynamo_trtllm.frontend.generation.pipeline",
+    "dynamo_trtllm.frontend.process.run_app",
+}
 
 
 def imported(module: str) -> set[str]:
@@ -23,8 +27,8 @@ def imported(module: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "not_yet"),
     [
-        ("dynamo_trtllm.frontend.main", ENGINES | OF_MODELS | LATER | OURS_LATER),
-        ("dynamo_trtllm.frontend.run_app", ENGINES | OF_MODELS | {"yaml"}),
+        ("dynamo_trtllm.frontend.process.main", ENGINES | OF_MODELS | LATER | OURS_LATER),
+        ("dynamo_trtllm.frontend.process.run_app", ENGINES | OF_MODELS | {"yaml"}),
     ],
 )
 def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(module: str, not_yet: set[str]) -> None:

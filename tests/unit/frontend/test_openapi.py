@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.frontend.openapi import document
+from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.http_server.errors import TABLE
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance

@@ -10,7 +10,12 @@ from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.frontend.process_group import combined_exit_status, process_argv, process_environ, reserve_port
+from dynamo_trtllm.frontend.process.process_group import (
+    combined_exit_status,
+    process_argv,
+    process_environ,
+    reserve_port,
+)
 from dynamo_trtllm.network.listening import bind, listen
 
 HOST = "127.0.0.1"
@@ -21,7 +26,7 @@ def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
     words += ["--nats-server", "nats://user:secret@host:1"]
     config = load(FrontendConfig, prog="frontend", description="", argv=words, environ={}).config
     _, dash_m, module, *argv = process_argv(config, 2, 8123)
-    assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.frontend_process")
+    assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.process.frontend_process")
     assert "secret" not in " ".join(argv)
     inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}  # the parent's settings win
     environ = process_environ(config, inherited)

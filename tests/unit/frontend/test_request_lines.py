@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.logging import TextFormatter
 from dynamo_trtllm.tokenization.base import ServedModel

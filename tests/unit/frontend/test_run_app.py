@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_trtllm.frontend.run_app import prune_breakers
+from dynamo_trtllm.frontend.process.run_app import prune_breakers
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView

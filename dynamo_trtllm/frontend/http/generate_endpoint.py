@@ -8,9 +8,9 @@ from typing import Generic
 
 from dynamo_trtllm.errors import DynamoError, Overloaded
 from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B
-from dynamo_trtllm.frontend.http import check_json, read_body
-from dynamo_trtllm.frontend.request_handler import AppState, RequestHandler
-from dynamo_trtllm.frontend.request_metrics import RequestMetrics
+from dynamo_trtllm.frontend.http.request_handler import AppState, RequestHandler
+from dynamo_trtllm.frontend.http.request_metrics import RequestMetrics
+from dynamo_trtllm.frontend.http.requests import check_json, read_body
 from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
 

@@ -17,8 +17,8 @@ import uvloop
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.frontend.control_pipe import ControlPipe
-from dynamo_trtllm.frontend.main import DESCRIPTION, serve
+from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+from dynamo_trtllm.frontend.process.main import DESCRIPTION, serve
 from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.metrics_aggregator import Snapshot
@@ -26,7 +26,7 @@ from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 if TYPE_CHECKING:
     from dynamo_trtllm.observability.metrics import FrontendMetrics
 
-PROG = "python -m dynamo_trtllm.frontend.frontend_process"
+PROG = "python -m dynamo_trtllm.frontend.process.frontend_process"
 _METRICS_TIMEOUT_S = 5.0  # for the totals of all processes; the parent's wait per process is shorter
 
 _log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
-from dynamo_trtllm.frontend.admission import InFlight
 from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore
+from dynamo_trtllm.frontend.http.admission import InFlight
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.routing import Route
 

@@ -17,8 +17,8 @@ import uvloop
 from dynamo_trtllm.config.load import exit_with, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.frontend.base import PeerProcesses, SingleProcess
-from dynamo_trtllm.frontend.startup_gate import StartupGate
+from dynamo_trtllm.frontend.http.base import PeerProcesses, SingleProcess
+from dynamo_trtllm.frontend.process.startup_gate import StartupGate
 from dynamo_trtllm.http_server.server import http_server
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
@@ -52,7 +52,7 @@ def main() -> None:
 
 def _run_process_group(config: FrontendConfig) -> int:
     """Run several processes and return the exit status. Raises ConfigError if the port is in use."""
-    from dynamo_trtllm.frontend.process_group import ProcessGroup, reserve_port
+    from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
 
     with reserve_port(config) as port:
         _warn_if_exposed(config, port)
@@ -109,6 +109,6 @@ async def _work(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses,
 
 def _load() -> RunApp:
     """Import `run_app`. This takes most of the start-up time, so it runs in a thread."""
-    from dynamo_trtllm.frontend.run_app import run_app
+    from dynamo_trtllm.frontend.process.run_app import run_app
 
     return run_app

@@ -20,13 +20,13 @@ from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
-from dynamo_trtllm.frontend.control_pipe import ControlPipe
+from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
 from dynamo_trtllm.subprocesses.child import Child, describe, spawn
 from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
-_MODULE = "dynamo_trtllm.frontend.frontend_process"
+_MODULE = "dynamo_trtllm.frontend.process.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
 _METRICS_TIMEOUT_S = 1.0  # per process; after that its last metrics are used
 

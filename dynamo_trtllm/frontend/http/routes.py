@@ -14,8 +14,8 @@ import orjson
 from dynamo_trtllm.api.common import model_list, model_object
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import EngineNotReady
-from dynamo_trtllm.frontend.base import ModelCatalog
-from dynamo_trtllm.frontend.openapi import document
+from dynamo_trtllm.frontend.http.base import ModelCatalog
+from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Instance

@@ -13,14 +13,14 @@ from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.base import PeerProcesses
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.generation.retry_state import RecoveryLimits
-from dynamo_trtllm.frontend.startup_gate import StartupGate
+from dynamo_trtllm.frontend.http.app import build_app
+from dynamo_trtllm.frontend.http.base import PeerProcesses
+from dynamo_trtllm.frontend.process.startup_gate import StartupGate
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore

@@ -22,12 +22,12 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded, StreamIncomplete
-from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
-from dynamo_trtllm.frontend.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B, PreparedRequest, SseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan, RequestContext
-from dynamo_trtllm.frontend.request_metrics import ChoiceMetrics, RequestMetrics
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.http.base import ModelCatalog, RequestGenerator
+from dynamo_trtllm.frontend.http.request_metrics import ChoiceMetrics, RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import HttpResponse
 from dynamo_trtllm.messages import Chunk

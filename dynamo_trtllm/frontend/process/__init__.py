@@ -1,0 +1,1 @@
+"""Start, connect and supervise the parts of a frontend, in one process or several."""
