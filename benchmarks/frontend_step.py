@@ -26,8 +26,7 @@ from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.app import CHAT
-from dynamo_trtllm.frontend.http.generate_endpoint import GenerateEndpoint
-from dynamo_trtllm.frontend.http.request_handler import AppState
+from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics

@@ -27,8 +27,7 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, model_file, renderer_of, served_files
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.torch.attention import NAME, paged_attention
-from dynamo_trtllm.engines.torch.kv import most_bytes
+from dynamo_trtllm.engines.torch.kv import NAME, most_bytes, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import KvLayout
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.torch.attention import ForwardBatch, SequenceSlice
-from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, SamplingMetadata, sample
 from dynamo_trtllm.engines.torch.sequence import (
     BlocksReserved,

@@ -16,9 +16,8 @@ from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.base import ModelCatalog, RequestGenerator
-from dynamo_trtllm.frontend.http.generate_endpoint import GenerateEndpoint
-from dynamo_trtllm.frontend.http.request_handler import AppState
-from dynamo_trtllm.frontend.http.request_ids import set_request_id
+from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
+from dynamo_trtllm.frontend.http.requests import set_request_id
 from dynamo_trtllm.frontend.http.response_routes import response_routes
 from dynamo_trtllm.frontend.http.routes import StatusRoutes, docs, openapi
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
