@@ -30,6 +30,7 @@ _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop
 _PENDING_BYTES = 512 << 20
 _OUTGOING_MESSAGES = 1 << 16  # waiting to be passed to the client
 _FLUSH_TIMEOUT_S = 2
+_CANCEL_AGAIN_S = 0.1
 _LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends a line of more than 4096 bytes
 
 
@@ -37,20 +38,39 @@ _LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends
 async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[None]:
     """Bound the time of the calls in the block that connect a client. If they fail, close all that the client opened.
 
-    Without a limit, the client retries for ever. Its `close` does not help: a client that is cancelled while it closes
-    a failed connection assumes that it is closed, and leaves the connection open.
+    Without a limit, the client retries for ever. `wait_for` of Python 3.11, which the client uses, drops a cancel that
+    arrives together with a result or an error, and the client then goes on to retry; so the cancel is repeated. Its
+    `close` does not help: a client that is cancelled while it closes a failed connection assumes that it is closed, and
+    leaves the connection open.
+
+    Raises:
+        TimeoutError: the block did not end in time.
     """
-    caller = asyncio.current_task()
+    caller, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert caller is not None
-    cancels = caller.cancelling()
+    cancels, expiries = caller.cancelling(), 0
+    timer: asyncio.TimerHandle
+
+    def expire() -> None:
+        nonlocal expiries, timer
+        expiries += 1
+        caller.cancel()
+        timer = loop.call_later(_CANCEL_AGAIN_S, expire)
+
+    timer = loop.call_later(timeout_s, expire)
     try:
-        async with asyncio.timeout(timeout_s):
-            yield
-        if caller.cancelling() > cancels:  # `wait_for` of Python 3.11 drops a cancel that arrives with the result
+        yield
+        if caller.cancelling() > cancels + expiries:
             raise asyncio.CancelledError
-    except BaseException:
+    except BaseException as exc:
         _force_close(client)
+        if expiries and isinstance(exc, asyncio.CancelledError) and caller.cancelling() == cancels + expiries:
+            raise TimeoutError from exc
         raise
+    finally:
+        timer.cancel()
+        for _ in range(expiries):
+            caller.uncancel()
 
 
 def _force_close(client: Client) -> None:
