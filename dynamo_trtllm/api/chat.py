@@ -1,4 +1,4 @@
-"""Define the request of `POST /v1/chat/completions`. `frontend/preprocess` translates it for an engine."""
+"""Define the request of `POST /v1/chat/completions`. `frontend/generation/preprocess` translates it for an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the request of `POST /v1/responses`. `frontend/responses` interprets its items."""
+"""Define the request of `POST /v1/responses`. `frontend/generation/responses` interprets its items."""
 
 from __future__ import annotations
 

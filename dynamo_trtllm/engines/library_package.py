@@ -10,6 +10,9 @@ from typing import Any
 
 from dynamo_trtllm.errors import ConfigError
 
+# What a package with compiled libraries raises when it can't be imported.
+_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryPackage:
@@ -49,7 +52,7 @@ class LibraryPackage:
         """
         try:
             return importlib.import_module(module or self.module)
-        except ImportError as exc:
+        except _IMPORT_ERRORS as exc:
             raise self._broken(exc) from exc
 
     def find(self, name: str, *modules: str) -> Any:
@@ -69,7 +72,7 @@ class LibraryPackage:
         for module in modules:
             try:
                 found = importlib.import_module(module)
-            except ImportError as exc:
+            except _IMPORT_ERRORS as exc:
                 if not isinstance(exc, ModuleNotFoundError) or not f"{module}.".startswith(f"{exc.name}."):
                     raise self._broken(exc) from exc
                 continue  # the release has no such module
@@ -77,7 +80,7 @@ class LibraryPackage:
                 return getattr(found, name)
         return None
 
-    def _broken(self, exc: ImportError) -> ConfigError:
+    def _broken(self, exc: Exception) -> ConfigError:
         return self._error(
             f"{self.library} can't be imported ({exc}); {self.install}, and check that the libraries that it loads are "
             "found"

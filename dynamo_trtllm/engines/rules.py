@@ -74,6 +74,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     exact_why: str = ""
     exact_fix: str = ""
 
+    def __post_init__(self) -> None:
+        if [bool(self.error), bool(self.warning), bool(self.note)].count(True) != 1:
+            raise ValueError("a rule has one of error, warning and note")
+
     @property
     def name(self) -> str:
         return self.error or self.warning or self.note
@@ -110,7 +114,8 @@ class RuleSet(Generic[F]):
             derived: functions that return further facts, by name.
 
         Raises:
-            ValueError: a rule has an unknown key or name, or an invalid value.
+            msgspec.ValidationError: a rule has an unknown key, an invalid value, or no or two severities.
+            ValueError: an expression has an unknown name.
             SyntaxError: an expression can't be parsed.
         """
         self.sections = msgspec.yaml.decode(file.read_bytes(), type=dict[str, tuple[Rule, ...]])

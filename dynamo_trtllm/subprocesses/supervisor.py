@@ -174,9 +174,13 @@ class Supervisor:
         self.stop()
 
     async def _stop_children(self) -> None:
+        errors: list[BaseException] = []
         for rank in sorted({child.stop_rank for child in self._children.values()}):
             group = [child for child in self._children.values() if child.stop_rank == rank]
-            await asyncio.gather(*(child.stop() for child in group))
+            ends = await asyncio.gather(*(child.stop() for child in group), return_exceptions=True)
+            errors += [end for end in ends if isinstance(end, BaseException)]
+        if errors:
+            raise errors[0]  # after the last child has ended
 
 
 def _first(group: BaseExceptionGroup[RunFailed | ConfigError]) -> RunFailed | ConfigError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ _NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=
 V = TypeVar("V")
 
 
-class ExternalEngine(ABC):
+class ExternalEngine:
     """Implementation of `Engine`, `KvHolder`, `HasStats` and `HasProgress` without `start`."""
 
     def __init__(self, engine: str, library: str) -> None:
@@ -106,9 +105,12 @@ class ExternalEngine(ABC):
                 "%s did not shut down within %g s; check that its processes have ended", self._library, _SHUTDOWN_S
             )
 
-    @abstractmethod
     def _shut_down(self, llm: Any) -> None:
-        """Shut the library down; called on a thread. Log the library's errors."""
+        """Shut the library down; called on a thread."""
+        try:
+            llm.shutdown()
+        except Exception as exc:  # noqa: BLE001 - of any class; nothing can be done about it
+            _log.warning("%s failed to shut down; check for leftover processes: %s", self._library, exc)
 
     def _discard(self, built: tuple[Any, Any]) -> None:
         self._shut_down(built[1])

@@ -85,7 +85,13 @@ class EngineLoader(Generic[T]):
 
     async def load(self) -> T:
         """Build the engine; raises the exceptions of `build`. A cancelled call returns at once."""
-        return await run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
+        loading = run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
+        try:
+            return await loading
+        except asyncio.CancelledError:
+            if loading.done() and not loading.cancelled() and loading.exception() is None:  # ready in the same turn
+                threading.Thread(target=self._discard, args=(loading.result(),), daemon=True).start()
+            raise
 
     def progress(self) -> str:
         """Describe the loading phase, derived from the GPU memory in use. Libraries do not report it."""

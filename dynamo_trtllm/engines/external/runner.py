@@ -233,15 +233,17 @@ class ExternalCall(Stream):
         if not self._has_started:
             self._note_started()
         event: StreamEvent | None = None
-        if not self.has_ended:
-            try:
-                event = self._event_of(call, result)
-            except DynamoError as exc:
-                event = exc
-            except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
-                event = unexpected_error(exc, self._task.get_name())
+        finish: str | None = None
         try:
-            if result.outputs[0].finish_reason is not None:
+            finish = result.outputs[0].finish_reason
+            if not self.has_ended:
+                event = self._event_of(call, result)
+        except DynamoError as exc:
+            event = exc
+        except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
+            event = unexpected_error(exc, self._task.get_name())
+        try:
+            if finish is not None:
                 self._end(keeps_kv=isinstance(event, Chunk) and event.kv_params is not None)
             elif self.has_ended and not self._is_aborted:  # it waited for this result
                 self._abort(call)
@@ -286,7 +288,7 @@ class ExternalCall(Stream):
             return output.chunk()
         if call.exports_kv and finish in _CONTINUES:
             if output.token_ids and output.token_ids[-1] in call.stop_ids:
-                output = EngineOutput(token_ids=output.token_ids, logprobs=output.logprobs, finish="stop")
+                output = msgspec.structs.replace(output, finish="stop")
                 return output.chunk(self._timings(output))
             return self._transfer_chunk(call, result, output)
         if finish not in ENDS:

@@ -147,9 +147,3 @@ class TrtllmEngine(ExternalEngine):
         layout = self._facts.layout()
         assert layout is not None  # the model was read
         return layout
-
-    def _shut_down(self, llm: Any) -> None:
-        try:
-            llm.shutdown()
-        except VENDOR_ERRORS as exc:
-            _log.warning("TensorRT-LLM failed to shut down; check for leftover processes: %s", exc)

@@ -17,7 +17,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, Counts
+from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.loading import EngineLoader
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
@@ -167,9 +167,3 @@ class VllmEngine(ExternalEngine):
             files=self._checkpoint.files,
         )
         return info, library
-
-    def _shut_down(self, llm: Any) -> None:
-        try:
-            llm.shutdown()
-        except VENDOR_ERRORS as exc:
-            _log.warning("shutting down vLLM failed: %s", exc)

@@ -1,6 +1,6 @@
 """Define the interface between a generating endpoint and the code that runs it. Handles no JSON and no transport.
 
-`generate_endpoint` and `request_handler` do what all endpoints share. An `ApiAdapter` reads one endpoint's body and
+`frontend/http/request_handler` does what all endpoints share. An `ApiAdapter` reads one endpoint's body and
 writes its responses.
 """
 
