@@ -24,8 +24,8 @@ import psutil
 
 from benchmarks.chaos.scrape import fetch, gauges, total
 from benchmarks.chaos.servers import Server
+from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
-from dynamo_trtllm.subprocesses.ports import free_ports
 
 FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"

@@ -18,7 +18,7 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
+from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
 from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
 from dynamo_trtllm.frontend.generation.chat import ChatSseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer

@@ -14,8 +14,8 @@ from benchmarks.blocking import wait_for
 from benchmarks.chaos.relay import Copies, NatsRelay, Relay
 from benchmarks.chaos.servers import Server
 from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.request_plane.frames import Frame, read_batch
-from dynamo_trtllm.subprocesses.ports import free_ports
 
 _CLUSTER = ("--cluster_name", "chaos")
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.scenario import ScenarioResult, ShapeResults, Sizes, measure_shapes, shape_rows
 from benchmarks.gpu.server import Command, Server, vllm_server
-from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.network.addresses import free_ports
 
 ARM = "vLLM's servers and a proxy"
 _CONNECTOR = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})

@@ -16,8 +16,8 @@ from benchmarks.chaos.scrape import fetch
 from benchmarks.deployment import NotReady
 from benchmarks.gpu.machine import wait_free
 from benchmarks.gpu.plan import ENVIRONMENT, Plan, server_arguments
+from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses.child import spawn
-from dynamo_trtllm.subprocesses.ports import free_ports
 
 _STOP_S = 30.0
 

@@ -22,7 +22,7 @@ from benchmarks.plane.measure import Run
 from benchmarks.plane.ours import Ours
 from benchmarks.plane.points import COMPARED, POINTS, Point, by_engines, select
 from benchmarks.plane.stack import NotReady, Recipe, Stack
-from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.network.addresses import free_ports
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -20,9 +20,9 @@ from dynamo_trtllm.launch.dependents import DependentRestart
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.child import Child, scratch_folder, spawn
-from dynamo_trtllm.subprocesses.ports import free_ports
 from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
 _READ_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.network.addresses import free_ports
 from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
 

@@ -15,7 +15,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import TlsFiles
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.launch.servers import _etcd_binary
-from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.network.addresses import free_ports
 from tests.instances import make_instance
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

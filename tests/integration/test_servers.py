@@ -17,7 +17,7 @@ import pytest
 
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import servers
-from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.network.addresses import free_ports
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

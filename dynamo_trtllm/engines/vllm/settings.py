@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.vllm.args import VllmArgs
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Limits, Role
-from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.network.addresses import free_ports
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"

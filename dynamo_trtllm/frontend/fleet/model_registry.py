@@ -1,4 +1,4 @@
-"""Hold the models that a frontend serves: the cluster view, updated from discovery, and one renderer per model card.
+"""Hold the models that a frontend serves, updated from discovery, and report which are ready.
 
 The frontend has no model files of its own. It fetches those that a card names from a worker, by content hash.
 """
@@ -11,17 +11,15 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Final
+from typing import Final, TypedDict
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
-from dynamo_trtllm.frontend.fleet import readiness
-from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.router.pair_breakers import PairBreakers
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.pair_breakers import PairBreakers, PairState, format_pair, pairs_of
+from dynamo_trtllm.router.policy import ClusterView, ModelView, differences
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 _log = logging.getLogger(__name__)
@@ -72,18 +70,16 @@ class ModelRegistry:
 
     def not_ready_reason(self, name: str) -> str | None:
         """See `ModelCatalog`."""
-        return self._plane.unavailable_reason() or readiness.not_ready_reason(
-            self._view.model(name), name, self._breakers
-        )
+        return self._plane.unavailable_reason() or not_ready_reason(self._view.model(name), name, self._breakers)
 
     def readiness(self) -> ReadinessReport:
         """See `ModelCatalog`."""
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
         breakers, now = self._breakers or PairBreakers(), time.monotonic()
         return ReadinessReport(
-            pairs=[row for name, view in views.items() for row in readiness.pair_rows(view, name, breakers, now)],
-            mismatched=[line for view in views.values() for line in readiness.mismatches(view)],
-            rejected_records=readiness.rejected_rows(self._rejected),
+            pairs=[row for name, view in views.items() for row in pair_rows(view, name, breakers, now)],
+            mismatched=[line for view in views.values() for line in mismatches(view)],
+            rejected_records=rejected_rows(self._rejected),
         )
 
     async def watch(self) -> None:
@@ -121,7 +117,7 @@ class ModelRegistry:
         self._view.remove(instance_id)
         for name in [each for each in self._announced if not self._view.model(each).is_complete]:
             self._announced.discard(name)
-            reason = readiness.not_ready_reason(self._view.model(name), name, None)
+            reason = not_ready_reason(self._view.model(name), name, None)
             _log.info("model %s is not available any more: %s", name, reason)
         # A model without workers stays known, so that its requests get 503 and not 404.
         self._load_changed()  # the card in use may have been this instance's
@@ -169,7 +165,7 @@ class ModelRegistry:
                     self._served[name] = ServedModel(card, await asyncio.to_thread(_renderer, card, files))
                     self._announce(name)
                     if name not in self._announced:
-                        reason = readiness.not_ready_reason(self._view.model(name), name, None)
+                        reason = not_ready_reason(self._view.model(name), name, None)
                         _log.info("model %s is loaded, but not available yet: %s", name, reason)
                 except DynamoError as exc:
                     if exc.message != logged:  # the same error is logged once, not per attempt
@@ -254,3 +250,87 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
     if not chunk.data and offset < total_bytes:
         return f"with only {offset} of {total_bytes} bytes; restart it"
     return ""
+
+
+MOST_REJECTED_SHOWN: Final = 100
+
+WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
+
+
+class PairRow(TypedDict):
+    """One pair in /health. Ids are hexadecimal, as in NATS subjects."""
+
+    model: str
+    prefill: str | None  # null: the instance runs aggregated requests
+    decode: str
+    state: str  # untried, working, failing, quarantined
+    reason: str
+    age_s: float | None  # since the last outcome of a request or probe; null: none yet
+
+
+class RejectedRow(TypedDict):
+    """One rejected etcd record."""
+
+    key: str  # escaped and shortened
+    reason: str
+
+
+class ReadinessReport(TypedDict):
+    """The parts of /health beside the instances."""
+
+    pairs: list[PairRow]
+    mismatched: list[str]
+    rejected_records: list[RejectedRow]
+
+
+def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
+    """Return why the model cannot be served now; None if it can. With `breakers`, one pair must have worked."""
+    if missing := view.missing_roles():
+        return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
+    pairs = pairs_of(view)
+    if not pairs:
+        return f"no prefill worker of model {name} matches a decode worker: {'; '.join(mismatches(view))}"
+    if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
+        return None
+    tried = [(pair, breakers.status(pair)) for pair in pairs]
+    each = "; ".join(
+        f"{format_pair(pair)} is {status.state}" + (f" ({status.reason})" if status.reason else "")
+        for pair, status in tried
+    )
+    return f"model {name}: KV transfer works for no pair now: {each}"
+
+
+def mismatches(view: ModelView) -> list[str]:
+    """Return a line for each instance that matches no instance of the other role, with the fields that differ."""
+    lines = []
+    for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
+        keys = {view.keys[instance.id] for instance in other}
+        lines += [
+            f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
+            for instance in one
+            if keys and view.keys[instance.id] not in keys
+        ]
+    return lines
+
+
+def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
+    """Return the first rejected records, sorted by key. The number is limited to keep /health small."""
+    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
+
+
+def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairRow]:
+    """Return the state of every pair of a model. `now` is a time of the breakers' clock."""
+    rows: list[PairRow] = []
+    for pair in pairs_of(view):
+        status, (prefill, decode) = breakers.status(pair), pair
+        rows.append(
+            {
+                "model": name,
+                "prefill": None if prefill is None else f"{prefill:x}",
+                "decode": f"{decode:x}",
+                "state": status.state,
+                "reason": status.reason,
+                "age_s": None if status.state is PairState.UNTRIED else round(now - status.seen_at, 3),
+            }
+        )
+    return rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from dynamo_trtllm.messages import GenerateRequest, Instance
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
+    from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
     from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
     from dynamo_trtllm.observability.metrics import FrontendMetrics
     from dynamo_trtllm.streams import OnChunk

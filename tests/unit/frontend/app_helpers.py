@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.fleet.readiness import ReadinessReport
+from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import (

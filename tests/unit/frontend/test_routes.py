@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from dynamo_trtllm.frontend.fleet.readiness import RejectedRow
+from dynamo_trtllm.frontend.fleet.model_registry import RejectedRow
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.memory_http import asgi

@@ -7,22 +7,22 @@ import socket
 import pytest
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.subprocesses import ports
+from dynamo_trtllm.network import addresses
 
 
 def test_ports_when_one_in_between_is_taken_then_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = ports.free_ports(3)
-    taken = ports.free_ports()
+    free = addresses.free_ports(3)
+    taken = addresses.free_ports()
     while abs(taken - free) < 3:
-        taken = ports.free_ports()
+        taken = addresses.free_ports()
     with socket.create_server(("127.0.0.1", taken)):
         choices = iter([taken - 2, taken - 1, taken, free])
-        monkeypatch.setattr(ports.random, "choice", lambda _: next(choices))
-        assert ports.free_ports(3) == free
+        monkeypatch.setattr(addresses.random, "choice", lambda _: next(choices))
+        assert addresses.free_ports(3) == free
 
 
 def test_ports_when_all_are_taken_then_error_says_how_many_were_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(ports.random, "choice", lambda _: taken.getsockname()[1] - 1)
+        monkeypatch.setattr(addresses.random, "choice", lambda _: taken.getsockname()[1] - 1)
         with pytest.raises(ConfigError, match="no 2 consecutive free ports from 20000 to 31999"):
-            ports.free_ports(2)
+            addresses.free_ports(2)

@@ -9,8 +9,7 @@ from typing import Literal
 
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.rules import PeerFacts, RuleSet
-from dynamo_trtllm.engines.trtllm.preflight.derived import DERIVED
-from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.facts import DERIVED, RoleFacts
 from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, Role
 
