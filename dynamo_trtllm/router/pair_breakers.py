@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from dynamo_trtllm.router.policy import ModelView
+from dynamo_trtllm.router.view import ModelView
 
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 

@@ -24,7 +24,7 @@ from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, t
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from tests.engines import ask, make

@@ -21,7 +21,7 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling
 from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker import Worker
 from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple, Protocol
 
 from dynamo_trtllm.errors import DynamoError, RequestError, RequestRejected
 from dynamo_trtllm.messages import Instance, Role, TokenIds, token_ids
-from dynamo_trtllm.router.policy import ModelView, WorkerSelection
+from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.view import ModelView
 
 ANSWER_TOKENS: Final = 8
 """Output tokens of a probe. Few enough that rounding rarely changes one. In 24 trials on models with random weights,

@@ -19,7 +19,8 @@ from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, Internal
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import PairBreakers, PairState, format_pair, pairs_of
-from dynamo_trtllm.router.policy import ClusterView, ModelView, differences
+from dynamo_trtllm.router.policy import differences
+from dynamo_trtllm.router.view import ClusterView, ModelView
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 _log = logging.getLogger(__name__)

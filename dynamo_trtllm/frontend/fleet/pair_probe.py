@@ -38,7 +38,8 @@ from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, format_pair, pairs_of, suspects
-from dynamo_trtllm.router.policy import ClusterView, WorkerSelection
+from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 

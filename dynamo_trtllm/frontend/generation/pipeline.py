@@ -45,7 +45,8 @@ from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.request_plane.client import BackgroundControl
 from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, PairState, format_pair, pairs_of
-from dynamo_trtllm.router.policy import ClusterView, WorkerSelection, pairing_key, select
+from dynamo_trtllm.router.policy import WorkerSelection, select
+from dynamo_trtllm.router.view import ClusterView, pairing_key
 from dynamo_trtllm.streams import OnChunk, run_stream
 
 _log = logging.getLogger(__name__)

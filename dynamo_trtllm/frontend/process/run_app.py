@@ -27,7 +27,7 @@ from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 from dynamo_trtllm.router.pair_breakers import PairBreakers
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource, pipeline_stream
 

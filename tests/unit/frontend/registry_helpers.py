@@ -27,7 +27,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Service
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService, digest

@@ -22,7 +22,7 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, digest
 from tests.instances import CARD, make_instance

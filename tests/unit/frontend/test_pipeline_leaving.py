@@ -10,7 +10,8 @@ from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.retry_state import COOLDOWN_S, Cooldown
 from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
-from dynamo_trtllm.router.policy import ModelView, WorkerSelection
+from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk, request
 from tests.waiting import SOON_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState, format_pair, pairs_of, suspects
-from dynamo_trtllm.router.policy import ModelView
+from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 
 PAIR = (1, 2)

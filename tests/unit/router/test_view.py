@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.policy import ClusterView
+from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance
 
 
