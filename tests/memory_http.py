@@ -10,8 +10,8 @@ from urllib.parse import quote
 import httptools
 
 from dynamo_trtllm.http_server.connection import HttpConnection
-from dynamo_trtllm.http_server.connection_group import ConnectionGroup, ConnectionLimits
 from dynamo_trtllm.http_server.exchange import Handler
+from dynamo_trtllm.http_server.server import ConnectionGroup, ConnectionLimits
 
 PEER = ("127.0.0.1", 123)
 LIMITS = ConnectionLimits(

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import httptools
@@ -24,9 +25,11 @@ from dynamo_trtllm.errors import (
     RequestTimeout,
 )
 from dynamo_trtllm.http_server import exchange
-from dynamo_trtllm.http_server.connection_group import ConnectionGroup
 from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.http_server.server import ConnectionGroup
 
 log = logging.getLogger(__name__)
 

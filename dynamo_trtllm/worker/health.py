@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.http_server.connection_group import ConnectionLimits
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.routing import Route, Router
-from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ import uvloop
 
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
-from dynamo_trtllm.http_server.connection_group import ConnectionGroup, ConnectionLimits
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.server import HttpServer
+from dynamo_trtllm.http_server.server import ConnectionGroup, ConnectionLimits, HttpServer
 from tests.waiting import SOON_S
 
 LIMITS = ConnectionLimits(
