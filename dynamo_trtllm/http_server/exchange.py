@@ -15,7 +15,7 @@ import orjson
 from dynamo_trtllm.errors import DynamoError, RequestTimeout
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, to_response
 
-STALL_S = 30.0  # after the deadline, the connection of a client that reads nothing for this long is closed
+STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 JSON = "application/json"
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
@@ -202,7 +202,7 @@ class HttpResponse:
         self._put(self._chunk(events))
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. Waits while the client reads slowly; disconnects it if it reads nothing for too long."""
+        """Send events. Waits while the client reads slowly; disconnects it if it reads too slowly for too long."""
         if self._is_paused:
             await self._until_resumed()
         data = self._chunk(events) if events else b""
@@ -215,9 +215,8 @@ class HttpResponse:
     def fail(self, error: DynamoError) -> None:
         """End a response that its handler has not ended: send an error, or close the connection."""
         self.keeps_alive = False
-        if self.started and not self.ended:
-            self.flush()
-            self._transport.close()
+        if self.started:
+            self._end(b"")
         else:
             self.send_error(error)
 
@@ -265,18 +264,26 @@ class HttpResponse:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
 
     def _put(self, data: bytes) -> None:
+        if self.ended:  # the bytes would be part of the next response
+            return
         if not self._unsent:
             self._batch.add(self)
         self._unsent.append(data)
 
     def _end(self, data: bytes) -> None:
+        if self.ended:
+            return
         self._unsent.append(data)
         self.flush()
         self.ended, self.is_writable, self._task = True, False, None
         self._on_end()
 
     async def _until_resumed(self) -> None:
-        """Wait until the client has read enough, or has disconnected."""
+        """Wait until the client has read enough, or has disconnected.
+
+        The connection is closed if this takes longer than `STALL_S` and the time to the deadline, even if the client
+        reads a little.
+        """
         loop = asyncio.get_running_loop()
         stalled = loop.call_later(max(STALL_S, self.deadline - time.time()), self._transport.abort)
         self._resumed = loop.create_future()

@@ -32,28 +32,9 @@ from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, 
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 
+log = logging.getLogger(__name__)
+
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
-
-
-def pick_best_of(
-    deltas: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
-) -> Iterator[ChoiceDelta]:
-    """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
-
-    `likelihood` returns that of the candidate at an index of the plan.
-    """
-    by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
-    for delta in deltas:
-        by_candidate[delta.index].append(delta)
-    answers = itertools.count()
-    for first in range(0, len(by_candidate), plan.candidates):
-        ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
-        for candidate in ranked[: plan.keep]:
-            index = next(answers)
-            for delta in by_candidate[candidate]:
-                yield msgspec.structs.replace(delta, index=index)
-
-
 THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so that they delay no other stream
 _LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # limit of such bodies that are processed at the same time
 
@@ -70,6 +51,57 @@ class AppState:
     body_budget: BodyBudget
     running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
+
+
+class GenerateEndpoint(Generic[B]):
+    """The handler of one API adapter's requests."""
+
+    def __init__(self, adapter: ApiAdapter[B], app_state: AppState) -> None:
+        self._adapter = adapter
+        self._app_state = app_state
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer the request in every case. A disconnect cancels this task. Raises ClientDisconnected."""
+        response.cancel_on_disconnect()
+        metrics, engine_id = self._app_state.metrics, _engine_id(request)
+        wants_stats = request.header(b"x-dynamo-stats") == "1"
+        request_metrics = RequestMetrics(
+            metrics, self._adapter.endpoint, engine_id, path=request.path, wants_stats=wants_stats
+        )
+        handler = RequestHandler(self._adapter, self._app_state, response, request_metrics)
+        metrics.request_started()
+        outcome: str | DynamoError = "cancelled"
+        try:
+            await self._run(handler, request, engine_id)
+            outcome = "ok"
+        except DynamoError as error:
+            outcome = error
+            await handler.fail(error)
+        except MemoryError:
+            # A traceback would take more memory.
+            log.error("request %s failed: out of memory; lower --max-total-body-bytes", engine_id)
+            outcome = Overloaded("the server is out of memory for this request; try again later or send a shorter one")
+            await handler.fail(outcome)
+        except ClientDisconnected:
+            raise
+        except Exception:  # any bug: logged here, answered as `internal`
+            log.exception("request %s failed", engine_id)
+            outcome = internal()
+            await handler.fail(outcome)
+        finally:
+            handler.release()
+            request_metrics.write(outcome, response.status)
+            # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
+            del outcome
+
+    async def _run(self, handler: RequestHandler[B], request: HttpRequest, engine_id: str) -> None:
+        handler.admit()
+        check_json(request)
+        config = self._app_state.config
+        handler.raw_body = await read_body(
+            request, config.max_body_bytes, config.receive_timeout_s, handler.reserve_bytes
+        )
+        await handler.serve(engine_id, request.client)
 
 
 class RequestHandler(Generic[B]):
@@ -103,8 +135,10 @@ class RequestHandler(Generic[B]):
                     await self._aggregate(prepared, stream)
 
     async def fail(self, error: DynamoError) -> None:
-        """Send the error as HTTP status, or as the last event of a started stream."""
-        if self._encoder is not None and self._response.started:
+        """Send the error as HTTP status, or as the last event of a started stream, or log it after the last."""
+        if self._response.ended:
+            log.info("a request failed after its complete response: %s", error)
+        elif self._encoder is not None and self._response.started:
             await self._response.send_events(self._encoder.error(error), last=True)
         else:
             is_overloaded = isinstance(error, Overloaded)
@@ -294,58 +328,23 @@ class RequestHandler(Generic[B]):
         self._response.send_json(200, body, request_metrics.served_by())
 
 
-log = logging.getLogger(__name__)
+def pick_best_of(
+    deltas: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
+) -> Iterator[ChoiceDelta]:
+    """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
 
-
-class GenerateEndpoint(Generic[B]):
-    """The handler of one API adapter's requests."""
-
-    def __init__(self, adapter: ApiAdapter[B], app_state: AppState) -> None:
-        self._adapter = adapter
-        self._app_state = app_state
-
-    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer the request in every case. A disconnect cancels this task. Raises ClientDisconnected."""
-        response.cancel_on_disconnect()
-        metrics, engine_id = self._app_state.metrics, _engine_id(request)
-        wants_stats = request.header(b"x-dynamo-stats") == "1"
-        request_metrics = RequestMetrics(
-            metrics, self._adapter.endpoint, engine_id, path=request.path, wants_stats=wants_stats
-        )
-        handler = RequestHandler(self._adapter, self._app_state, response, request_metrics)
-        metrics.request_started()
-        outcome: str | DynamoError = "cancelled"
-        try:
-            await self._run(handler, request, engine_id)
-            outcome = "ok"
-        except DynamoError as error:
-            outcome = error
-            await handler.fail(error)
-        except MemoryError:
-            # A traceback would take more memory.
-            log.error("request %s failed: out of memory; lower --max-total-body-bytes", engine_id)
-            outcome = Overloaded("the server is out of memory for this request; try again later or send a shorter one")
-            await handler.fail(outcome)
-        except ClientDisconnected:
-            raise
-        except Exception:  # any bug: logged here, answered as `internal`
-            log.exception("request %s failed", engine_id)
-            outcome = internal()
-            await handler.fail(outcome)
-        finally:
-            handler.release()
-            request_metrics.write(outcome, response.status)
-            # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
-            del outcome
-
-    async def _run(self, handler: RequestHandler[B], request: HttpRequest, engine_id: str) -> None:
-        handler.admit()
-        check_json(request)
-        config = self._app_state.config
-        handler.raw_body = await read_body(
-            request, config.max_body_bytes, config.receive_timeout_s, handler.reserve_bytes
-        )
-        await handler.serve(engine_id, request.client)
+    `likelihood` returns that of the candidate at an index of the plan.
+    """
+    by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
+    for delta in deltas:
+        by_candidate[delta.index].append(delta)
+    answers = itertools.count()
+    for first in range(0, len(by_candidate), plan.candidates):
+        ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
+        for candidate in ranked[: plan.keep]:
+            index = next(answers)
+            for delta in by_candidate[candidate]:
+                yield msgspec.structs.replace(delta, index=index)
 
 
 def _engine_id(request: HttpRequest) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
 from dynamo_trtllm.frontend.http import request_handler
+from dynamo_trtllm.frontend.http.admission import InFlight
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.streams import OnChunk
@@ -37,7 +39,8 @@ class Wire(HttpResponse):
 
     def __init__(self, every: int) -> None:
         self.transport = MemoryTransport()
-        super().__init__(self.transport, FlushBatch(), lambda: None, is_chunked=False)
+        super().__init__(self.transport, FlushBatch(), self._count_end, is_chunked=False)
+        self.num_ends = 0
         self.written = 0
         self._every = every
         self._asked = 0
@@ -55,6 +58,9 @@ class Wire(HttpResponse):
         assert events
         self.written += 1
         super().write(events)
+
+    def _count_end(self) -> None:
+        self.num_ends += 1
 
     def body(self) -> str:
         return b"".join(self.transport.sent).decode().partition("\r\n\r\n")[2]
@@ -181,6 +187,51 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
     assert done == "data: [DONE]"
     assert 20 < len(texts) <= served.pipeline.yielded
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "overloaded"
+
+
+class Unending(ScriptedPipeline):
+    """After its last chunk, it fails or waits for ever."""
+
+    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        for step in self.script:
+            if isinstance(step, BaseException):
+                await asyncio.sleep(0.01)
+                raise step
+            assert isinstance(step, Chunk)
+            on_chunk(step)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("case", ["a choice fails", "it is cancelled by its id"])
+async def test_stream_when_an_error_comes_after_its_last_event_then_nothing_more_is_sent(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generations: list[InFlight] = []
+    track = InFlight.track
+
+    def keep(self: InFlight, answer_id: str) -> AbstractContextManager[None]:
+        generations.append(self)
+        return track(self, answer_id)
+
+    monkeypatch.setattr(InFlight, "track", keep)
+    script: list[Any] = [chunk("a"), chunk("b", finish=FinishReason.LENGTH)]
+    if case == "a choice fails":
+        script.append(Overloaded("late"))
+    served = FakeFrontend(Unending(script), FrontendConfig())
+    wire = Wire(1)
+    answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert wire.ended
+    if case != "a choice fails":
+        [running] = generations
+        [answer_id] = running._tasks
+        assert running.cancel(answer_id)
+    async with asyncio.timeout(10):
+        await answering
+    assert wire.body().endswith("data: [DONE]\n\n")
+    assert "error" not in wire.body()
+    assert wire.num_ends == 1
 
 
 async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(cluster: Cluster) -> None:

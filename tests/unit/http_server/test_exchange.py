@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, FlushBatch, HttpResponse
 from tests.memory_http import MemoryTransport
 
@@ -159,3 +160,22 @@ async def test_header_when_its_value_has_a_line_break_then_it_is_not_sent() -> N
         response.send_json(200, {}, {"X-Some": "a\r\nSet-Cookie: b"})
     await asyncio.sleep(0)
     assert response.transport.sent == []
+
+
+async def test_response_when_it_has_ended_then_nothing_more_is_sent() -> None:
+    response = Sent().started_events()
+    await response.send_events(b"z", last=True)
+    await response.send_events(b"late", last=True)
+    response.write(b"late")
+    await response.send_events(b"late")
+    response.fail(InvalidRequest("late"))
+    await asyncio.sleep(0)
+    assert (response.transport.sent, response.num_ends) == ([b"1\r\nz\r\n0\r\n\r\n"], 1)
+
+
+async def test_fail_when_a_stream_was_started_then_it_ends_without_its_last_chunk() -> None:
+    response = Sent().started_events()
+    response.write(b"y")
+    response.fail(InvalidRequest("late"))
+    assert b"".join(response.transport.sent) == b"1\r\ny\r\n"
+    assert (response.num_ends, response.ended, response.is_writable, response.keeps_alive) == (1, True, False, False)
