@@ -6,15 +6,11 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler
 from dynamo_trtllm.network.listening import Acceptor, allow_files
-
-if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.connection import HttpConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
