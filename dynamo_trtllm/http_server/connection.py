@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection: its socket, its requests, and their limits in size and time.
 
-Bodies are also limited where they are read (`frontend/http.read_body`).
+Bodies are also limited where they are read (`frontend/http/requests.read_body`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import httptools
 from dynamo_trtllm.errors import (
     Draining,
     DynamoError,
-    HeadTooLarge,
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
@@ -27,6 +26,7 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.head import check_head, head_too_large, without_upgrade
 
 if TYPE_CHECKING:
     from dynamo_trtllm.http_server.server import ConnectionGroup
@@ -37,7 +37,6 @@ _GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, bef
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 _UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
 _WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
-_OF_BODIES = frozenset({b"content-length", b"transfer-encoding"})
 _order = count(1)
 
 
@@ -70,6 +69,7 @@ class HttpConnection(asyncio.Protocol):
         self._current: Exchange | None = None  # whose handler runs, or was the last to run
         self._newest: Exchange | None = None  # received
         self._waiting: deque[Exchange] = deque()
+        self._plain_head: bytes | None = None  # replaces a head that asks for an upgrade
 
     # --- called by the event loop ------------------------------------------------------------------------
 
@@ -119,9 +119,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._body_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._ignores_data = True  # it may be of another protocol, which is not offered
+            self._parse(data)
         except httptools.HttpParserError as exc:
             cause = exc.__context__  # an error that a method below raised
             self._reject(
@@ -138,7 +136,21 @@ class HttpConnection(asyncio.Protocol):
                 )
             )
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
-            self._reject(self._too_large())
+            self._reject(head_too_large(limits.max_header_bytes))
+
+    def _parse(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                self._parser.feed_data(view)
+                return
+            except httptools.HttpParserUpgrade as exc:
+                if self._plain_head is None:
+                    self._ignores_data = True  # it may be of another protocol, which is not offered
+                    return
+                view = view[exc.args[0] :]
+            head, self._plain_head, self._parsed_bytes = self._plain_head, None, 0
+            self._parser.feed_data(head)
 
     # --- called by the parser, within `data_received` ----------------------------------------------------
 
@@ -159,7 +171,11 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
-        self._check_head(version)
+        check_head(version, self._headers)
+        if self._parser.should_upgrade():
+            self._plain_head = without_upgrade(self._parser.get_method(), self._url, version, self._headers)
+            if self._plain_head is not None:
+                return
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
         self.last_activity = next(_order)
         self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
@@ -168,7 +184,9 @@ class HttpConnection(asyncio.Protocol):
         request = HttpRequest(
             method, unquote(path) if "%" in path else path, query, self._headers, self._client, self._on_read
         )
-        request.expects_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
+        request.expects_continue = version == "1.1" and any(
+            n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers
+        )
         response = HttpResponse(
             self._transport,
             self._group.batch,
@@ -188,6 +206,8 @@ class HttpConnection(asyncio.Protocol):
             self._update_reading()
 
     def on_message_complete(self) -> None:
+        if self._plain_head is not None:
+            return
         self._in_head = True
         self._disarm()
         if self._newest is not None:
@@ -198,21 +218,7 @@ class HttpConnection(asyncio.Protocol):
     def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self._limits.max_header_bytes:
-            raise self._too_large()
-
-    def _too_large(self) -> HeadTooLarge:
-        most = self._limits.max_header_bytes
-        return HeadTooLarge(f"the request line and headers are larger than the limit of {most} bytes; send fewer")
-
-    def _check_head(self, version: str) -> None:
-        """Check the HTTP version and the headers. Raises InvalidRequest, which stops the parser."""
-        if version not in ("1.0", "1.1"):
-            raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts > 1 or (version == "1.1" and not hosts):
-            raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
-        if self._parser.should_upgrade() and any(name in _OF_BODIES for name, _ in self._headers):
-            raise InvalidRequest("a request with a body cannot ask for an upgrade; leave out the header Upgrade")
+            raise head_too_large(self._limits.max_header_bytes)
 
     # --- requests ----------------------------------------------------------------------------------------
 

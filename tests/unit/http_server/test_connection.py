@@ -139,6 +139,16 @@ async def test_expectation_when_the_handler_reads_then_100_before_the_response_a
     assert client.received.endswith(b"\r\n\r\n/x:abcd")
 
 
+async def test_expectation_when_the_client_is_of_http_1_0_then_no_100() -> None:
+    client = MemoryClient(echo)
+    client.send((POST % 4).replace(b"Host", b"Expect: 100-continue\r\nHost").replace(b"/1.1", b"/1.0"))
+    await turns()
+    assert client.received == b""
+    client.send(b"abcd")
+    await turns()
+    assert client.received.startswith(b"HTTP/1.1 200 ")
+
+
 async def test_expectation_when_the_handler_refuses_first_then_no_100() -> None:
     async def refuse(request: HttpRequest, response: HttpResponse) -> None:
         raise InvalidRequest("no")
@@ -149,15 +159,55 @@ async def test_expectation_when_the_handler_refuses_first_then_no_100() -> None:
     assert client.received.startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize(("request_", "status"), [(GET % b"x", 200), (POST % 2 + b"ab", 400)])
-async def test_upgrade_when_asked_for_then_http_1_1_and_what_follows_is_no_request(
-    request_: bytes, status: int
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nHost"
+CHUNKED = POST.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked")
+
+
+@pytest.mark.parametrize("request_", [GET % b"x", CHUNKED.replace(b"Transfer-Encoding: chunked", b"X-Some: 1")])
+async def test_upgrade_when_asked_for_without_a_body_then_http_1_1_and_what_follows_is_no_request(
+    request_: bytes,
 ) -> None:
     client = MemoryClient(echo)
-    client.send(request_.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost") + GET % b"next")
+    client.send(request_.replace(b"Host", UPGRADE) + GET % b"next")
     await turns()
-    assert client.received.startswith(b"HTTP/1.1 %d " % status)
+    assert client.received.startswith(b"HTTP/1.1 200 ")
     assert client.received.count(b"HTTP/1.1") == 1
+    assert client.transport.is_closing()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("request_", [POST % 2 + b"ab", CHUNKED + b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"])
+async def test_upgrade_when_asked_for_with_a_body_then_it_is_a_usual_request(request_: bytes, size: int) -> None:
+    client = MemoryClient(echo)
+    data = request_.replace(b"Host", UPGRADE) * 2 + GET % b"next"
+    for first in range(0, len(data), size):
+        client.send(data[first : first + size])
+    await turns()
+    assert bodies(client) == [b"/x:ab", b"/x:ab", b"/next:"]
+    assert not client.transport.is_closing()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        POST.replace(b"Host", UPGRADE.replace(b"h2c", b"h2c, WebSocket")) % 2,
+        POST.replace(b"Host", UPGRADE).replace(b"%d", b"2\r\nContent-Length: 3"),
+        POST.replace(b"Host", UPGRADE).replace(b"%d", b"2\r\nTransfer-Encoding: chunked"),
+        CHUNKED.replace(b"Host", UPGRADE).replace(b"chunked", b"gzip"),
+        CHUNKED.replace(b"Host", UPGRADE).replace(b"chunked", b"chunked, gzip"),
+        POST.replace(b"Host", UPGRADE).replace(b"%d", b"\r\n 2"),
+        POST.replace(b"Host", UPGRADE).replace(b"%d", b"2\r\nX-Some: a\rContent-Length: 0"),
+        (POST % 2).replace(b"Host", UPGRADE).replace(b"POST /x", b"CONNECT x:1"),
+    ],
+)
+async def test_upgrade_when_the_end_of_the_body_is_unclear_then_400_and_what_follows_is_no_request(
+    request_: bytes,
+) -> None:
+    client = MemoryClient(echo)
+    client.send(request_ + b"ab" + GET % b"next")
+    await turns()
+    assert client.received.startswith(b"HTTP/1.1 400 ")
+    assert client.received.count(b"HTTP/1.1 ") == 1
     assert client.transport.is_closing()
 
 
