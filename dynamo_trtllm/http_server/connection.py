@@ -23,10 +23,10 @@ from dynamo_trtllm.errors import (
     PayloadTooLarge,
     RequestTimeout,
 )
-from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.head import check_head, head_too_large, without_upgrade
+from dynamo_trtllm.http_server.read_timer import ReadTimer
 
 if TYPE_CHECKING:
     from dynamo_trtllm.http_server.server import ConnectionGroup
@@ -50,11 +50,12 @@ class HttpConnection(asyncio.Protocol):
     _parsed_bytes = 0
     _body_bytes = 0  # received
     _ignores_data = False
+    _is_lingering = False  # nothing more is sent
     _is_idle = False  # `_timer` is that of an idle connection
     _is_paused = False  # the client does not read what was written
     _is_reading = True
     _timer: asyncio.TimerHandle | None = None  # for the client's sending
-    _read_timer: asyncio.TimerHandle | None = None  # for the client's reading
+    _read_timer: ReadTimer
 
     def __init__(self, group: ConnectionGroup) -> None:
         self._group = group
@@ -75,6 +76,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
+        self._read_timer = ReadTimer(transport)
         peer = transport.get_extra_info("peername")
         self._client = peer[0] if peer else ""
         group, limits = self._group, self._limits
@@ -90,7 +92,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self._disarm_read()
+        self._read_timer.stop()
         for request, response in [*([self._current] if self._current else []), *self._waiting]:
             request.lose()
             response.lose()
@@ -178,7 +180,6 @@ class HttpConnection(asyncio.Protocol):
                 return
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
         self.last_activity = next(_order)
-        self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
         method, path = self._parser.get_method().decode("ascii"), (url.path or b"/").decode("ascii")
         query = (url.query or b"").decode("latin-1")
         request = HttpRequest(
@@ -198,6 +199,8 @@ class HttpConnection(asyncio.Protocol):
         self._newest = Exchange(request, response)
         self._waiting.append(self._newest)
         self._begin_next()
+        if self._waiting:
+            self._arm_body()
         self._update_reading()
 
     def on_body(self, part: bytes) -> None:
@@ -229,14 +232,14 @@ class HttpConnection(asyncio.Protocol):
         if not self._waiting or self._transport.is_closing():
             return
         if self._is_paused:
-            self._watch_reader()
+            self._read_timer.watch()
             return
         self._current = self._waiting.popleft()
-        self._disarm_read()
+        if not self._current.request.is_complete:  # it could not arrive while others were before it
+            self._arm_body()
+        self._read_timer.stop()
         if self._limits.answer_timeout_s is not None:
-            self._read_timer = self._loop.call_later(
-                self._limits.answer_timeout_s, self._cut_answer, self._current.response
-            )
+            self._read_timer.limit_answer(self._limits.answer_timeout_s, self._current.response)
         task = self._loop.create_task(self._serve(*self._current))
         self._group.tasks.add(task)
         task.add_done_callback(self._served)
@@ -305,6 +308,9 @@ class HttpConnection(asyncio.Protocol):
         self._disarm()
         self._timer = self._loop.call_later(seconds, action)
 
+    def _arm_body(self) -> None:
+        self._arm(self._limits.receive_timeout_s + _GRACE_S, self._cut)
+
     def _arm_idle(self) -> None:
         if self._timer is None:  # otherwise the next request has begun
             self._arm(self._limits.keep_alive_timeout_s, self._close)
@@ -316,11 +322,6 @@ class HttpConnection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _disarm_read(self) -> None:
-        if self._read_timer is not None:
-            self._read_timer.cancel()
-            self._read_timer = None
-
     def _cut(self) -> None:
         """End a connection whose request has not arrived in time."""
         self._timer = None
@@ -331,24 +332,6 @@ class HttpConnection(asyncio.Protocol):
             self._reject(RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
         else:
             self._close()
-
-    def _cut_answer(self, response: HttpResponse) -> None:
-        """Close the connection at the timeout, unless the response was sent."""
-        if not response.ended or self._transport.get_write_buffer_size():
-            self.abort()
-
-    def _watch_reader(self) -> None:
-        """Close the connection once the client has read nothing for a while. The answer's own limit goes before."""
-        if self._read_timer is None:
-            unread_bytes = self._transport.get_write_buffer_size()
-            self._read_timer = self._loop.call_later(exchange.STALL_S, self._cut_reader, unread_bytes)
-
-    def _cut_reader(self, unread_bytes: int) -> None:
-        self._read_timer = None
-        if self._transport.get_write_buffer_size() >= unread_bytes:
-            self.abort()
-        else:
-            self._watch_reader()
 
     # --- the end -------------------------------------------------------------------------------------------
 
@@ -364,11 +347,19 @@ class HttpConnection(asyncio.Protocol):
             self._newest.response.keeps_alive = False
 
     def _close(self) -> None:
-        """Close the connection when the client has read all data."""
+        """Close the connection when the client has read all data. It may still send a body that nobody reads."""
+        if self._is_lingering:
+            return
         self._disarm()
+        current, newest = self._current, self._newest
+        if current and newest and current.response.ended and not newest.request.is_complete:
+            self._waiting.clear()
+            self._ignores_data = True
+            self._linger()
+            return
         self._transport.close()
         if self._transport.get_write_buffer_size():
-            self._watch_reader()
+            self._read_timer.watch()
 
     def _reject(self, error: DynamoError) -> None:
         """Receive no more, and send an error unless a response is before it. Then the connection ends after that."""
@@ -395,9 +386,18 @@ class HttpConnection(asyncio.Protocol):
             HttpResponse(self._transport, self._group.batch, self._linger, keeps_alive=False).send_error(error)
 
     def _linger(self) -> None:
-        """Close the connection after the client has had time to read the error."""
+        """Close the connection after the client has had time to read what was sent."""
         if self._transport.can_write_eof():
+            self._is_lingering = True
             self._transport.write_eof()
-            self._timer = self._loop.call_later(_LINGER_S, self.abort)
+            self._end_linger()
         else:
             self._transport.close()
+            self._read_timer.watch()
+
+    def _end_linger(self) -> None:
+        if self._transport.get_write_buffer_size():
+            self._read_timer.watch()
+            self._arm(_LINGER_S, self._end_linger)
+        else:
+            self._arm(_LINGER_S, self.abort)

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.errors import PayloadTooLarge
+from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import ConnectionGroup, ConnectionLimits, HttpServer
@@ -31,6 +32,7 @@ LIMITS = ConnectionLimits(
     max_body_bytes=1 << 20,
 )
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+UPLOAD = bytes(8 << 20)
 LARGE = bytes(32 << 20)  # more than the sockets' buffers hold
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -149,6 +151,65 @@ async def test_response_when_nobody_reads_it_then_the_connection_ends(
         writer.transport.abort()
 
 
+@pytest.mark.parametrize("way", ["close", "HTTP/1.0", "drain"])
+@on_both_loops
+async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client_can_read_it(way: str) -> None:
+    async def refuse(request: HttpRequest, response: HttpResponse) -> None:
+        if way == "drain":
+            served.server.connections.drain()
+        response.send_error(PayloadTooLarge("too large"))
+
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(UPLOAD)
+    if way == "HTTP/1.0":
+        head = head.replace(b"HTTP/1.1", b"HTTP/1.0")
+    elif way == "close":
+        head = head.replace(b"Host", b"Connection: close\r\nHost")
+    async with serving(refuse) as served:
+        reader, writer = await served.connect(head)
+        await asyncio.sleep(0.05)  # the answer was sent
+        for _ in range(8):
+            writer.write(UPLOAD[: len(UPLOAD) // 8])
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+
+@on_both_loops
+async def test_stream_when_it_fails_and_nobody_reads_it_then_the_connection_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.05)
+
+    async def fail(request: HttpRequest, response: HttpResponse) -> None:
+        response.start_events({})
+        response.write(LARGE)
+        raise RuntimeError("a bug")
+
+    async with serving(fail) as served:
+        _, writer = await served.connect(GET)
+        await asyncio.sleep(0.01)
+        await served.server.connections.until_ended()
+        writer.transport.abort()
+
+
+@on_both_loops
+async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly_then_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_LINGER_S", 0.05)
+    async with serving(answer_large) as served:
+        reader, writer = await served.connect(GET)
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"nonsense\r\n\r\n")
+        await asyncio.sleep(0.3)
+        received = await reader.read()
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert received.startswith(LARGE)
+        assert received[len(LARGE) :].startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+
 @on_both_loops
 async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
@@ -159,11 +220,11 @@ async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_i
     async def flood(request: HttpRequest, response: HttpResponse) -> None:
         response.cancel_on_disconnect()
         response.start_events({})
-        [connection] = served.server.connections.open
+        [opened] = served.server.connections.open
         try:
             while True:
                 await response.send_events(event)
-                kept[0] = max(kept[0], connection._transport.get_write_buffer_size())
+                kept[0] = max(kept[0], opened._transport.get_write_buffer_size())
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise

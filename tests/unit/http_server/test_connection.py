@@ -7,9 +7,11 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server import exchange
+from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.read_timer import ReadTimer
 from dynamo_trtllm.http_server.routing import Route, Router
-from tests.memory_http import MemoryClient
+from tests.memory_http import MemoryClient, MemoryTransport
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
@@ -302,3 +304,35 @@ async def test_body_when_it_is_wrong_and_another_request_is_before_it_then_that_
     await turns()
     assert bodies(client) == [b"/a"]
     assert client.transport.is_closing()
+
+
+async def test_body_when_another_request_was_before_it_then_its_time_begins_when_it_is_read() -> None:
+    held = Held()
+    client = MemoryClient(held)
+    client.send(GET % b"a" + POST % 2)
+    before = client.connection._timer
+    await asyncio.sleep(0.01)
+    held.go.set()
+    await turns()
+    after = client.connection._timer
+    assert before is not None
+    assert after is not None
+    assert after.when() >= before.when() + 0.01
+
+
+async def test_answer_limit_when_it_has_passed_then_a_slow_reader_is_still_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "STALL_S", 0.01)
+    transport = MemoryTransport()
+    transport.set_protocol(asyncio.Protocol())
+    response = HttpResponse(transport, FlushBatch(), lambda: None)
+    response.send(200, b"")
+    timer = ReadTimer(transport)
+    timer.limit_answer(0, response)
+    await asyncio.sleep(0.01)
+    assert not transport.is_closing()
+    transport.unread_bytes = 1
+    timer.watch()
+    await asyncio.sleep(0.05)
+    assert transport.is_closing()
