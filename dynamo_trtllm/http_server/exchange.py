@@ -171,6 +171,10 @@ class HttpResponse:
             raise ClientDisconnected
         self._task = asyncio.current_task()
 
+    def continue_on_disconnect(self) -> None:
+        """Undo `cancel_on_disconnect`."""
+        self._task = None
+
     def send(
         self, status: int, body: bytes, content_type: str = JSON, headers: Mapping[str, str] | None = None
     ) -> None:

@@ -34,7 +34,11 @@ class Router:
         self._patterns = [(_compile(path), methods) for path, methods in by_path.items() if "{" in path]
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Run the handler. Answers its errors, unknown paths and unknown methods with an error response."""
+        """Run the handler. Answers its errors, unknown paths and unknown methods with an error response.
+
+        Raises:
+            DynamoError: the handler failed after it had started the response.
+        """
         methods = self._exact.get(request.path) or self._match(request)
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         about = f"{request.method} {request.path}"
@@ -51,6 +55,8 @@ class Router:
             try:
                 await handler(request, response)
             except DynamoError as error:
+                if response.started:
+                    raise
                 response.send_error(error)
 
     def _match(self, request: HttpRequest) -> Mapping[str, Handler]:

@@ -101,25 +101,43 @@ class HttpServer:
         self._stopped.set()
 
     async def serve(self, sock: socket.socket) -> None:
-        """Serve on a listening socket until `stop`. Closes the socket."""
+        """Serve on a listening socket until `stop`. Closes the socket. If cancelled, it ends all requests at once."""
         acceptor = Acceptor(sock, self._connect, self._relieve)
         try:
-            await self._stopped.wait()
+            try:
+                await self._stopped.wait()
+            finally:
+                acceptor.close()
+                sock.close()
+            self.connections.drain()
+            await self._until_ended()
         finally:
-            acceptor.close()
-            sock.close()
-        self.connections.drain()
+            await self._end(acceptor)
+
+    async def _until_ended(self) -> None:
+        """Wait for the running requests, but not too long, and not after an interrupt."""
         ended, interrupted = (
             asyncio.create_task(each) for each in (self.connections.until_ended(), self._interrupted.wait())
         )
-        await asyncio.wait((ended, interrupted), timeout=self._shutdown_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (ended, interrupted):
-            task.cancel()
+        try:
+            await asyncio.wait((ended, interrupted), timeout=self._shutdown_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (ended, interrupted):
+                task.cancel()
+
+    async def _end(self, acceptor: Acceptor) -> None:
+        """Cancel the requests that still run, and close all connections."""
         if running := list(self.connections.tasks):
-            _log.error("cancelled %d requests that had not ended within %g s", len(running), self._shutdown_s)
+            if self._interrupted.is_set():
+                reason = "at the second signal"
+            elif self._stopped.is_set():
+                reason = f"that had not ended within {self._shutdown_s:g} s"
+            else:
+                reason = "because the server was cancelled"
+            _log.error("cancelled %d requests %s", len(running), reason)
             for request in running:
                 request.cancel()
-        await asyncio.gather(acceptor.wait_closed(), *running, ended, interrupted, return_exceptions=True)
+        await asyncio.gather(acceptor.wait_closed(), *running, return_exceptions=True)
         for connection in list(self.connections.open):
             connection.abort()
 

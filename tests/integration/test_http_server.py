@@ -131,7 +131,24 @@ async def test_stop_when_a_request_does_not_end_then_503_and_the_server_ends(
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"draining"' in answer
         assert "1 requests" in caplog.text
+        assert ("within 0.1 s" in caplog.text) == (way == "too long")
+        assert ("second signal" in caplog.text) == (way == "interrupt")
         writer.close()
+
+
+@on_both_loops
+async def test_serve_when_it_is_cancelled_then_its_requests_and_connections_end() -> None:
+    held = Held()
+    async with serving(held) as served:
+        reader, writer = await served.connect(GET)
+        await held.begun.wait()
+        served.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await served.task
+        assert not served.server.connections.tasks
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+        served.task = asyncio.create_task(asyncio.sleep(0))
 
 
 async def answer_large(request: HttpRequest, response: HttpResponse) -> None:

@@ -49,13 +49,16 @@ class StartupGate:
         self._decided.set()
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer the request, now or once the gate is decided. Raises ClientDisconnected."""
         if self._app is None:
             if request.path in _EARLY and request.method in ("GET", "HEAD"):
                 set_request_id(request, response)
                 status, body = _EARLY[request.path]
                 response.send_json(status, body, retry_headers(status))
                 return
+            response.cancel_on_disconnect()
             await self._decided.wait()
+            response.continue_on_disconnect()  # the app decides
         if self._app is None:
             set_request_id(request, response)
             response.send_error(Draining("this frontend failed to start; see its log"))

@@ -8,7 +8,7 @@ import httpx
 
 from dynamo_trtllm.frontend.process.startup_gate import StartupGate
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from tests.memory_http import asgi
+from tests.memory_http import MemoryClient, asgi
 from tests.unit.frontend.app_helpers import front
 
 
@@ -77,3 +77,14 @@ async def test_close_when_the_door_was_opened_then_the_app_answers_on() -> None:
     gate.close()
     async with client(gate) as asking:
         assert (await asking.get("/v1/models")).status_code == 200
+
+
+async def test_waiting_request_when_its_client_leaves_then_it_waits_no_more() -> None:
+    waiting = MemoryClient(StartupGate())
+    waiting.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.sleep(0)
+    waiting.leave()
+    async with asyncio.timeout(10):
+        await waiting.until_answered()
+    await asyncio.sleep(0)
+    assert not waiting.group.tasks

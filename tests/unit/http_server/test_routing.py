@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.routing import Route, Router
 from tests.memory_http import MemoryClient
@@ -86,3 +87,17 @@ async def test_head_then_the_headers_of_get_and_no_body() -> None:
     assert (status, nothing) == (200, b"")
     assert f"Content-Length: {len(body)}" in head.split("\r\n")
     assert f"Content-Length: {len(body)}" in only.split("\r\n")
+
+
+async def test_error_when_the_response_was_started_then_it_is_logged_and_the_connection_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(request: HttpRequest, response: HttpResponse) -> None:
+        response.start_events({})
+        raise InvalidRequest("too late")
+
+    client = MemoryClient(Router([Route("GET", "/a", fail)]))
+    client.send(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n")
+    await client.until_answered()
+    assert "too late" in caplog.text
+    assert client.transport.is_closing()
