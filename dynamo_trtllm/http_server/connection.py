@@ -347,7 +347,7 @@ class HttpConnection(asyncio.Protocol):
             self._newest.response.keeps_alive = False
 
     def _close(self) -> None:
-        """Close the connection when the client has read all data. It may still send a body that nobody reads."""
+        """Close the connection when the client has read all data. It may still send a body that is not read."""
         if self._is_lingering:
             return
         self._disarm()
