@@ -15,18 +15,10 @@ from urllib.parse import unquote
 
 import httptools
 
-from dynamo_trtllm.errors import (
-    Draining,
-    DynamoError,
-    InvalidRequest,
-    Overloaded,
-    PayloadTooLarge,
-    RequestTimeout,
-)
+from dynamo_trtllm.errors import Draining, DynamoError, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
+from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.errors import internal
-from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.head import check_head, head_too_large, without_upgrade
-from dynamo_trtllm.http_server.read_timer import ReadTimer
+from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
 
 if TYPE_CHECKING:
     from dynamo_trtllm.http_server.server import ConnectionGroup
@@ -138,7 +130,7 @@ class HttpConnection(asyncio.Protocol):
                 )
             )
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
-            self._reject(head_too_large(limits.max_header_bytes))
+            self._reject(exchange.head_too_large(limits.max_header_bytes))
 
     def _parse(self, data: bytes) -> None:
         view = memoryview(data)
@@ -173,9 +165,9 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
-        check_head(version, self._headers)
+        exchange.check_head(version, self._headers)
         if self._parser.should_upgrade():
-            self._plain_head = without_upgrade(self._parser.get_method(), self._url, version, self._headers)
+            self._plain_head = exchange.without_upgrade(self._parser.get_method(), self._url, version, self._headers)
             if self._plain_head is not None:
                 return
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
@@ -221,7 +213,7 @@ class HttpConnection(asyncio.Protocol):
     def _count(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self._limits.max_header_bytes:
-            raise head_too_large(self._limits.max_header_bytes)
+            raise exchange.head_too_large(self._limits.max_header_bytes)
 
     # --- requests ----------------------------------------------------------------------------------------
 

@@ -12,12 +12,15 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from dynamo_trtllm.errors import DynamoError, RequestTimeout
+from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, RequestTimeout
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, to_response
 
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 JSON = "application/json"
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+_OF_BODIES = frozenset({b"content-length", b"transfer-encoding"})
+Headers = list[tuple[bytes, bytes]]  # names are in lower case
 
 
 class ClientDisconnected(Exception):
@@ -315,3 +318,73 @@ def _date() -> str:
     if _formatted[0] != now:
         _formatted = (now, formatdate(now, usegmt=True))
     return _formatted[1]
+
+
+def check_head(version: str, headers: Headers) -> None:
+    """Check the HTTP version and the Host header. Raises InvalidRequest."""
+    if version not in ("1.0", "1.1"):
+        raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1 or (version == "1.1" and not hosts):
+        raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
+
+
+def head_too_large(max_bytes: int) -> HeadTooLarge:
+    return HeadTooLarge(f"the request line and headers are larger than the limit of {max_bytes} bytes; send fewer")
+
+
+def without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes | None:
+    """Return the head without the header Upgrade, for a request that asks for an upgrade; None if it has no body.
+
+    The parser takes no body after such a header, although the request is a usual one to a server that offers no
+    upgrade. Everything else is unchanged, so that the end of the body is where the client's headers say.
+
+    Raises:
+        InvalidRequest: it asks for a tunnel or for WebSocket, or a value has a line break.
+    """
+    if not any(name in _OF_BODIES for name, _ in headers):
+        return None
+    if method == b"CONNECT" or any(name == b"upgrade" and b"websocket" in value.lower() for name, value in headers):
+        raise InvalidRequest("a request with a body cannot ask for a tunnel or WebSocket; leave out the header Upgrade")
+    lines = [b"%b %b HTTP/%b" % (method, url, version.encode())]
+    lines += [b"%b: %b" % each for each in headers if each[0] != b"upgrade"]
+    if any(b"\r" in line or b"\n" in line for line in lines):
+        raise InvalidRequest("the value of a header contains a line break")
+    return b"\r\n".join([*lines, b"\r\n"])
+
+
+class ReadTimer:
+    """Closes a connection whose client does not read. One limit applies at a time: the first that was set."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def limit_answer(self, seconds: float, response: HttpResponse) -> None:
+        """Close the connection at this time from now, unless the response was sent."""
+        self._timer = self._loop.call_later(seconds, self._cut_answer, response)
+
+    def watch(self) -> None:
+        """Close the connection once the client has read nothing for a while."""
+        if self._timer is None:
+            unread_bytes = self._transport.get_write_buffer_size()
+            self._timer = self._loop.call_later(STALL_S, self._cut_reader, unread_bytes)
+
+    def stop(self) -> None:
+        """Set no limit any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _cut_answer(self, response: HttpResponse) -> None:
+        self._timer = None
+        if not response.ended or self._transport.get_write_buffer_size():
+            self._transport.abort()
+
+    def _cut_reader(self, unread_bytes: int) -> None:
+        self._timer = None
+        if self._transport.get_write_buffer_size() >= unread_bytes:
+            self._transport.abort()
+        else:
+            self.watch()

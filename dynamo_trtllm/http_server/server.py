@@ -12,6 +12,11 @@ from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler
 from dynamo_trtllm.network.listening import Acceptor, allow_files
 
+_log = logging.getLogger(__name__)
+
+_OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
+_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
@@ -58,12 +63,6 @@ class ConnectionGroup:
         while self.open or self.tasks:
             self.changed.clear()
             await self.changed.wait()
-
-
-_log = logging.getLogger(__name__)
-
-_OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
-_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
 
 def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:

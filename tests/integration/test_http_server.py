@@ -163,7 +163,9 @@ async def test_response_when_nobody_reads_it_then_the_connection_ends(
     monkeypatch.setattr(exchange, "STALL_S", 0.05)
     async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
         _, writer = await served.connect(GET.replace(b"Host", b"Connection: close\r\nHost") if close else GET)
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(SOON_S):
+            while not served.server.connections.open:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.001)
         await served.server.connections.until_ended()
         writer.transport.abort()
 
@@ -205,7 +207,9 @@ async def test_stream_when_it_fails_and_nobody_reads_it_then_the_connection_ends
 
     async with serving(fail) as served:
         _, writer = await served.connect(GET)
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(SOON_S):
+            while not served.server.connections.open:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.001)
         await served.server.connections.until_ended()
         writer.transport.abort()
 
@@ -248,7 +252,9 @@ async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_i
 
     async with serving(flood) as served:
         _, writer = await served.connect(GET)
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(SOON_S):
+            while not served.server.connections.open:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.001)
         await served.server.connections.until_ended()
         writer.transport.abort()
     assert ended == ["cancelled"]

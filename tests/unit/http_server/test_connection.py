@@ -8,8 +8,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server import exchange
-from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.read_timer import ReadTimer
+from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse, ReadTimer
 from dynamo_trtllm.http_server.routing import Route, Router
 from tests.memory_http import MemoryClient, MemoryTransport
 
