@@ -1,0 +1,101 @@
+"""One call of AsyncLLM: what happens while it is submitted."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.runner import Runner, Times
+from dynamo_trtllm.engines.vllm.library import VllmLibrary
+from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
+from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.messages import Chunk, Role
+from dynamo_trtllm.streams import StreamEvent
+from tests.unit.engines.scripted_library import LAYOUT, ask
+from tests.waiting import SOON_S
+
+
+class Llm:
+    """An AsyncLLM that has outputs before `add_request` returns, and returns when it may."""
+
+    errored = False
+
+    def __init__(self, early: Any = None) -> None:
+        self.collector = SimpleNamespace(output=early)
+        self.may_return = asyncio.Event()
+        self.aborted: list[str] = []
+
+    async def add_request(self, request_id: str) -> Any:
+        await self.may_return.wait()
+        return self.collector
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.collector.put(output(finish="abort"))
+
+
+def output(*tokens: int, finish: str | None = None) -> Any:
+    completion = SimpleNamespace(token_ids=list(tokens), logprobs=None, finish_reason=finish)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=0, kv_transfer_params=None)
+
+
+def runner_of(llm: Llm) -> Runner:
+    bindings: Any = SimpleNamespace(dead=RuntimeError, version="0.24.0", arguments=lambda converted: {})
+    limits = VllmModelLimits(
+        role=Role.AGGREGATED,
+        context_length=100,
+        vocab_size=100,
+        end_ids=(99,),
+        max_logprobs=20,
+        unsupported_features=(),
+    )
+    identity = TransferIdentity("vllm", 5, "m", LAYOUT, {}, transport="vllm/nixl")
+    library = VllmLibrary(bindings, llm, limits, lambda: None)  # type: ignore[arg-type,return-value]
+    return Runner(library, identity, Times(60.0, 30.0))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_submission_when_outputs_came_before_it_ended_then_none_is_lost() -> None:
+    llm, events = Llm(early=output(1, 2)), list[StreamEvent]()
+    runner = runner_of(llm)
+    runner.generate(ask(), events.append)
+    llm.may_return.set()
+    await settle()
+    llm.collector.put(output(3, finish="length"))
+    assert [list(event.token_ids) for event in events if isinstance(event, Chunk)] == [[1, 2], [3]]
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+async def test_engine_when_it_dies_then_its_error_ends_the_stream_with_the_cause(is_early: bool) -> None:
+    death = ValueError("the process is gone")
+    llm, events = Llm(early=death if is_early else None), list[StreamEvent]()
+    runner_of(llm).generate(ask(), events.append)
+    llm.may_return.set()
+    await settle()
+    if not is_early:
+        llm.collector.put(death)
+    (error,) = events
+    assert isinstance(error, EngineFailed)
+    assert error.__cause__ is death
+
+
+async def test_cancel_when_the_call_is_being_submitted_then_it_is_aborted_after_that() -> None:
+    llm, events = Llm(), list[StreamEvent]()
+    runner = runner_of(llm)
+    stream = runner.generate(ask(), events.append)
+    await settle()
+    stream.cancel()
+    await settle()
+    assert llm.aborted == []
+    llm.may_return.set()
+    await asyncio.wait_for(runner.drain(), SOON_S)
+    assert (llm.aborted, events) == (["r.1"], [])
