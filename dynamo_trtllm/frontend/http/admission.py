@@ -157,7 +157,8 @@ class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
     Large bodies share one half of it, so that small requests are served meanwhile. When that half is full, the oldest
-    large body that waits may have a quarter more: without it, partly received bodies would wait for each other.
+    large body that waits may have a quarter more, until it is released: without it, partly received bodies would wait
+    for each other. No other one gets a part of the quarter, not even between two parts of this body.
     """
 
     def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
@@ -167,6 +168,7 @@ class BodyBudget:
         self._wait_s = wait_s
         self._numbers = itertools.count()
         self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # body to bytes wanted, unordered
+        self._favored: BodyBytes | None = None  # may have the quarter more
 
     def body(self) -> BodyBytes:
         """Return the account of a new body."""
@@ -197,16 +199,19 @@ class BodyBudget:
         """Free all bytes of the body."""
         self.in_use -= body.in_use
         body.in_use = 0
+        if self._favored is body:
+            self._favored = None
         self._grant()
 
     def _grant(self) -> None:
-        is_oldest = True
         for body in sorted(self._waiting, key=lambda each: each.number):
             count, granted = self._waiting[body]
             max_bytes = self.limit
             if body.in_use + count > SMALL_BODY_BYTES:
-                max_bytes = max_bytes // 4 * (3 if is_oldest else 2)
-                is_oldest = False
+                max_bytes = self.limit // 2
+                if self.in_use + count > max_bytes and self._favored in (None, body):
+                    self._favored = body
+                    max_bytes = self.limit // 4 * 3
             if self.in_use + count <= max_bytes and not granted.done():
                 self.in_use += count
                 body.in_use += count

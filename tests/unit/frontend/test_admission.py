@@ -224,6 +224,20 @@ async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goe
     assert budget.in_use == 3 * SMALL_BODY_BYTES
 
 
+async def test_body_budget_when_the_favored_body_receives_more_then_no_other_has_taken_its_quarter() -> None:
+    budget = BodyBudget(8 * SMALL_BODY_BYTES)
+    first, second = budget.body(), budget.body()
+    for body in (first, second):
+        await budget.acquire(2 * SMALL_BODY_BYTES, body)
+    await budget.acquire(SMALL_BODY_BYTES, first)
+    waits = asyncio.create_task(budget.acquire(SMALL_BODY_BYTES, second))  # while the first receives its next part
+    await wait_until_loaded()
+    assert not waits.done()
+    await budget.acquire(SMALL_BODY_BYTES, first)
+    budget.release(first)
+    await waits
+
+
 async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> None:
     budget = BodyBudget(100, wait_s=0.0)
     await budget.acquire(60, budget.body())
