@@ -43,6 +43,8 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
+_CANCEL_S = 1.0  # for the cancel of a probe to arrive
+
 _MAX_CONCURRENT = 2  # probes per decode worker: one of them may wait for a prefill worker that hangs
 _PROMPTS = 3  # a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
 _PASSED = "ok"
@@ -236,7 +238,8 @@ class PairProbes:
             model=selection.decode.card.name,
             token_ids=prompt,
             sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + self._options.timeout_s,
+            # Later than the limit below, which thus always decides: this one ends what a lost cancel would leave.
+            deadline=time.time() + self._options.timeout_s + _CANCEL_S,
             num_resumed_output_tokens=num_resumed_output_tokens,
             cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
         )
