@@ -22,7 +22,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
 from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
 from dynamo_trtllm.frontend.generation.chat import ChatSseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.app import CHAT
@@ -30,7 +30,7 @@ from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoi
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.streams import OnChunk
+from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
@@ -49,7 +49,7 @@ HEADERS = {
 }
 
 
-class Stream(NamedTuple):
+class Answer(NamedTuple):
     """Token ids of one answer."""
 
     header: list[int]
@@ -57,16 +57,16 @@ class Stream(NamedTuple):
     end: int
 
 
-def make_stream(channel: str, steps: int) -> Stream:
+def make_stream(channel: str, steps: int) -> Answer:
     """Return an answer on this channel with a body of `steps` tokens."""
     text = ARGUMENTS if channel == "tool arguments" else PROSE
     body = list(RENDERER.encode(text))
     body = (body * (steps // len(body) + 1))[:steps]
     header = vocabulary.load_harmony().encode(HEADERS[channel], allowed_special="all")
-    return Stream(header, body, 200012 if channel == "tool arguments" else 200002)
+    return Answer(header, body, 200012 if channel == "tool arguments" else 200002)
 
 
-def make_chunks(stream: Stream) -> list[Chunk]:
+def make_chunks(stream: Answer) -> list[Chunk]:
     """Return one chunk per token."""
     steps = [Chunk(token_ids=token_ids([each])) for each in (*stream.header, *stream.body)]
     return [*steps, Chunk(token_ids=token_ids([stream.end]), finish_reason=FinishReason.STOP)]
@@ -112,11 +112,18 @@ class FakePipeline:
     def __init__(self, chunks: list[Chunk]) -> None:
         self._chunks = chunks
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
-        for index, chunk in enumerate(self._chunks):
-            on_chunk(chunk)
-            if not index:
-                await asyncio.sleep(0)  # the response starts
+    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+        stream = Stream(on_event)
+        asyncio.get_running_loop().call_soon(self._begin, stream)
+        return stream
+
+    def _begin(self, stream: Stream) -> None:
+        stream.emit(self._chunks[0])
+        asyncio.get_running_loop().call_later(0.001, self._go_on, stream)  # the response has started by then
+
+    def _go_on(self, stream: Stream) -> None:
+        for chunk in self._chunks[1:]:
+            stream.emit(chunk)
 
     def get(self, name: str) -> ServedModel:
         return SERVED

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.base import RequestGenerator
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.streams import KvHolder, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream
+from dynamo_trtllm.streams import KvHolder, OnChunk, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream
 
 
 class ChunkStream(TaskStream):
@@ -69,22 +70,46 @@ def call_stream(plane: Plane, subject: str, request: GenerateRequest) -> AsyncGe
     return as_stream(WorkerCalls(plane, subject), request)
 
 
-async def pipeline_stream(
+class PipelineCalls:
+    """The requests of a pipeline, as a `Generator`."""
+
+    def __init__(self, pipeline: RequestGenerator, trace: RouteTrace) -> None:
+        self._pipeline, self._trace = pipeline, trace
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        return self._pipeline.generate(request, self._trace, on_event)
+
+
+def pipeline_stream(
     pipeline: RequestGenerator, request: GenerateRequest, trace: RouteTrace
 ) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of a request. Closing cancels it and waits for its end."""
-    arrived: asyncio.Queue[Chunk | asyncio.Task[None]] = asyncio.Queue()
+    return as_stream(PipelineCalls(pipeline, trace), request)
 
-    def put(chunk: Chunk) -> bool:
-        arrived.put_nowait(chunk)
-        return True
 
-    task = asyncio.create_task(pipeline.generate(request, trace, put))
-    task.add_done_callback(arrived.put_nowait)
-    try:
-        while isinstance(item := await arrived.get(), Chunk):
-            yield item
-        item.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+class PlayedPipeline(ABC):
+    """A pipeline whose subclass plays a request as a coroutine."""
+
+    @abstractmethod
+    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        """Pass the chunks to `on_chunk`, which returns False after the last one."""
+
+    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+        return PlayedStream(partial(self.play, request, trace), on_event, request.request_id)
+
+
+class PlayedStream(TaskStream):
+    __slots__ = ()
+
+    def __init__(self, play: Callable[[OnChunk], Awaitable[None]], on_event: OnEvent, name: str) -> None:
+        super().__init__(on_event, set())
+        self.run(self._play(play), name)
+
+    async def _play(self, play: Callable[[OnChunk], Awaitable[None]]) -> StreamEvent | None:
+        def on_chunk(chunk: Chunk) -> bool:
+            if chunk.finish_reason is not None:
+                self._task = None  # the end of the stream must not cancel what the coroutine does after it
+            self.emit(chunk)
+            return not self.has_ended
+
+        await play(on_chunk)
+        return None if self.has_ended else StreamIncomplete("the script has no terminal chunk")

@@ -26,9 +26,7 @@ from dynamo_trtllm.messages import (
     Control,
     GenerateRequest,
     Instance,
-    KvTransferParams,
     ReleaseKv,
-    ReleaseOutcome,
     ReleaseSlot,
 )
 from dynamo_trtllm.request_plane.base import Plane, ServerHandle, Service
@@ -336,19 +334,9 @@ class BackgroundControl:
         self._plane = plane
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def release(self, prefill: Instance, params: KvTransferParams, outcome: ReleaseOutcome) -> None:
-        """Let the prefill worker free the KV of a transfer."""
-        transfer_id = params.transfer_id
-        self._post(prefill, ReleaseKv(transfer_id, outcome), f"KV of transfer {transfer_id} was not released")
-
-    def release_slot(self, decode: Instance, slot: str | None) -> None:
-        """Free a reserved decode slot, if there is one."""
-        if slot is not None:
-            self._post(decode, ReleaseSlot(slot), f"decode slot {slot} was not released")
-
-    def _post(self, instance: Instance, command: ReleaseKv | ReleaseSlot, error_text: str) -> None:
+    def send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
         """Start sending and return at once: callers may be closing a cancelled stream, where they must not await."""
-        task = asyncio.get_running_loop().create_task(self._send(instance, command, error_text))
+        task = asyncio.get_running_loop().create_task(self._send(worker, message))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -357,16 +345,16 @@ class BackgroundControl:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("control request to a worker failed unexpectedly", exc_info=error)
 
-    async def _send(self, instance: Instance, command: ReleaseKv | ReleaseSlot, error_text: str) -> None:
+    async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
         for pause_s in (*_PAUSES_S, None):
             try:
-                await self._plane.control(instance.subject, command, timeout_s=_TIMEOUT_S)
+                await self._plane.control(worker.subject, message, timeout_s=_TIMEOUT_S)
                 return
             except DynamoError as exc:
                 if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
                     # A worker that has exited has freed everything.
                     level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
-                    _log.log(level, "%s (%s): %s", error_text, exc.code, exc.message)
+                    _log.log(level, "worker %x did not get %s (%s): %s", worker.id, message, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)
 

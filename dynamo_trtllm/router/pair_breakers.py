@@ -8,6 +8,7 @@ pair that gave wrong answers: the right answer to a request is not known. Caller
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -215,3 +216,39 @@ def format_pair(pair: Pair) -> str:
     """Format a pair for logs and errors."""
     prefill, decode = pair
     return f"instance {decode:x}" if prefill is None else f"pair {prefill:x} -> {decode:x}"
+
+
+COOLDOWN_S = 5.0
+
+
+class Cooldown:
+    """The instances that selection avoids for COOLDOWN_S seconds, if there are others.
+
+    `ids` is read per request. It returns the same set object until an instance is added or removed.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[int, float] = {}
+        self._ids: frozenset[int] = frozenset()
+        self._next_until = math.inf  # when the next instance is tried again
+
+    def start(self, instance_id: int, now: float) -> None:
+        """Avoid an instance from now on. `now` is in seconds of a monotonic clock."""
+        self._until[instance_id] = now + COOLDOWN_S
+        self._changed()
+
+    def forget(self, instance_id: int) -> None:
+        """Stop avoiding an instance, because it worked."""
+        if self._until.pop(instance_id, None) is not None:
+            self._changed()
+
+    def ids(self, now: float) -> frozenset[int]:
+        if self._next_until <= now:
+            self._until = {instance_id: until for instance_id, until in self._until.items() if until > now}
+            self._changed()
+        return self._ids
+
+    def _changed(self) -> None:
+        self._next_until = min(self._until.values(), default=math.inf)
+        if self._ids != self._until.keys():
+            self._ids = frozenset(self._until)

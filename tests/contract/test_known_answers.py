@@ -15,7 +15,8 @@ import pytest
 
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.base import view as bytes_of
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend

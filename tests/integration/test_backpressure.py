@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch, TransferTimeout
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, Phase, ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker.admission import Admission

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, KvTransferError
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Batch
 from tests.engines import tokens

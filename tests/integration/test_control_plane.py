@@ -14,7 +14,7 @@ from etcd3aio.kv import KVService
 
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
-from dynamo_trtllm.frontend.generation.pipeline import PipelineOptions
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane

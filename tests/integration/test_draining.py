@@ -10,7 +10,7 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.generation.pipeline import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
 from tests.integration.worker_helpers import (

@@ -20,7 +20,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.engines.mock.steps import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import FinishReason, Phase, Role
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import Worker

@@ -14,7 +14,8 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import Engine, HasStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.http.base import SingleProcess
 from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids

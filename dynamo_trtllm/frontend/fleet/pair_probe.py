@@ -34,12 +34,14 @@ from dynamo_trtllm.frontend.fleet.known_answers import (
     is_salted,
     random_prompt,
 )
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, format_pair, pairs_of, suspects
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.streams import run_stream
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +164,9 @@ class PairProbes:
             return exc.code
         except (Unreachable, Disconnected) as exc:  # an unreachable worker says nothing about KV transfer
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
-            self._pipeline.record_unreachable(trace, exc)
+            at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
+            if at is not None:
+                self._pipeline.record_unreachable(at, exc)
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
@@ -250,7 +254,7 @@ class PairProbes:
             return True
 
         async with asyncio.timeout(self._options.timeout_s):
-            await self._pipeline.attempt(selection, request, trace, collect, is_probe=True)
+            await run_stream(partial(self._pipeline.probe, selection, request, trace), collect)
         return tokens
 
     def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:

@@ -1,92 +1,46 @@
-"""Run one request as a prefill call and a decode call. Only this module knows both; it handles no HTTP and no text.
-
-Steps: select workers → (decode_first: reserve a decode slot) → prefill call (one chunk with KV transfer parameters) →
-decode call (all tokens) → release the KV at the prefill worker. A prefill call that finishes the request needs no
-decode call. When a call fails, `retry_state` decides how to continue. Cancelling the request cancels the current call.
-"""
+"""Run requests on workers: perform the actions of `flow` and pass their results to it. Handles no HTTP and no text."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
-import secrets
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Coroutine
+from typing import Any
 
-import msgspec
-
-from dynamo_trtllm.errors import (
-    DeadlineExceeded,
-    Disconnected,
-    Draining,
-    DynamoError,
-    NoInstances,
-    Overloaded,
-    StreamIncomplete,
-    TransferFailed,
-    TransferTimeout,
-    Unreachable,
+from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
+from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
+from dynamo_trtllm.frontend.generation.flow_events import (
+    Action,
+    CallWorker,
+    FlowEvent,
+    PipelineOptions,
+    RecordFailure,
+    RecordTransfer,
+    ReserveDecodeSlot,
+    RouteTrace,
+    SelectOtherDecode,
+    SelectWorkers,
+    SendControl,
+    Signal,
+    WaitForWorkers,
 )
-from dynamo_trtllm.frontend.generation.retry_state import Cooldown, RecoveryLimits, RetryState, is_not_accepted
-from dynamo_trtllm.messages import (
-    Chunk,
-    FinishReason,
-    GenerateRequest,
-    Instance,
-    Phase,
-    PhaseTimings,
-    ReleaseOutcome,
-    ReserveSlot,
-)
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.request_plane.client import BackgroundControl
-from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, PairState, format_pair, pairs_of
+from dynamo_trtllm.router.pair_breakers import Cooldown, Pair, PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import WorkerSelection, select
 from dynamo_trtllm.router.view import ClusterView, pairing_key
-from dynamo_trtllm.streams import OnChunk, run_stream
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, unexpected_error
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
 _RESERVED_S = 60.0  # expiry of a slot, in case this frontend dies; a decode call without a slot is queued
-
-
-@dataclass(slots=True)
-class RouteTrace:
-    """The workers and timings of a request's last attempt, filled while the stream runs."""
-
-    prefill_instance: int | None = None
-    decode_instance: int | None = None
-    prefill_stats: PhaseTimings | None = None
-    decode_stats: PhaseTimings | None = None
-    retries: int = 0
-    migrations: int = 0
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One attempt: where its results go, and whether its decode call has begun to answer."""
-
-    trace: RouteTrace
-    on_chunk: OnChunk
-    is_probe: bool
-    has_begun: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """The limits and fallbacks for requests whose workers fail or are missing."""
-
-    limits: RecoveryLimits = field(default_factory=RecoveryLimits)
-    hold_s: float = 0.0  # longest wait for a role that has no instance
-    decode_fallback: bool = False  # without a prefill worker, decode workers run aggregated requests
-    # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when the breaker's open
-    # time is over.
-    has_probes: bool = False
 
 
 class Pipeline:
@@ -100,115 +54,79 @@ class Pipeline:
         breakers: PairBreakers | None = None,
     ) -> None:
         """`breakers` records the outcome of every KV transfer. Pairs whose breaker is open get no requests."""
-        self._view = view
+        self.view = view
+        self.plane = plane
         self._breakers = breakers or PairBreakers()
-        self._plane = plane
         self._options = options or PipelineOptions()
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
-        self._background_control = BackgroundControl(plane)
+        self.background_control = BackgroundControl(plane)
         self._withheld_for_change: asyncio.Event | None = None  # the view's `changed` when new pairs were last withheld
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
-        """Run a request and return at its end. Cancelling this ends the calls in progress.
+    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+        """Start a request as `streams.Generator.generate` does. Failed calls are retried or continued by other workers.
+
+        The last event is the error if there is no worker (NoInstances, TransferMismatch), if the stream broke and its
+        rest cannot be generated by another worker (MigrationFailed), or if a call failed and is not retried.
 
         Args:
             trace: filled while the request runs.
-            on_chunk: receives the chunks within the call that has them, exactly one of them terminal, unless it ends
-                the request early.
-
-        Raises:
-            NoInstances: no worker of a role is available.
-            TransferMismatch: no prefill worker matches a decode worker.
-            MigrationFailed: the stream broke, and its rest cannot be generated by another worker.
-            DynamoError: a call failed and is not retried.
         """
-        retry_state = RetryState(request=request, limits=self._options.limits)
-        on_chunk = retry_state.recording(on_chunk)
-        while not retry_state.is_complete:
-            selection = await self._select_or_wait(retry_state)
-            trace.prefill_instance = trace.decode_instance = None
-            try:
-                await self.attempt(selection, retry_state.remaining(), trace, on_chunk)
-                return
-            except DynamoError as exc:
-                at, card = self.record_unreachable(trace, exc), selection.decode.card
-                retry_state.record_failure(exc, at=at, prefill=trace.prefill_instance, card=card)
-                trace.retries, trace.migrations = retry_state.retries, retry_state.migrations
-                _log.warning(
-                    "request %s: %s, retrying (%s): %s",
-                    short_id(request.request_id),
-                    "no call was made" if at is None else f"call to worker {at:x} failed",
-                    exc.code,
-                    exc.message,
-                )
-        on_chunk(Chunk(finish_reason=FinishReason.LENGTH))
+        return _RunningRequest(self, GenerationFlow(request, trace, self._options), on_event)
 
-    async def _select_or_wait(self, retry_state: RetryState) -> WorkerSelection:
-        """Select the workers of the next attempt. Waits a bounded time for a missing instance."""
-        loop = asyncio.get_running_loop()
-        begun_s, hold_s = loop.time(), self._options.hold_s
-        round_robin_index = next(self._round_robin[retry_state.request.model])
-        while True:
-            changed = self._view.changed
-            try:
-                return self._select(retry_state, round_robin_index)
-            except NoInstances as missing:
-                pause_s = retry_state.pause_s(hold_s) if retry_state.excluded else hold_s
-                pairs = pairs_of(self._view.model(retry_state.request.model))
-                if pause_s is None or not retry_state.is_worth_waiting:
-                    if self._breakers.admit(pairs):
-                        continue  # a pair that was not probed yet is better than none
-                    raise retry_state.error or missing from None
-                left_s = min(pause_s - (loop.time() - begun_s), retry_state.request.deadline - time.time())
-                if await _happens(changed, left_s):
-                    continue
-                if self._breakers.admit(pairs):
-                    continue
-                if not retry_state.excluded:
-                    raise retry_state.error or missing from None
-                retry_state.next_round()
+    def probe(
+        self, selection: WorkerSelection, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
+    ) -> StreamHandle:
+        """Start one attempt on the given instances, without recovery. The caller records whether the pair works.
 
-    def _select(self, retry_state: RetryState, round_robin_index: int) -> WorkerSelection:
+        A failed KV transfer is recorded here.
+        """
+        return _RunningRequest(self, GenerationFlow(request, trace, self._options, selection), on_event)
+
+    def new_round_robin_index(self, model: str) -> int:
+        """Return how many attempts of a model were begun before this one."""
+        return next(self._round_robin[model])
+
+    def select(self, model: str, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
+        """Select the workers of an attempt. Raises NoInstances and TransferMismatch as `policy.select` does."""
+        if action.is_last_resort:
+            self._breakers.admit(pairs_of(self.view.model(model)))
         self._update_breakers()
         cooling_down = self._cooldown.ids(time.monotonic())
         if cooling_down:
             try:
-                return self._select_excluding(
-                    cooling_down | retry_state.excluded if retry_state.excluded else cooling_down,
-                    retry_state,
-                    round_robin_index,
-                )
+                return self._select_excluding(cooling_down | action.excluded, model, action, round_robin_index)
             except NoInstances:
                 pass  # a cooling instance, which may be back, is better than none
-        return self._select_excluding(frozenset(retry_state.excluded), retry_state, round_robin_index)
+        return self._select_excluding(action.excluded, model, action, round_robin_index)
+
+    def _select_excluding(
+        self, ids: frozenset[int], model: str, action: SelectWorkers, round_robin_index: int
+    ) -> WorkerSelection:
+        view, fallback = self.view.model(model).excluding(ids), self._options.decode_fallback
+        return select(view, model, round_robin_index, self._breakers, avoid=action.avoid, decode_fallback=fallback)
+
+    def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
+        """Return an untried decode instance that can fetch this prefill instance's KV; None if there is none."""
+        self._update_breakers()
+        model = prefill.card.name
+        view, key = self.view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried), pairing_key(prefill)
+        candidates = [
+            d for d in view.decode if view.keys[d.id] == key and not self._breakers.is_open((prefill.id, d.id))
+        ]
+        return candidates[self.new_round_robin_index(model) % len(candidates)] if candidates else None
 
     def _update_breakers(self) -> None:
         """Update which pairs get no requests. Called before a pair is selected."""
         if not self._options.has_probes:
             if self._breakers.any_open:
                 self._breakers.half_open(time.monotonic())
-        elif self._withheld_for_change is not self._view.changed:
-            self._withheld_for_change = self._view.changed
-            for name in self._view.models():
-                self._breakers.withhold(pairs_of(self._view.model(name)))
+        elif self._withheld_for_change is not self.view.changed:
+            self._withheld_for_change = self.view.changed
+            for name in self.view.models():
+                self._breakers.withhold(pairs_of(self.view.model(name)))
 
-    def _select_excluding(
-        self, ids: frozenset[int], retry_state: RetryState, round_robin_index: int
-    ) -> WorkerSelection:
-        model = retry_state.request.model
-        view = self._view.model(model).excluding(ids)
-        fallback = self._options.decode_fallback
-        return select(view, model, round_robin_index, self._breakers, avoid=retry_state.avoid, decode_fallback=fallback)
-
-    def record_unreachable(self, trace: RouteTrace, error: DynamoError) -> int | None:
-        """Record a failed attempt. Return the id of the instance whose call failed."""
-        at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
-        if at is not None:
-            self._record_unreachable(at, error)
-        return at
-
-    def _record_unreachable(self, instance_id: int, error: DynamoError) -> None:
+    def record_unreachable(self, instance_id: int, error: DynamoError) -> None:
         """Avoid an instance for a while if it did not accept a call, and mark its pairs as not working."""
         now = time.monotonic()
         if is_not_accepted(error):
@@ -221,178 +139,149 @@ class Pipeline:
                 if self._breakers.record_unreachable(pair, reason, now)
             ]
             if worked:
-                self._view.notify_changed()  # probes test them soon
-
-    async def attempt(
-        self,
-        selection: WorkerSelection,
-        request: GenerateRequest,
-        trace: RouteTrace,
-        on_chunk: OnChunk,
-        *,
-        is_probe: bool = False,
-    ) -> None:
-        """Run one attempt on the given instances as `generate` does, but without recovery.
-
-        With `is_probe` no other decode instance is tried, and the caller records whether the pair works.
-        """
-        attempt = _Attempt(trace, on_chunk, is_probe)
-        if selection.prefill is None:
-            await self._run_aggregated(selection.decode, request, attempt)
-        else:
-            await self._run_pair(selection.prefill, selection.decode, request, attempt)
-
-    async def _run_aggregated(self, instance: Instance, request: GenerateRequest, attempt: _Attempt) -> None:
-        trace, on_chunk = attempt.trace, attempt.on_chunk
-        trace.decode_instance = instance.id
-
-        def pass_on(chunk: Chunk) -> bool:
-            if not attempt.has_begun:
-                attempt.has_begun = True
-                if not attempt.is_probe:
-                    self.record_success((None, instance.id))
-            if chunk.stats is not None:
-                trace.decode_stats = chunk.stats
-            return on_chunk(chunk)
-
-        await run_stream(partial(self._plane.generate, instance.subject, request), pass_on)
-
-    async def _run_pair(self, prefill: Instance, decode: Instance, request: GenerateRequest, attempt: _Attempt) -> None:
-        trace = attempt.trace
-        slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
-        params, tried = None, {decode.id}
-        try:
-            last = await self._prefill(prefill, request, trace)
-            params = last.kv_params
-            if params is None:
-                attempt.on_chunk(last)
-                return
-            call = msgspec.structs.replace(request, phase=Phase.DECODE, kv_params=params, reservation_id=slot)
-            while True:
-                try:
-                    await self._decode(prefill, decode, call, attempt)
-                    return
-                except (Draining, Unreachable, Overloaded) as exc:
-                    can_change = not (attempt.is_probe or attempt.has_begun)
-                    other = self._other_decode(prefill, tried) if can_change else None
-                    if other is None:
-                        raise
-                    self._record_unreachable(decode.id, exc)
-                    _log.info(
-                        "request %s: decode worker %x failed (%s), using %x",
-                        short_id(request.request_id),
-                        decode.id,
-                        exc.code,
-                        other.id,
-                    )
-                    self._background_control.release_slot(decode, slot)
-                    call, slot = msgspec.structs.replace(call, reservation_id=None), None
-                    decode = other
-                    tried.add(decode.id)
-        finally:
-            if not attempt.has_begun:
-                self._background_control.release_slot(decode, slot)  # the call may never have arrived
-                if params is not None:
-                    self._background_control.release(prefill, params, ReleaseOutcome.ABORTED)
-
-    async def _decode(self, prefill: Instance, decode: Instance, call: GenerateRequest, attempt: _Attempt) -> None:
-        """Run a decode call. Its first chunk shows that the KV has arrived, so its source is released."""
-        trace, on_chunk, params = attempt.trace, attempt.on_chunk, call.kv_params
-        trace.decode_instance = decode.id
-
-        def pass_on(chunk: Chunk) -> bool:
-            if not attempt.has_begun:
-                attempt.has_begun = True
-                if params is not None:
-                    self._background_control.release(prefill, params, ReleaseOutcome.FETCHED)
-                if not attempt.is_probe:
-                    self.record_success((prefill.id, decode.id))
-            if chunk.stats is not None:
-                trace.decode_stats = chunk.stats
-            return on_chunk(chunk)
-
-        try:
-            await run_stream(partial(self._plane.generate, decode.subject, call), pass_on)
-        except (TransferFailed, TransferTimeout) as exc:
-            self._record_failure((prefill.id, decode.id), exc)
-            raise
-
-    def _other_decode(self, prefill: Instance, tried: set[int]) -> Instance | None:
-        """Return an untried decode instance that can fetch this prefill instance's KV; None if there is none."""
-        self._update_breakers()
-        model = prefill.card.name
-        view, key = (
-            self._view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried),
-            pairing_key(prefill),
-        )
-        candidates = [
-            d for d in view.decode if view.keys[d.id] == key and not self._breakers.is_open((prefill.id, d.id))
-        ]
-        return candidates[next(self._round_robin[model]) % len(candidates)] if candidates else None
-
-    async def _reserve(self, decode: Instance, request: GenerateRequest, trace: RouteTrace) -> str:
-        """Reserve a slot for this request's decode call and return its id. Raises Overloaded when there is none."""
-        slot = secrets.token_hex(8)
-        trace.decode_instance = decode.id  # a failure here is attributed to the decode instance
-        left_s = request.deadline - time.time()
-        if left_s <= 0:
-            raise DeadlineExceeded("the request's deadline passed before a decode slot was reserved")
-        command = ReserveSlot(slot, min(request.deadline, time.time() + _RESERVED_S))
-        try:
-            await self._plane.control(decode.subject, command, timeout_s=min(left_s, _RESERVE_TIMEOUT_S))
-        except Overloaded:
-            raise
-        except BaseException:  # also when cancelled: the worker may have reserved the slot
-            self._background_control.release_slot(decode, slot)
-            raise
-        trace.decode_instance = None
-        return slot
+                self.view.notify_changed()  # probes test them soon
 
     def record_success(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
         """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
         for instance_id in filter(None, pair):
             self._cooldown.forget(instance_id)
         if self._breakers.record_success(pair, time.monotonic(), is_probe=is_probe, note=note):
-            self._view.notify_changed()  # requests may wait for this pair
-            _log.info("%s works", format_pair(pair))
+            self.view.notify_changed()  # requests may wait for this pair
+            log.info("%s works", format_pair(pair))
 
-    def _record_failure(self, pair: Pair, error: DynamoError) -> None:
+    def record_transfer(self, pair: Pair, error: DynamoError | None) -> None:
+        """Record the outcome of a KV transfer. Failures in a row open the breaker of the pair."""
+        if error is None:
+            self.record_success(pair)
+            return
         worked = self._breakers.status(pair).state is PairState.WORKING
         opened = self._breakers.record_failure(pair, f"{error.code}: {error.message}", time.monotonic())
         if worked or opened:
-            self._view.notify_changed()  # its next probe may be due earlier
+            self.view.notify_changed()  # its next probe may be due earlier
         if opened:
-            _log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)
-
-    async def _prefill(self, instance: Instance, request: GenerateRequest, trace: RouteTrace) -> Chunk:
-        """Return the terminal chunk of the prefill call, with KV transfer parameters or with the complete output."""
-        trace.prefill_instance = instance.id
-        call = msgspec.structs.replace(request, phase=Phase.PREFILL)
-        chunks: list[Chunk] = []
-
-        def keep(chunk: Chunk) -> bool:
-            chunks[:] = [chunk]
-            return True
-
-        await run_stream(partial(self._plane.generate, instance.subject, call), keep)
-        (last,) = chunks
-        if (last.finish_reason is FinishReason.KV_TRANSFER) != (last.kv_params is not None):
-            if last.kv_params is not None:
-                self._background_control.release(instance, last.kv_params, ReleaseOutcome.ABORTED)
-            raise StreamIncomplete(f"prefill instance {instance.id:x} returned no KV transfer parameters; restart it")
-        trace.prefill_stats = last.stats
-        return last
+            log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
     async def aclose(self) -> None:
         """Wait a bounded time for the control requests in progress."""
-        await self._background_control.aclose()
+        await self.background_control.aclose()
 
 
-async def _happens(event: asyncio.Event, within_s: float) -> bool:
-    """Wait for `event`. Return False if it was not set within `within_s` seconds."""
+class _RunningRequest(Stream):
+    """One request in the pipeline. It performs the actions of its flow, of which at most one is in progress."""
+
+    __slots__ = ("_attempt", "_begun_s", "_call", "_context", "_flow", "_pipeline", "_round_robin_index", "_task")
+
+    def __init__(self, pipeline: Pipeline, flow: GenerationFlow, on_event: OnEvent) -> None:
+        super().__init__(on_event)
+        self._pipeline, self._flow = pipeline, flow
+        self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
+        self._call: StreamHandle | None = None
+        self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
+        self._attempt = -1  # the number of the attempt to which the next two belong
+        self._begun_s = 0.0
+        self._round_robin_index = 0
+        asyncio.get_running_loop().call_soon(self._on, Signal.START)
+
+    def _on(self, event: FlowEvent) -> None:
+        """Pass an event to the flow and perform its actions, until none has an answer at once."""
+        answer: FlowEvent | None = event
+        try:
+            while answer is not None:
+                actions, answer = self._flow.on(answer), None
+                for action in actions:
+                    if isinstance(action, Chunk | DynamoError):  # nearly all
+                        self.emit(action)
+                    else:
+                        answer = self._context.run(self._perform, action)
+        except Exception as exc:  # noqa: BLE001 - a bug: logged, and the client gets InternalError
+            self._stop()
+            self.emit(unexpected_error(exc, self._flow.request.request_id))
+
+    def _perform(self, action: Action) -> FlowEvent | None:
+        """Perform an action. Return its answer, if it has one at once."""
+        pipeline, request = self._pipeline, self._flow.request
+        match action:
+            case CallWorker():
+                self._call = pipeline.plane.generate(action.worker.subject, action.request, self._on)
+            case SelectWorkers():
+                return self._select(action)
+            case SelectOtherDecode():
+                return pipeline.select_other_decode(action.prefill, action.tried) or Signal.NO_OTHER_DECODE
+            case WaitForWorkers():
+                left_s = self._begun_s + action.limit_s - time.monotonic()
+                left_s = min(left_s, request.deadline - time.time())
+                if left_s <= 0:
+                    return Signal.WAIT_TIMED_OUT
+                self._run(_wait(pipeline.view.changed, left_s))
+            case ReserveDecodeSlot():
+                self._run(self._reserve(action))
+            case SendControl():
+                pipeline.background_control.send(action.worker, action.message)
+            case RecordTransfer():
+                pipeline.record_transfer(action.pair, action.error)
+            case RecordFailure():
+                pipeline.record_unreachable(action.worker.id, action.error)
+                if action.next_step:
+                    log.warning(
+                        "request %s: call to worker %x failed, %s (%s): %s",
+                        short_id(request.request_id),
+                        action.worker.id,
+                        action.next_step,
+                        action.error.code,
+                        action.error.message,
+                    )
+        return None
+
+    def _select(self, action: SelectWorkers) -> WorkerSelection | DynamoError:
+        model = self._flow.request.model
+        if action.attempt != self._attempt:
+            self._attempt, self._begun_s = action.attempt, time.monotonic()
+            self._round_robin_index = self._pipeline.new_round_robin_index(model)
+        try:
+            return self._pipeline.select(model, action, self._round_robin_index)
+        except DynamoError as exc:
+            return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
+
+    def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
+        name = f"pipeline-{self._flow.request.request_id}"
+        self._task = asyncio.get_running_loop().create_task(self._await_answer(work), name=name)
+
+    async def _await_answer(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
+        try:
+            answer = await work
+        except DynamoError as exc:
+            answer = exc.with_traceback(None)  # as above
+        except Exception as exc:  # noqa: BLE001 - logged, and the client gets InternalError
+            answer = unexpected_error(exc, self._flow.request.request_id)
+        self._task = None
+        self._on(answer)
+
+    async def _reserve(self, action: ReserveDecodeSlot) -> Signal:
+        deadline, now = self._flow.request.deadline, time.time()
+        if deadline <= now:
+            raise DeadlineExceeded("the request's deadline passed before a decode slot was reserved")
+        message = ReserveSlot(action.reservation_id, min(deadline, now + _RESERVED_S))
+        timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
+        await self._pipeline.plane.control(action.decode.subject, message, timeout_s=timeout_s)
+        return Signal.SLOT_RESERVED
+
+    def _stop(self) -> None:
+        """End the action in progress."""
+        if self._call is not None:
+            self._call.cancel()  # nothing happens if the call has ended
+        if self._task is not None:
+            self._task.cancel()
+
+    def _close(self, last: StreamEvent | None) -> None:
+        if last is None:
+            self._stop()
+            self._on(Signal.CANCEL)
+
+
+async def _wait(changed: asyncio.Event, limit_s: float) -> Signal:
     try:
-        async with asyncio.timeout(max(0.0, within_s)):
-            await event.wait()
+        async with asyncio.timeout(limit_s):
+            await changed.wait()
     except TimeoutError:
-        return False
-    return True
+        return Signal.WAIT_TIMED_OUT
+    return Signal.WORKERS_CHANGED

@@ -9,22 +9,17 @@ from dynamo_trtllm.messages import GenerateRequest, Instance
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
-    from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+    from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
     from dynamo_trtllm.observability.metrics import FrontendMetrics
-    from dynamo_trtllm.streams import OnChunk
+    from dynamo_trtllm.streams import OnEvent, StreamHandle
     from dynamo_trtllm.tokenization.base import ServedModel
 
 
 class RequestGenerator(Protocol):
     """A pipeline that runs requests on workers."""
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
-        """Run the prefill and the decode call, and return at the end. Cancelling this cancels both.
-
-        Args:
-            trace: filled as workers answer.
-            on_chunk: receives the chunks, within the call that has them.
-        """
+    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+        """Start the prefill and the decode call, as `streams.Generator.generate` does. `trace`: filled meanwhile."""
         ...
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic
 
 import msgspec
@@ -31,6 +32,7 @@ from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +273,8 @@ class RequestHandler(Generic[B]):
                 arrived.put_nowait(delta)
             return not has_ended
 
-        await self._app_state.pipeline.generate(choice_request.request, choice.trace, on_chunk)
+        start = partial(self._app_state.pipeline.generate, choice_request.request, choice.trace)
+        await run_stream(start, on_chunk)
         if not has_ended:
             raise StreamIncomplete("the worker's stream ended without a terminal chunk; retry")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dynamo_trtllm.api.common import Stats
 from dynamo_trtllm.errors import DynamoError, RequestError
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Detokenizer, Usage
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.logging import short_id

@@ -15,9 +15,9 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
-from dynamo_trtllm.frontend.generation.retry_state import RecoveryLimits
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.frontend.http.base import PeerProcesses
 from dynamo_trtllm.frontend.process.startup_gate import StartupGate
@@ -129,7 +129,8 @@ async def _first(*works: Coroutine[Any, Any, None]) -> None:
 
 def _options(config: FrontendConfig) -> PipelineOptions:
     return PipelineOptions(
-        limits=RecoveryLimits(retries=config.retry_limit, migrations=config.migration_limit),
+        retries=config.retry_limit,
+        migrations=config.migration_limit,
         hold_s=config.hold_for_roles_s,
         decode_fallback=config.decode_fallback,
         has_probes=config.canary_interval_s > 0,

@@ -11,7 +11,7 @@ import msgspec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import (
     Chunk,
@@ -28,6 +28,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Delta, ServedModel, ToolCallDelta
+from tests.streaming import PlayedPipeline
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"
@@ -142,7 +143,7 @@ class Catalog:
 
 
 @dataclass
-class ScriptedPipeline:
+class ScriptedPipeline(PlayedPipeline):
     """Plays `script`: chunks are yielded, errors raised, an Event is waited for."""
 
     script: list[Chunk | BaseException | asyncio.Event]
@@ -152,7 +153,7 @@ class ScriptedPipeline:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     yielded: int = 0
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         self.requests.append(request)
         self.running += 1
         self.begun.set()

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     Chunk,
     Control,

@@ -13,11 +13,11 @@ import pytest
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.request_handler import pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
-from dynamo_trtllm.streams import OnChunk
+from dynamo_trtllm.streams import OnEvent, StreamHandle
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
 
@@ -32,9 +32,9 @@ class Each:
         self.each = [ScriptedPipeline(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
         self.requests.append(request)
-        await self.each[len(self.requests) - 1].generate(request, trace, on_chunk)
+        return self.each[len(self.requests) - 1].generate(request, trace, on_event)
 
     @property
     def running(self) -> int:

@@ -18,7 +18,7 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     Unreachable,
 )
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseSlot, ReserveSlot, Role, token_ids
 from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, ScriptedWorker, Step, kv_chunk, request

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http import request_handler
-from dynamo_trtllm.frontend.http.admission import InFlight
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
-from dynamo_trtllm.streams import OnChunk
+from dynamo_trtllm.streams import OnChunk, run_stream
 from tests.memory_http import MemoryTransport
 from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, FakeFrontend, ScriptedPipeline, chunk, stop
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, request
@@ -117,7 +116,7 @@ async def test_stream_when_its_text_ends_it_or_it_has_choices_then_the_same_even
 class AtOnce(ScriptedPipeline):
     """Passes on the chunks between two events of its script in one step."""
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         for step in self.script:
             if isinstance(step, asyncio.Event):
                 await step.wait()
@@ -189,51 +188,6 @@ async def test_stream_when_its_client_reads_too_slowly_then_it_ends_in_overloade
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "overloaded"
 
 
-class Unending(ScriptedPipeline):
-    """After its last chunk, it fails or waits for ever."""
-
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
-        for step in self.script:
-            if isinstance(step, BaseException):
-                await asyncio.sleep(0.01)
-                raise step
-            assert isinstance(step, Chunk)
-            on_chunk(step)
-        await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize("case", ["a choice fails", "it is cancelled by its id"])
-async def test_stream_when_an_error_comes_after_its_last_event_then_nothing_more_is_sent(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generations: list[InFlight] = []
-    track = InFlight.track
-
-    def keep(self: InFlight, answer_id: str) -> AbstractContextManager[None]:
-        generations.append(self)
-        return track(self, answer_id)
-
-    monkeypatch.setattr(InFlight, "track", keep)
-    script: list[Any] = [chunk("a"), chunk("b", finish=FinishReason.LENGTH)]
-    if case == "a choice fails":
-        script.append(Overloaded("late"))
-    served = FakeFrontend(Unending(script), FrontendConfig())
-    wire = Wire(1)
-    answering = asyncio.create_task(served.app(post("/v1/completions", prompt="hi"), wire))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert wire.ended
-    if case != "a choice fails":
-        [running] = generations
-        [answer_id] = running._tasks
-        assert running.cancel(answer_id)
-    async with asyncio.timeout(10):
-        await answering
-    assert wire.body().endswith("data: [DONE]\n\n")
-    assert "error" not in wire.body()
-    assert wire.num_ends == 1
-
-
 async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passed_on(cluster: Cluster) -> None:
     begun = asyncio.Event()
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], begun, FINISHED[1], Disconnected("gone")])
@@ -245,7 +199,7 @@ async def test_pipeline_when_a_call_breaks_then_it_goes_on_behind_what_was_passe
         begun.set()
         return True
 
-    await cluster.pipeline.generate(request(), RouteTrace(), take)
+    await run_stream(partial(cluster.pipeline.generate, request(), RouteTrace()), take)
     assert got == [10, 11, 12, 13]
     assert second.requests[0].num_resumed_output_tokens == 3
 
@@ -261,5 +215,5 @@ async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_
         raise error
 
     with pytest.raises(type(error)):
-        await cluster.pipeline.generate(request(), RouteTrace(), fail)
+        await run_stream(partial(cluster.pipeline.generate, request(), RouteTrace()), fail)
     assert len(first.requests) + len(second.requests) == 1

@@ -290,9 +290,9 @@ async def test_stream_without_terminal_chunk_then_incomplete() -> None:
 
 async def test_bug_in_the_pipeline_then_500_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
     response = await post(front(RuntimeError("secret")), CHAT, chat(), headers={"x-request-id": "job-7"})
-    assert "see the server's log for this request id" in check_error(response, 500, "internal")
+    assert "RuntimeError; see the log" in check_error(response, 500, "internal")
     (details,) = [record.getMessage() for record in caplog.records if record.exc_info]
-    assert details.startswith("request job-7-")
+    assert details.startswith("request failed: job-7-")
     assert "secret" not in response.text
     assert "secret" in caplog.text
 

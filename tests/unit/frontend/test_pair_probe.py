@@ -16,7 +16,8 @@ import pytest
 from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
 from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
@@ -43,8 +44,9 @@ HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
-    ids = token_ids([5] * count)
-    return Chunk(token_ids=ids, finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=kv_bytes))
+    return Chunk(
+        token_ids=token_ids([5] * count), finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=kv_bytes)
+    )
 
 
 def right(request: GenerateRequest) -> list[int]:

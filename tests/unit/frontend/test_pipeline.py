@@ -21,7 +21,8 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     TransferFailed,
 )
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
-from dynamo_trtllm.frontend.generation.pipeline import Pipeline, PipelineOptions, RouteTrace
-from dynamo_trtllm.frontend.generation.retry_state import COOLDOWN_S, Cooldown
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.router.pair_breakers import COOLDOWN_S, Cooldown
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
@@ -49,7 +52,7 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(clus
     other = await cluster.add(4, Role.DECODE, FINISHED)
     selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
     with pytest.raises(Draining):
-        await cluster.pipeline.attempt(selection, request(), RouteTrace(), lambda chunk: True, is_probe=True)
+        await run_stream(partial(cluster.pipeline.probe, selection, request(), RouteTrace()), lambda chunk: True)
     assert other.requests == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.streams import OnChunk
 from tests.memory_http import MemoryClient
@@ -27,7 +27,7 @@ def refuse() -> None:
 class Refusing(ScriptedPipeline):
     error: weakref.ref[BaseException] | None = None
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         try:
             refuse()
         except InvalidRequest as exc:

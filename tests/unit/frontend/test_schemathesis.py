@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.pipeline import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Conversation, FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import ServedModel
@@ -76,9 +76,9 @@ class AnyModel(Catalog):
 class Varied(ScriptedPipeline):
     """Another script for each prompt."""
 
-    async def generate(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         self.script = SCRIPTS[(sum(request.token_ids) + request.sampling.max_tokens) % len(SCRIPTS)]
-        await super().generate(request, trace, on_chunk)
+        await super().play(request, trace, on_chunk)
 
 
 def served() -> FakeFrontend:

@@ -1,0 +1,399 @@
+"""Decide what happens next to a request: a state machine without I/O, clocks and tasks.
+
+`pipeline` performs the actions that `GenerationFlow.on` returns, and passes their results on as the next events. Only
+this module knows that a request is a prefill call and a decode call, and how it continues after a failed call. It is
+retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and output so far become the prompt
+of the rest. A greedy engine then generates the same tokens as without the failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import msgspec
+
+from dynamo_trtllm.errors import (
+    Draining,
+    DynamoError,
+    KvTransferError,
+    MigrationFailed,
+    NoInstances,
+    Overloaded,
+    StreamIncomplete,
+    TransferFailed,
+    TransferTimeout,
+    Unreachable,
+)
+from dynamo_trtllm.frontend.generation.flow_events import (
+    Action,
+    CallWorker,
+    FlowEvent,
+    PipelineOptions,
+    RecordFailure,
+    RecordTransfer,
+    ReserveDecodeSlot,
+    RouteTrace,
+    SelectOtherDecode,
+    SelectWorkers,
+    SendControl,
+    Signal,
+    WaitForWorkers,
+)
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Instance,
+    KvTransferParams,
+    Phase,
+    ReleaseKv,
+    ReleaseOutcome,
+    ReleaseSlot,
+    Sampling,
+    TokenIds,
+    token_ids,
+)
+from dynamo_trtllm.router.pair_breakers import Pair
+from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.streams import StreamEvent
+
+
+class State(Enum):
+    """The states of a generation; see the table in `GenerationFlow`."""
+
+    SELECTING = auto()
+    WAITING = auto()
+    RESERVING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    CHANGING_DECODE = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One prefill call and one decode call, or one call of an aggregated worker."""
+
+    prefill: Instance | None  # None: `decode` is an aggregated worker
+    decode: Instance
+    worker: Instance  # the one that was called last: a failure is attributed to it
+    request: GenerateRequest  # the decode call, once there is one
+    tried: frozenset[int]  # decode instances
+    reservation_id: str | None = None  # of a decode slot that may be reserved
+    params: KvTransferParams | None = None  # of KV that waits at the prefill instance
+    has_begun: bool = False  # the decode call has begun to answer
+    error: DynamoError | None = None  # of the decode call, while another decode instance is selected
+
+    @property
+    def pair(self) -> Pair:
+        return (None if self.prefill is None else self.prefill.id), self.decode.id
+
+
+class GenerationFlow:
+    """One request, from the selection of its workers to its last token.
+
+    ```
+    state            waits for                      next state
+    SELECTING        the selection, given at once   PREFILL; DECODE with one aggregated worker; RESERVING if a decode
+                                                    slot comes first; WAITING or ENDED if there are no workers
+    WAITING          other workers, or its limit    SELECTING
+    RESERVING        a decode slot                  PREFILL
+    PREFILL          KV transfer parameters         DECODE; ENDED if the answer is complete
+    DECODE           tokens                         ENDED with the last one; CHANGING_DECODE if the worker does not take
+                                                    the call
+    CHANGING_DECODE  the selection, given at once   DECODE
+    ENDED            nothing
+    ```
+
+    A cancel leads from every state to ENDED. An error in RESERVING, PREFILL, DECODE or CHANGING_DECODE leads to
+    SELECTING if the request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no
+    decode call has fetched and a decode slot that none has used.
+
+    Args:
+        trace: filled while the request runs.
+        selection: run one attempt on these workers, without recovery: a probe, whose caller records success.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        trace: RouteTrace,
+        options: PipelineOptions,
+        selection: WorkerSelection | None = None,
+    ) -> None:
+        self.state = State.SELECTING
+        self.request = request
+        self._trace = trace
+        self._options = options
+        self._fixed_selection = selection
+        self._attempt: _Attempt | None = None
+        self._num_attempts = 0
+        self._sent_ids: TokenIds = token_ids()  # tokens sent to the client by all attempts
+        self._error: DynamoError | None = None  # of the last attempt
+        self._excluded: set[int] = set()  # instances that failed this request
+        self._avoid: int | None = None  # a prefill instance whose KV transfer failed
+        self._num_transfer_failures = 0
+        self._num_rounds = 0  # how often all instances were tried again
+        self._has_waited = False  # the time limit of the wait for other workers has passed
+        self._is_last_resort = False  # of the current selection
+
+    def on(self, event: FlowEvent) -> Sequence[Action]:
+        """Return the actions that an event causes, to be performed in this order.
+
+        Only the last action can have an answer at once. After the end, events cause nothing.
+        """
+        if isinstance(event, Chunk):  # tests the class of most events first
+            return self._on_chunk(event)
+        if self.state is State.ENDED:
+            return ()
+        if isinstance(event, DynamoError):
+            return self._on_error(event)
+        if isinstance(event, WorkerSelection):
+            return self._begin_attempt(event)
+        if isinstance(event, Instance):
+            return self._change_decode(event)
+        return self._on_signal(event)
+
+    def _on_signal(self, signal: Signal) -> Sequence[Action]:
+        match signal:
+            case Signal.START if self._fixed_selection is not None:
+                return self._begin_attempt(self._fixed_selection)
+            case Signal.START | Signal.WORKERS_CHANGED:
+                return self._select()
+            case Signal.WAIT_TIMED_OUT:
+                self._has_waited = True
+                return self._select(is_last_resort=True)
+            case Signal.SLOT_RESERVED:
+                return self._call_prefill()
+            case Signal.NO_OTHER_DECODE:
+                assert self._attempt is not None
+                assert self._attempt.error is not None
+                return self._attempt_failed(self._attempt.error)
+            case Signal.CANCEL:
+                return (*self._free(), *self._end())
+
+    # --- selection -------------------------------------------------------------------------------------
+
+    def _select(self, *, is_last_resort: bool = False) -> Sequence[Action]:
+        self.state, self._is_last_resort = State.SELECTING, is_last_resort
+        excluded = frozenset(self._excluded)
+        return (SelectWorkers(self._num_attempts, excluded, self._avoid, is_last_resort),)
+
+    def _no_workers(self, missing: NoInstances) -> Sequence[Action]:
+        """Wait for other workers, then try pairs that were never probed, then all instances once more; or end."""
+        if not self._is_last_resort:
+            limit_s = self._wait_limit_s()
+            if limit_s is None:
+                return self._select(is_last_resort=True)
+            self.state = State.WAITING
+            return (WaitForWorkers(limit_s),)
+        if self._has_waited and self._excluded:
+            self._has_waited = False
+            self._excluded.clear()
+            self._num_rounds += 1
+            return self._select()
+        return self._end(self._error or missing)
+
+    def _wait_limit_s(self) -> float | None:
+        """Return how long to wait for other workers; None: not at all.
+
+        All instances may have failed because of the network. Each pause before they are tried again is twice the one
+        before; their sum is `hold_s`.
+        """
+        retries, hold_s = self._options.retries, self._options.hold_s
+        if isinstance(self._error, Overloaded):
+            return None  # waiting frees no capacity
+        if not self._excluded:
+            return hold_s
+        return None if self._num_rounds >= retries else hold_s * 2**self._num_rounds / (2**retries - 1)
+
+    # --- calls -----------------------------------------------------------------------------------------
+
+    def _begin_attempt(self, selection: WorkerSelection) -> Sequence[Action]:
+        prefill, decode, request = selection.prefill, selection.decode, self._remaining()
+        self._num_attempts += 1
+        self._has_waited = False
+        self._trace.prefill_instance = self._trace.decode_instance = None
+        attempt = self._attempt = _Attempt(prefill, decode, decode, request, frozenset([decode.id]))
+        if prefill is None:
+            return self._call_decode(attempt)
+        if decode.strategy != "decode_first":
+            return self._call_prefill()
+        self.state = State.RESERVING
+        attempt.reservation_id = f"{request.request_id}-{self._num_attempts}"
+        return (ReserveDecodeSlot(decode, attempt.reservation_id),)
+
+    def _remaining(self) -> GenerateRequest:
+        """Return the request of the next attempt, without the tokens that were sent."""
+        num_sent = len(self._sent_ids)
+        if num_sent == 0:
+            return self.request
+        sampling = self.request.sampling
+        rest = msgspec.structs.replace(
+            sampling, max_tokens=sampling.max_tokens - num_sent, min_tokens=max(0, sampling.min_tokens - num_sent)
+        )
+        return msgspec.structs.replace(
+            self.request,
+            token_ids=self.request.token_ids + self._sent_ids,
+            sampling=rest,
+            num_resumed_output_tokens=num_sent,
+        )
+
+    def _call_prefill(self) -> Sequence[Action]:
+        attempt = self._attempt
+        assert attempt is not None
+        assert attempt.prefill is not None
+        self.state, attempt.worker = State.PREFILL, attempt.prefill
+        self._trace.prefill_instance = attempt.prefill.id
+        return (CallWorker(attempt.prefill, msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)),)
+
+    def _call_decode(self, attempt: _Attempt) -> Sequence[Action]:
+        self.state, attempt.worker = State.DECODE, attempt.decode
+        self._trace.decode_instance = attempt.decode.id
+        return (CallWorker(attempt.decode, attempt.request),)
+
+    def _on_chunk(self, chunk: Chunk) -> Sequence[Action]:
+        attempt = self._attempt
+        if attempt is None:
+            return ()  # the flow has ended
+        if self.state is State.PREFILL:
+            return self._on_prefill_chunk(attempt, chunk)
+        self._sent_ids.extend(chunk.token_ids)
+        if attempt.has_begun and chunk.finish_reason is None and chunk.stats is None:
+            return (chunk,)  # nearly all
+        actions: list[Action] = []
+        if not attempt.has_begun:  # the first chunk shows that the KV has arrived
+            actions += _free_kv(attempt, ReleaseOutcome.FETCHED)
+            if self._fixed_selection is None:
+                actions.append(RecordTransfer(attempt.pair))
+        attempt.has_begun = True
+        self._trace.decode_stats = chunk.stats or self._trace.decode_stats
+        return (*actions, chunk) if chunk.finish_reason is None else (*actions, *self._end(chunk))
+
+    def _on_prefill_chunk(self, attempt: _Attempt, chunk: Chunk) -> Sequence[Action]:
+        if chunk.finish_reason is None:
+            return ()
+        attempt.params = chunk.kv_params
+        if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
+            name = f"prefill instance {attempt.worker.id:x}"
+            return self._attempt_failed(StreamIncomplete(f"{name} returned no KV transfer parameters; restart it"))
+        self._trace.prefill_stats = chunk.stats
+        if chunk.kv_params is None:
+            return (*self._free(), *self._end(chunk))
+        attempt.request = msgspec.structs.replace(
+            attempt.request, phase=Phase.DECODE, kv_params=chunk.kv_params, reservation_id=attempt.reservation_id
+        )
+        return self._call_decode(attempt)
+
+    def _change_decode(self, other: Instance) -> Sequence[Action]:
+        """Call another decode instance with the same KV, without a slot."""
+        attempt = self._attempt
+        assert attempt is not None
+        assert attempt.error is not None
+        actions: list[Action] = [RecordFailure(attempt.decode, attempt.error, f"using {other.id:x}")]
+        actions += _free_slot(attempt)
+        attempt.decode, attempt.tried = other, attempt.tried | {other.id}
+        attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
+        return (*actions, *self._call_decode(attempt))
+
+    # --- failures and ends -----------------------------------------------------------------------------
+
+    def _on_error(self, error: DynamoError) -> Sequence[Action]:
+        attempt = self._attempt
+        if self.state is State.SELECTING:
+            return self._no_workers(error) if isinstance(error, NoInstances) else self._end(error)
+        assert attempt is not None
+        if self.state is State.RESERVING and isinstance(error, Overloaded):
+            attempt.reservation_id = None  # there is none
+        if self.state is not State.DECODE or attempt.prefill is None:
+            return self._attempt_failed(error)
+        if isinstance(error, TransferFailed | TransferTimeout):
+            return (RecordTransfer(attempt.pair, error), *self._attempt_failed(error))
+        is_refused = isinstance(error, Draining | Unreachable | Overloaded)
+        if not is_refused or attempt.has_begun or self._fixed_selection is not None:
+            return self._attempt_failed(error)
+        self.state, attempt.error = State.CHANGING_DECODE, error
+        return (SelectOtherDecode(attempt.prefill, attempt.tried),)
+
+    def _attempt_failed(self, error: DynamoError) -> Sequence[Action]:
+        """Retry or migrate the request, or end it with the error."""
+        attempt, freed = self._attempt, self._free()
+        assert attempt is not None
+        if self._fixed_selection is not None:
+            return (*freed, *self._end(error))
+        final = self._final_error(error, attempt)
+        if final is not None:
+            return (*freed, RecordFailure(attempt.worker, error, ""), *self._end(final))
+        self._error = error
+        if isinstance(error, KvTransferError):
+            self._avoid = self._trace.prefill_instance
+        else:
+            self._excluded.add(attempt.worker.id)
+        recorded = RecordFailure(attempt.worker, error, "retrying")
+        if len(self._sent_ids) >= self.request.sampling.max_tokens:  # only the end of the stream was lost
+            return (*freed, recorded, *self._end(Chunk(finish_reason=FinishReason.LENGTH)))
+        return (*freed, recorded, *self._select())
+
+    def _final_error(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
+        """Count the failure. Return the error that ends the request; None if it is retried or migrated."""
+        if not error.retryable:
+            return error
+        counts = not is_not_accepted(error)
+        if not self._sent_ids:
+            self._trace.retries += counts
+            self._num_transfer_failures += isinstance(error, KvTransferError)
+            is_over = self._trace.retries > self._options.retries or self._num_transfer_failures > 1
+            return error if is_over else None
+        history = _token_dependence(self.request.sampling)
+        if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
+            return _migration_failed(error, f"its engine cannot resume {history}; retry, or send the request without")
+        self._trace.migrations += counts
+        return error if self._trace.migrations > self._options.migrations else None
+
+    def _free(self) -> Sequence[Action]:
+        """Free the slot and the KV of an attempt whose decode call has not begun to answer."""
+        attempt = self._attempt
+        if attempt is None or attempt.has_begun:
+            return ()
+        return (*_free_slot(attempt), *_free_kv(attempt, ReleaseOutcome.ABORTED))  # the call may never have arrived
+
+    def _end(self, *event: StreamEvent) -> Sequence[Action]:
+        # An error refers to frames. If these referred to the error through the flow, the cycle would keep the request.
+        self.state, self._attempt, self._error = State.ENDED, None, None
+        return event
+
+
+def _free_slot(attempt: _Attempt) -> Sequence[Action]:
+    reservation_id, attempt.reservation_id = attempt.reservation_id, None
+    return () if reservation_id is None else (SendControl(attempt.decode, ReleaseSlot(reservation_id)),)
+
+
+def _free_kv(attempt: _Attempt, outcome: ReleaseOutcome) -> Sequence[Action]:
+    prefill, params, attempt.params = attempt.prefill, attempt.params, None
+    if prefill is None or params is None:
+        return ()
+    return (SendControl(prefill, ReleaseKv(params.transfer_id, outcome)),)
+
+
+def is_not_accepted(error: DynamoError) -> bool:
+    """Return True if the worker never accepted the call: it is draining or unreachable."""
+    return isinstance(error, Draining | Unreachable)
+
+
+def _token_dependence(sampling: Sampling) -> str | None:
+    """Return which sampling field needs state beyond the tokens so far, as text for people; None if no field does."""
+    if sampling.guided is not None:
+        return "structured output"
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        return "penalties of output tokens"
+    return "seeded sampling" if sampling.seed is not None and sampling.temperature > 0 else None
+
+
+def _migration_failed(error: DynamoError, why: str) -> MigrationFailed:
+    failed = MigrationFailed(
+        f"the stream broke and cannot continue on another worker: {why} ({error.code}: {error.message})"
+    )
+    failed.__cause__ = error
+    return failed
