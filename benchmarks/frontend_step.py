@@ -20,7 +20,7 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
 from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
-from dynamo_trtllm.frontend.generation.chat import ChatSseEncoder
+from dynamo_trtllm.frontend.generation.completions import ChatSseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat

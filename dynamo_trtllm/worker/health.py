@@ -10,8 +10,7 @@ from types import TracebackType
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.routing import Route, Router
-from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
+from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer, Route, Router
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 
 _log = logging.getLogger(__name__)

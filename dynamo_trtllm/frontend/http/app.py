@@ -9,19 +9,16 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.generation.api_adapter import StatelessAdapter
-from dynamo_trtllm.frontend.generation.chat import ChatAggregator, ChatSseEncoder
-from dynamo_trtllm.frontend.generation.completions import TextAggregator, TextSseEncoder
+from dynamo_trtllm.frontend.generation.completions import ChatAggregator, ChatSseEncoder, TextAggregator, TextSseEncoder
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat, prepare_text
 from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, set_request_id
 from dynamo_trtllm.frontend.http.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
-from dynamo_trtllm.frontend.http.requests import set_request_id
-from dynamo_trtllm.frontend.http.response_routes import response_routes
-from dynamo_trtllm.frontend.http.routes import StatusRoutes, docs, openapi
+from dynamo_trtllm.frontend.http.routes import StatusRoutes, docs, openapi, response_routes
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.routing import Route, Router
+from dynamo_trtllm.http_server.server import Route, Router
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 

@@ -24,10 +24,9 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, 
 from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B, PreparedRequest, SseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan, RequestContext
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, check_json, read_body
 from dynamo_trtllm.frontend.http.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.http.request_metrics import ChoiceMetrics, RequestMetrics
-from dynamo_trtllm.frontend.http.requests import check_json, read_body
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk

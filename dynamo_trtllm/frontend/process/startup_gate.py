@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.frontend.http.requests import set_request_id
+from dynamo_trtllm.frontend.http.admission import set_request_id
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 

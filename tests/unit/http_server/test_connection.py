@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse, ReadTimer
-from dynamo_trtllm.http_server.routing import Route, Router
+from dynamo_trtllm.http_server.server import Route, Router
 from tests.memory_http import MemoryClient, MemoryTransport
 
 GET = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n"

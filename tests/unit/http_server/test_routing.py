@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.routing import Route, Router
+from dynamo_trtllm.http_server.server import Route, Router
 from tests.memory_http import MemoryClient
 
 

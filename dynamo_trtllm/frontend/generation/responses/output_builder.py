@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
 
-from dynamo_trtllm.frontend.generation.chat import chat_logprobs, tool_call_id
+from dynamo_trtllm.frontend.generation.completions import chat_logprobs, tool_call_id
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.generation.responses.items import output_id
 from dynamo_trtllm.messages import TokenLogprob
