@@ -49,15 +49,15 @@ def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
     )
 
 
+def alike(request: GenerateRequest) -> list[int]:
+    return [5] * request.sampling.max_tokens
+
+
 def right(request: GenerateRequest) -> list[int]:
     """Other tokens after every prompt."""
     resumed = request.num_resumed_output_tokens
     seed = zlib.crc32(request.token_ids[: len(request.token_ids) - resumed]) + resumed
     return [(seed + at) % 1_000_000 for at in range(request.sampling.max_tokens)]
-
-
-def alike(request: GenerateRequest) -> list[int]:
-    return [5] * request.sampling.max_tokens
 
 
 def wrong(request: GenerateRequest, prompts: int, seen: list[bytes], sound: Answer) -> list[int]:
@@ -258,9 +258,7 @@ async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_wo
     assert prefill.restarts == []
 
 
-async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once_and_not_when_idle() -> (
-    None
-):
+async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once() -> None:
     bench = Bench()
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
@@ -346,8 +344,8 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
     bench = Bench()
     async with bench.running():
         await bench.add(1, Role.PREFILL, alike)
-        await bench.add(2, Role.DECODE, alike)
-        await bench.add(3, Role.DECODE, alike)
+        for number in (2, 3):
+            await bench.add(number, Role.DECODE, alike)
         await bench.until(lambda: bench.codes == {"inconclusive": 2})
         record = bench.breakers.status((1, 2))
     assert (record.state, record.reason) == (
