@@ -66,6 +66,11 @@ def _arguments() -> argparse.Namespace:
         "--dynamo-folder", type=Path, default=dynamo.default_folder(), help="folder to install Dynamo into"
     )
     parser.add_argument("--beside", type=Path, help="checkout of another commit of this project to measure as well")
+    parser.add_argument(
+        "--mock-engine",
+        action="store_true",
+        help="run our workers with the mock engine instead of the runner that vLLM and TensorRT-LLM use",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args()
     names = [name for name in args.points.split(",") if name]
@@ -83,9 +88,9 @@ def main() -> None:
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    sides: list[Recipe] = [Ours()]
+    sides: list[Recipe] = [Ours(uses_mock=args.mock_engine)]
     if args.beside is not None:
-        sides.append(Ours(args.beside.resolve()))
+        sides.append(Ours(args.beside.resolve(), uses_mock=args.mock_engine))
     if args.what == "against-dynamo":
         dynamo.install(args.dynamo_folder)
         sides.append(dynamo.Dynamo(args.dynamo_folder, "fastokens"))

@@ -1,4 +1,4 @@
-"""Starts this project's frontend, and prefill and decode workers with the mock engine."""
+"""Starts this project's frontend, and prefill and decode workers with a simulated engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ _SLOTS = 4096
 
 
 class Ours:
-    """This project as a `Recipe`. The mock engine makes one Harmony token per step and stream."""
+    """This project as a `Recipe`. Its engine makes one Harmony token per step and stream.
+
+    By default, workers run a simulated library behind the runner that vLLM and TensorRT-LLM use; see `runner_worker`.
+    With `uses_mock`, they run the mock engine, which commits without that runner have, too.
+    """
 
     python = sys.executable
     framing_tokens = 3  # <|channel|>final<|message|>
 
-    def __init__(self, checkout: Path | None = None) -> None:
+    def __init__(self, checkout: Path | None = None, *, uses_mock: bool = False) -> None:
         """Use this checkout. `checkout` is a folder with another commit to use instead."""
+        self._worker_module = "dynamo_trtllm" if uses_mock else "benchmarks.plane.runner_worker"
         self.name = "ours" if checkout is None else "beside"
         self._checkout = checkout
 
@@ -43,4 +48,4 @@ class Ours:
         engine["prefill_tokens_per_step"] = 1 << 20
         flags = ("--engine", "mock", "--model", MODEL, "--served-model-name", MODEL)
         arguments = ("--override-engine-args", orjson.dumps(engine).decode())
-        return ("-m", "dynamo_trtllm", *flags, "--disaggregation-mode", role, *arguments)
+        return ("-m", self._worker_module, *flags, "--disaggregation-mode", role, *arguments)

@@ -1,0 +1,170 @@
+"""Runs a worker like `python -m dynamo_trtllm`, with the runner of library engines and a simulated library behind it.
+
+TensorRT-LLM and vLLM run on this runner, so its cost is what their workers pay for a token. The simulated library makes
+one Harmony token per step and call, and gives results as the libraries do: an object per call and step, on the event
+loop. It transfers no KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.arguments import engine_arguments
+from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.engines.external.engine import ExternalEngine
+from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.pending_transfers import PrefillResult, TransferIdentity
+from dynamo_trtllm.engines.external.runner import Times
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, Limits, Phase
+from dynamo_trtllm.worker import main, worker
+
+_ENGINE = "simulated"
+_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
+
+
+class SimulatedOutput(NamedTuple):
+    token: int
+    finish_reason: str | None
+
+
+class SimulatedResult(NamedTuple):
+    outputs: tuple[SimulatedOutput]
+
+
+class SimulatedCall:
+    """A `LibraryCall`."""
+
+    stop_ids: frozenset[int] = frozenset()
+
+    def __init__(self, library: SimulatedLibrary, request: GenerateRequest, kv_params: KvTransferParams | None) -> None:
+        self.exports_kv = request.phase is Phase.PREFILL and request.sampling.max_tokens > 1
+        self._library = library
+        self._last = 1 if self.exports_kv else request.sampling.max_tokens
+        self._first = () if kv_params is None else kv_params.first_token_ids
+        self._num_tokens = 0
+        self._receiver: Receiver | None = None
+
+    async def run(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._library.add(self)
+        for _ in self._first:
+            self.step()
+
+    def step(self) -> None:
+        """Give the next token: the Harmony prefix first, then others that are text."""
+        at = self._num_tokens
+        self._num_tokens += 1
+        token = _OPENING[at] if at < len(_OPENING) else 1000 + at * 7919 % 4000
+        self._give(token, "length" if self._num_tokens == self._last else None)
+
+    def _give(self, token: int, finish: str | None) -> None:
+        receiver = self._receiver
+        if receiver is None:
+            return  # the call has ended
+        if finish is not None:
+            self._receiver = None
+            self._library.remove(self)
+        receiver.on_result(SimulatedResult((SimulatedOutput(token, finish),)))
+
+    def read(self, result: Any) -> EngineOutput:
+        output = result.outputs[0]
+        return EngineOutput(token_ids=[output.token], logprobs=(), finish=output.finish_reason)
+
+    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+        return PrefillResult(output.token_ids, (), b"", release_kv=self.release_kv)
+
+    def abort(self) -> None:
+        self._give(0, "abort")
+
+    def release_kv(self, *, has_expired: bool) -> None:
+        pass
+
+
+class SimulatedLibrary:
+    """A `Library`, with the arguments of the mock engine."""
+
+    name = "the simulated library"
+    transfer_hint = ""
+    can_abort_fetch = True
+
+    def __init__(self, step_s: float) -> None:
+        self._running: dict[SimulatedCall, None] = {}
+        self._has_calls = asyncio.Event()
+        self._steps = asyncio.create_task(self._run(step_s), name="simulated-steps")
+
+    async def _run(self, step_s: float) -> None:
+        begun_s = time.monotonic()
+        while True:
+            if not self._running:
+                self._has_calls.clear()
+                await self._has_calls.wait()
+                begun_s = time.monotonic()
+            await asyncio.sleep(begun_s + step_s - time.monotonic())
+            begun_s = max(begun_s + step_s, time.monotonic() - step_s)  # catches up on at most one missed step
+            for call in list(self._running):
+                call.step()
+
+    def add(self, call: SimulatedCall) -> None:
+        """Give a call its tokens from the next step on."""
+        self._running[call] = None
+        self._has_calls.set()
+
+    def remove(self, call: SimulatedCall) -> None:
+        """Give a call no more tokens. Unknown calls are ignored."""
+        self._running.pop(call, None)
+
+    def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> SimulatedCall:
+        return SimulatedCall(self, request, kv_params)
+
+    def health(self, waiting_since: float | None) -> str:
+        return "its steps have ended" if self._steps.done() else ""
+
+    def counts(self, *, is_idle: bool) -> Counts:
+        return Counts()
+
+    async def aclose(self) -> None:
+        self._steps.cancel()
+        await asyncio.gather(self._steps, return_exceptions=True)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class SimulatedEngine(ExternalEngine):
+    """An engine with the runner of library engines."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
+        super().__init__(_ENGINE, SimulatedLibrary.name)
+        self._config, self._instance_id = config, instance_id
+        self._args = engine_arguments(config, MockArgs, "mock")
+
+    async def start(self) -> EngineInfo:
+        config, args = self._config, self._args
+        layout = KvLayout(dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=64)
+        model = config.served_model_name or Path(config.model_path).name
+        identity = TransferIdentity(_ENGINE, self._instance_id, model, layout, {}, "none")
+        self._run(SimulatedLibrary(args.step_s), identity, Times(config.ticket_ttl_s, config.handoff_timeout_s))
+        return EngineInfo(
+            engine=_ENGINE,
+            context_length=args.max_seq_len,
+            vocab_size=201_088,
+            eos_token_ids=(200002, 200012),
+            renderer="harmony",
+            layout=layout,
+            limits=Limits(max_batch_size=args.max_batch_size, kv_blocks=args.kv_cache_blocks),
+            can_aggregate=True,
+        )
+
+
+def _create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
+    return SimulatedEngine(config, instance_id=instance_id)
+
+
+if __name__ == "__main__":
+    worker.create_engine = _create_engine  # type: ignore[attr-defined]  # this engine is for measurements, so no flag names it
+    main.main()
