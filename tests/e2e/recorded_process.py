@@ -31,7 +31,7 @@ def _toggle(*_: Any) -> None:
         sys.setprofile(_profile)
         return
     sys.setprofile(None)
-    partial = Path(f"{sys.argv[0]}.partial")
+    partial = Path(f"{_out}.partial")  # `runpy` sets argv[0] to the module, which several processes share
     partial.write_text(json.dumps(sorted(_files)))
     partial.rename(_out)
 
