@@ -12,7 +12,7 @@ from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.base import RequestGenerator
 from dynamo_trtllm.messages import Chunk, GenerateRequest
-from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.streams import KvHolder, OnChunk, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream
 
 

@@ -330,7 +330,7 @@ async def garbage(context: FaultContext) -> None:
                 streams.append(stream)
 
         for subject in subjects:
-            stack.push_async_callback((await transport.subscribe(subject, on_message)).stop)
+            stack.push_async_callback(await transport.subscribe(subject, on_message))
         hits = 0
         for _ in range(max(1, int(context.outage_s / _GARBAGE_EVERY_S))):
             await asyncio.sleep(min(context.outage_s, _GARBAGE_EVERY_S))

@@ -33,8 +33,9 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.base import Plane, Service
+from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.server import Service
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
@@ -63,7 +64,7 @@ class _ForwardedStream(Stream):
 
 
 class CorruptingService:
-    """A `request_plane.base.Service` that forwards to a healthy worker and changes its last chunks."""
+    """A `request_plane.server.Service` that forwards to a healthy worker and changes its last chunks."""
 
     def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
         self._plane, self._healthy, self._change = plane, healthy, change

@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -29,15 +28,12 @@ from dynamo_trtllm.messages import (
     ReleaseKv,
     ReleaseSlot,
 )
-from dynamo_trtllm.request_plane.base import Plane, ServerHandle, Service
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
-    Batch,
     CancelStream,
     ClientMessage,
     ControlRequest,
-    Frame,
     OpenStream,
     Ping,
     StreamDemux,
@@ -45,68 +41,11 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
     read_batch,
 )
-from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
-from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
+from dynamo_trtllm.request_plane.server import EndpointServer, Service, control_subject
+from dynamo_trtllm.request_plane.transport import Heartbeat, Transport, Unsubscribe
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
-CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
-
-
-class FrameDispatcher:
-    """Dispatcher of received frames to their streams, at most CHUNKS_PER_ITERATION per iteration of the event loop.
-
-    Frames beyond that wait. Waiting streams are fed one by one, in the order in which they began to wait. The first
-    frame of a stream never waits, because it decides the time to first token.
-    """
-
-    def __init__(self, inbox: StreamDemux) -> None:
-        self._inbox = inbox
-        self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
-        self._chunks_left = CHUNKS_PER_ITERATION
-        self._is_scheduled = False
-
-    def feed(self, batch: Batch) -> None:
-        """Pass the frames to their streams, now or in the next iterations of the event loop."""
-        if self._is_scheduled:
-            self._defer(batch.frames)
-            return
-        left, self._chunks_left = self._chunks_left, self._chunks_left - len(batch.frames)
-        if self._chunks_left >= 0:
-            self._inbox.feed(batch)
-        else:
-            self._inbox.feed(Batch(batch.frames[:left]))
-            self._defer(batch.frames[left:])
-        if self._chunks_left <= 0:  # the limit counts from the last `_run_once`, even over several iterations
-            self._schedule()
-
-    def _defer(self, frames: list[Frame]) -> None:
-        find = self._inbox.find
-        for frame in frames:
-            receiver = find(frame.stream)
-            if receiver is None:
-                continue
-            waiting = receiver.waiting
-            if not waiting:
-                if frame.number == 0:
-                    receiver.feed(frame)
-                    continue
-                self._backlog.append(receiver)
-            waiting.append(frame)
-
-    def _schedule(self) -> None:
-        self._is_scheduled = True
-        asyncio.get_running_loop().call_soon(self._run_once)
-
-    def _run_once(self) -> None:
-        backlog, self._chunks_left = self._backlog, CHUNKS_PER_ITERATION
-        while backlog and self._chunks_left > 0:
-            self._chunks_left -= backlog.popleft().catch_up()
-        self._is_scheduled = False
-        if backlog or self._chunks_left <= 0:
-            self._schedule()
-
-
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _REMEMBERED = 16_384  # latest subjects, and latest cancelled streams
 _CANCELS_AT_ONCE = 1024  # the rest follows after the next report
@@ -131,8 +70,14 @@ class PlaneLimits:
     ping_interval_s: float = 3.0  # a lost message is detected within twice this time, a dead peer within three times
 
 
-class TransportPlane:
-    """A `Plane` over one transport, which it owns. `tasks` owns its background tasks."""
+class Plane:
+    """A connection to the request plane, for workers (`serve`) and for their callers.
+
+    Args:
+        transport: the transport, which the plane owns.
+        limits: time-outs of the plane.
+        tasks: owner of the background tasks.
+    """
 
     def __init__(self, transport: Transport, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
         self._transport = transport
@@ -141,17 +86,17 @@ class TransportPlane:
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = transport.new_inbox()
         self._inbox = StreamDemux()
-        self._dispatcher = FrameDispatcher(self._inbox)
-        self._subscription: Subscription | None = None
+        self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, StreamReceiver]] = {}  # by the worker's subject, then by stream
         self._subjects: dict[str, None] = {}  # of the workers called, the latest last
         self._cancelled: dict[int, None] = {}  # streams that this process closed before their last frame, latest last
         self._num_pings = 0  # sent to all workers
         self._num_unreadable = 0  # messages
-        self._workers = Heartbeat(
+        self._heartbeat = Heartbeat(
             transport,
             limits.ping_interval_s,
+            peers=self._running.keys,
             message=self._ping_message,
             heard=self._frames_from,
             on_peer_lost=self._worker_lost,
@@ -161,13 +106,29 @@ class TransportPlane:
         self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
 
-    async def serve(self, subject: str, service: Service) -> ServerHandle:
+    async def serve(self, subject: str, service: Service) -> EndpointServer:
+        """Serve requests at `subject`, and control verbs at its control subject, until the server is closed."""
         server = EndpointServer(self._transport, service, self._limits.ping_interval_s, self._tasks)
         self._servers.append(server)
         await server.start(subject, self._limits.ack_timeout_s)
         return server
 
     def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        """Start one call. Its chunks come as events, in order and without gaps; see `streams.Generator.generate`.
+
+        Cancelling the stream sends a cancel to the worker, without waiting.
+
+        Args:
+            subject: request-plane address of a worker's `generate`.
+            request: the call.
+            on_event: receives the events.
+
+        Errors that end a stream, beside those of the worker, which come as the same class:
+            Unreachable: no worker acknowledges the request in time.
+            StreamIncomplete: a frame is missing, or the stream ends without a terminal chunk.
+            Disconnected: the request plane is lost.
+            DeadlineExceeded: the request's deadline passes.
+        """
         stream, loop = self._inbox.next_number(), asyncio.get_running_loop()
         if self._is_closed:
             closed = Stream(on_event)
@@ -182,56 +143,64 @@ class TransportPlane:
         self._inbox.add(stream, receiver)
         self._running.setdefault(subject, {})[stream] = receiver
         _remember(self._subjects, subject)
-        self._workers.add(subject)
-        error = DeadlineExceeded("the request's deadline passed")
-        deadline = loop.call_later(request.deadline - time.time(), receiver.fail, error)
+        deadline = loop.call_later(request.deadline - time.time(), _deadline_passed, receiver)
         receiver.run(self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}")
         return receiver
 
     def _ended(self, subject: str, stream: int, deadline: asyncio.TimerHandle) -> None:
         deadline.cancel()
         self._inbox.close(stream)
-        self._forget(subject, stream)
+        running = self._running[subject]
+        del running[stream]
+        if not running:
+            del self._running[subject]
 
     def _send_cancel(self, subject: str, stream: int) -> None:
         _remember(self._cancelled, stream)
         self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
+        """Send one control verb to the instance with this generate subject and return its encoded reply.
+
+        Raises:
+            DynamoError: like `generate`; KvTransferError for a verb about a KV transfer.
+        """
         reply = await self._transport.request(
             control_subject(subject), self._encode_checked(ControlRequest(verb)), timeout_s=timeout_s
         )
         return _ack_data(reply)
 
     def unavailable_reason(self) -> str | None:
+        """Return, as text for users, why no request can be sent now. None: no reason is known."""
         return self._transport.unavailable_reason()
 
     async def aclose(self) -> None:
+        """Close all servers and streams and the transport. Idempotent."""
         self._is_closed = True
         for server in self._servers:
             await server.aclose()
         self._inbox.fail_all(Disconnected(_CLOSED))
         await asyncio.gather(*self._opening, return_exceptions=True)
-        await self._workers.aclose()
-        if self._subscription is not None:
-            await self._subscription.stop()
+        await self._heartbeat.aclose()
+        if self._unsubscribe is not None:
+            await self._unsubscribe()
         await self._transport.aclose()
 
     # --- a caller's streams ----------------------------------------------------------------------------
 
     async def _subscribe(self) -> None:
-        if self._subscription is not None:
-            return
         async with self._subscribe_lock:
-            if self._subscription is None:
+            if self._unsubscribe is None:
                 # In its own context: messages are received in it, and log lines must not have the first request's id.
                 subscribing = asyncio.get_running_loop().create_task(
                     self._transport.subscribe(self._inbox_subject, self._on_message), context=contextvars.Context()
                 )
-                self._subscription = await subscribing
+                self._unsubscribe = await subscribing
+                self._heartbeat.start()
 
     async def _open(self, subject: str, stream: int, request: GenerateRequest, receiver: StreamReceiver) -> None:
-        await self._subscribe()
+        if self._unsubscribe is None:
+            await self._subscribe()
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline had passed before it was sent")
@@ -273,9 +242,9 @@ class TransportPlane:
             # The message does not show its streams. Those that lost a frame end at the next ping.
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
-                _log.warning("unreadable message dropped (%d so far): %s", self._num_unreadable, exc.message)
+                log.warning("unreadable message dropped (%d so far): %s", self._num_unreadable, exc.message)
             return
-        self._dispatcher.feed(batch)
+        self._inbox.feed(batch.frames)
         if batch.report is not None:
             self._compare(batch.report)
 
@@ -301,19 +270,16 @@ class TransportPlane:
         """Return a number that changes with each frame of the worker's running streams."""
         return sum(receiver.received for receiver in self._running.get(subject, {}).values())
 
-    def _forget(self, subject: str, stream: int) -> None:
-        self._workers.remove(subject)
-        running = self._running[subject]
-        del running[stream]
-        if not running:
-            del self._running[subject]
-
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         ours = isinstance(error, Disconnected)  # this process lost its connection; the worker may be alive
         lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
             if ours or receiver.last_ping_before_ack is not None:  # else the missing acknowledgment says more
                 receiver.fail(lost)
+
+
+def _deadline_passed(receiver: StreamReceiver) -> None:
+    receiver.fail(DeadlineExceeded("the request's deadline passed"))
 
 
 def _ack_data(reply: bytes) -> bytes:
@@ -343,7 +309,7 @@ class BackgroundControl:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("control request to a worker failed unexpectedly", exc_info=error)
+            log.error("control request to a worker failed unexpectedly", exc_info=error)
 
     async def _send(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
         for pause_s in (*_PAUSES_S, None):
@@ -354,7 +320,7 @@ class BackgroundControl:
                 if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
                     # A worker that has exited has freed everything.
                     level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
-                    _log.log(level, "worker %x did not get %s (%s): %s", worker.id, message, exc.code, exc.message)
+                    log.log(level, "worker %x did not get %s (%s): %s", worker.id, message, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)
 

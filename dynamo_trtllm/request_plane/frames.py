@@ -1,12 +1,12 @@
-"""Define the messages of the request plane, and batch, split and buffer the frames of its streams.
+"""Define the messages of the request plane, encode batches of frames, and pass received frames to their streams.
 
-`FrameBatcher` collects the frames that go to one caller. `StreamDemux` passes received frames to the receivers of their
-streams. The module does no I/O and reads no clock.
+The module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -24,6 +24,8 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
+
+CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
 
 
 class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -172,39 +174,23 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
     return Frame(header.stream, header.number, failure=ErrorPayload.of(unreadable))
 
 
-class FrameBatcher:
-    """The frames for one inbox that wait for the next flush."""
-
-    __slots__ = ("_frames",)
-
-    def __init__(self) -> None:
-        self._frames: list[Frame] = []
-
-    def put(self, frame: Frame) -> None:
-        self._frames.append(frame)
-
-    def take(self, max_message_bytes: int) -> list[bytes]:
-        """Remove the waiting frames and return them, in order, as encoded messages. Usually it is one message."""
-        frames, self._frames = self._frames, []
-        return _messages(frames, max_message_bytes) if frames else []
-
-
-def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
+def encode_frames(frames: list[Frame], max_message_bytes: int) -> list[bytes]:
+    """Return the frames for one inbox, in order, as encoded messages. Usually it is one message."""
     try:
         data = encode(Batch(frames))
     except (TypeError, ValueError, OverflowError) as exc:  # an engine's chunk has a value that can't be encoded
         error: DynamoError = InternalError(f"a chunk can't be encoded: {exc}")
     else:
-        if len(data) <= max_bytes:
+        if len(data) <= max_message_bytes:
             return [data]
         error = PayloadTooLarge(
-            f"a chunk has {len(data)} bytes; the limit of the request plane is {max_bytes}: raise max_payload of the "
-            "NATS server"
+            f"a chunk has {len(data)} bytes; the limit of the request plane is {max_message_bytes}: raise max_payload "
+            "of the NATS server"
         )
     if len(frames) == 1:
         return [encode(Batch([Frame(frames[0].stream, frames[0].number, failure=ErrorPayload.of(error))]))]
     half = len(frames) // 2
-    return _messages(frames[:half], max_bytes) + _messages(frames[half:], max_bytes)
+    return encode_frames(frames[:half], max_message_bytes) + encode_frames(frames[half:], max_message_bytes)
 
 
 def _nothing() -> None: ...
@@ -332,12 +318,19 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
 
 
 class StreamDemux:
-    """The open streams of one caller, by number."""
+    """The open streams of one caller, by number. It passes received frames to them.
+
+    In one iteration of the event loop it passes at most CHUNKS_PER_ITERATION frames. Frames beyond that wait. Waiting
+    streams are fed one by one, in the order in which they began to wait. The first frame of a stream never waits,
+    because it decides the time to first token.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[int, StreamReceiver] = {}
-        self.find = self._streams.get  # None: closed, or never opened
         self._last = 0
+        self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
+        self._chunks_left = CHUNKS_PER_ITERATION
+        self._is_scheduled = False
 
     def next_number(self) -> int:
         """Return the number of the next stream. It is unique in this inbox."""
@@ -352,13 +345,45 @@ class StreamDemux:
         """Remove a stream. Later frames of it are ignored."""
         self._streams.pop(stream, None)
 
-    def feed(self, batch: Batch) -> None:
-        """Pass each frame to its stream."""
+    def feed(self, frames: list[Frame]) -> None:
+        """Pass the frames to their streams, now or in the next iterations of the event loop."""
+        if self._is_scheduled:
+            self._defer(frames)
+            return
+        left, self._chunks_left = self._chunks_left, self._chunks_left - len(frames)
         streams = self._streams
-        for frame in batch.frames:
+        for frame in frames if self._chunks_left >= 0 else frames[:left]:
             receiver = streams.get(frame.stream)
             if receiver is not None:
                 receiver.feed(frame)
+        if self._chunks_left <= 0:  # the limit counts from the last `_run_once`, even over several iterations
+            self._defer(frames[left:])
+            self._schedule()
+
+    def _defer(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            receiver = self._streams.get(frame.stream)
+            if receiver is None:
+                continue
+            waiting = receiver.waiting
+            if not waiting:
+                if frame.number == 0:
+                    receiver.feed(frame)
+                    continue
+                self._backlog.append(receiver)
+            waiting.append(frame)
+
+    def _schedule(self) -> None:
+        self._is_scheduled = True
+        asyncio.get_running_loop().call_soon(self._run_once)
+
+    def _run_once(self) -> None:
+        backlog, self._chunks_left = self._backlog, CHUNKS_PER_ITERATION
+        while backlog and self._chunks_left > 0:
+            self._chunks_left -= backlog.popleft().catch_up()
+        self._is_scheduled = False
+        if backlog or self._chunks_left <= 0:
+            self._schedule()
 
     def fail_all(self, error: DynamoError) -> None:
         """End all streams with `error`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from dynamo_trtllm.errors import Disconnected, Unreachable
-from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
-from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive
+from dynamo_trtllm.errors import Disconnected
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive, Unsubscribe, no_listener, no_reply
 
 
 class InprocTransport:
@@ -29,15 +29,18 @@ class InprocTransport:
     def unavailable_reason(self) -> str | None:
         return "the request plane is closed" if self._closed else None
 
-    async def subscribe(self, subject: str, receive: Receive) -> InprocSubscription:
+    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
+        async def unsubscribe() -> None:
+            self._listeners.pop(subject, None)
+
         self._listeners[subject] = receive
-        return InprocSubscription(self._listeners, subject)
+        return unsubscribe
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self._closed:
             raise Disconnected("the request plane is closed")
         if subject not in self._listeners:
-            raise Unreachable(f"no worker listens at {subject}: it has ended; retry the request")
+            raise no_listener(subject)
         inbox = self.new_inbox()
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._listeners[inbox] = lambda data, _: None if reply.done() else reply.set_result(data)
@@ -46,9 +49,7 @@ class InprocTransport:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as exc:
-            raise Unreachable(
-                f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the request"
-            ) from exc
+            raise no_reply(subject, timeout_s) from exc
         finally:
             del self._listeners[inbox]
 
@@ -68,18 +69,7 @@ class InprocTransport:
         self._listeners.clear()
 
 
-class InprocSubscription:
-    """A `Subscription` of an `InprocTransport`."""
-
-    def __init__(self, listeners: dict[str, Receive], subject: str) -> None:
-        self._listeners = listeners
-        self._subject = subject
-
-    async def stop(self) -> None:
-        self._listeners.pop(self._subject, None)
-
-
-class InprocPlane(TransportPlane):
+class InprocPlane(Plane):
     """A request plane within one process. Workers and callers share one object."""
 
     def __init__(self, limits: PlaneLimits | None = None) -> None:

@@ -23,11 +23,11 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
-from dynamo_trtllm.request_plane.nats import close_client, connect_or_abort
+from dynamo_trtllm.request_plane.nats import CONNECT_OPTIONS, close_client, connect_or_abort
 from dynamo_trtllm.request_plane.store import StoreLimits
 from dynamo_trtllm.sanitize import mask_address
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = 2.0  # of one call: a response waits this long if JetStream is unavailable
 _HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
@@ -74,7 +74,7 @@ class JetStreamStore:
         fix = "start nats-server with -js, or use --response-store memory with --workers 1"
         with _unreachable_on_error(url, fix):
             async with connect_or_abort(client, connect_timeout_s):
-                await _connect(client, url)
+                await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
                 context = client.jetstream(timeout=_TIMEOUT_S)
                 bucket = await _bucket(context, bucket_of(namespace), limits)
         return cls(client, bucket, limits)
@@ -173,21 +173,9 @@ async def _jetstream(url: str, connect_timeout_s: float) -> AsyncIterator[JetStr
     client = Client()
     with _unreachable_on_error(url, "check --nats-server and that NATS runs"):
         async with connect_or_abort(client, connect_timeout_s):
-            await _connect(client, url)
+            await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
             yield client.jetstream(timeout=_TIMEOUT_S)
         await close_client(client)
-
-
-async def _connect(client: Client, url: str) -> None:
-    await client.connect(
-        url,
-        error_cb=_on_error,
-        reconnect_time_wait=0.1,  # type: ignore[arg-type]  # declared int, used as a float
-        max_reconnect_attempts=-1,
-        ping_interval=2,
-        max_outstanding_pings=2,
-        flush_timeout=2,  # without it, a publish to a frozen server would wait and ignore cancels
-    )
 
 
 @contextmanager
@@ -221,9 +209,9 @@ async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> 
     try:
         await context.add_stream(config)
     except js_errors.BadRequestError as exc:
-        _log.debug("bucket %s exists already, created by another frontend: %r", name, exc)
+        log.debug("bucket %s exists already, created by another frontend: %r", name, exc)
     return await context.key_value(name)
 
 
 async def _on_error(error: Exception) -> None:
-    _log.debug("response store: NATS error: %r", error)
+    log.debug("response store: NATS error: %r", error)

@@ -11,26 +11,33 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, Final
 
 from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
-from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
-from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
+from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive, Unsubscribe, no_listener, no_reply
 from dynamo_trtllm.sanitize import mask_address
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
 _PENDING_BYTES = 512 << 20
 _OUTGOING_MESSAGES = 1 << 16  # waiting to be passed to the client
 _FLUSH_TIMEOUT_S = 2
 _CANCEL_AGAIN_S = 0.1
+CONNECT_OPTIONS: Final[dict[str, Any]] = {
+    "reconnect_time_wait": 0.1,
+    "max_reconnect_attempts": -1,
+    "ping_interval": 2,
+    "max_outstanding_pings": 2,
+    "flush_timeout": _FLUSH_TIMEOUT_S,  # without it, a publish to a frozen server would wait and ignore cancels
+}
 _LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends a line of more than 4096 bytes
 
 
@@ -104,7 +111,7 @@ async def _close(client: Client) -> bool:
             await _end_reconnecting(client)
             await client.close()
     except (OSError, TimeoutError) as exc:
-        logger.debug("closing the connection to NATS failed: %r", exc)
+        log.debug("closing the connection to NATS failed: %r", exc)
         return False
     return True
 
@@ -149,11 +156,7 @@ class NatsTransport:
                     disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
                     closed_cb=self._on_closed,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # declared int, used as a float
-                    max_reconnect_attempts=-1,
-                    ping_interval=2,
-                    max_outstanding_pings=2,
-                    flush_timeout=_FLUSH_TIMEOUT_S,  # else a publish to a frozen server would wait and ignore cancels
+                    **CONNECT_OPTIONS,
                 )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             self._closing = True
@@ -177,7 +180,7 @@ class NatsTransport:
     def unavailable_reason(self) -> str | None:
         return None if self._up.is_set() else f"no connection to NATS at {self._address}; check that NATS runs"
 
-    async def subscribe(self, subject: str, receive: Receive) -> NatsSubscription:
+    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
         async def take(message: Msg) -> None:
             receive(message.data, message.reply)
 
@@ -187,7 +190,14 @@ class NatsTransport:
             )
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
-        return NatsSubscription(subscription)
+
+        async def unsubscribe() -> None:
+            try:
+                await subscription.unsubscribe()
+            except (nats_errors.Error, OSError) as exc:
+                log.debug("unsubscribing failed: %r", exc)  # the subscription ended with the connection
+
+        return unsubscribe
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Send a request and return the reply. Without a connection, wait up to `timeout_s` for one first."""
@@ -201,13 +211,11 @@ class NatsTransport:
         try:
             reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
         except nats_errors.NoRespondersError as exc:
-            raise Unreachable(f"no worker listens at {subject}: it has ended; retry the request") from exc
+            raise no_listener(subject) from exc
         except nats_errors.TimeoutError as exc:
             if not self._client.is_connected:
                 raise Disconnected(f"no connection to NATS at {self._address}; check that NATS runs") from exc
-            raise Unreachable(
-                f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the request"
-            ) from exc
+            raise no_reply(subject, timeout_s) from exc
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
         if caller.cancelling() > cancels:  # `wait_for` of Python 3.11 drops a cancel that arrives with the reply
@@ -223,7 +231,7 @@ class NatsTransport:
 
     def publish(self, subject: str, data: bytes) -> None:
         if len(subject) > _LONGEST_SUBJECT:
-            logger.debug("message dropped: its subject has %d characters", len(subject))
+            log.debug("message dropped: its subject has %d characters", len(subject))
             return
         try:
             self._outgoing.put_nowait((subject, data))
@@ -248,7 +256,7 @@ class NatsTransport:
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
                 await self._outgoing.join()
         except TimeoutError:
-            logger.warning("NATS connection closed with %d messages unsent", self._outgoing.qsize())
+            log.warning("NATS connection closed with %d messages unsent", self._outgoing.qsize())
         if self._writer is not None:
             self._writing = False  # `publish` may swallow the cancel
             await self._tasks.cancel(self._writer)
@@ -260,14 +268,14 @@ class NatsTransport:
             try:
                 await self._client.publish(subject, data)
             except nats_errors.BadSubjectError:  # a caller sent this subject; other callers lose no message
-                logger.debug("message dropped: invalid subject %r", subject)
+                log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 self._report_disconnect(Disconnected(f"sending to {subject} failed: {exc!r}"))
             finally:
                 self._outgoing.task_done()
 
     def _report_disconnect(self, error: DynamoError) -> None:
-        logger.warning("NATS at %s: %s", self._address, error)
+        log.warning("NATS at %s: %s", self._address, error)
         for callback in self._on_disconnect:
             callback(error)
 
@@ -280,9 +288,9 @@ class NatsTransport:
             )
         elif self._writer is None and not self._is_waiting_logged:
             self._is_waiting_logged = True
-            logger.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
+            log.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
         else:
-            logger.debug("NATS at %s: %r", self._address, error)
+            log.debug("NATS at %s: %r", self._address, error)
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
@@ -291,12 +299,12 @@ class NatsTransport:
 
     async def _on_reconnected(self) -> None:
         self._up.set()
-        logger.info("reconnected to NATS at %s", self._address)
+        log.info("reconnected to NATS at %s", self._address)
 
     async def _on_closed(self) -> None:
         if not self._closing:
             self._ended.set()
-            logger.error("NATS client at %s stopped reconnecting; restart this process", self._address)
+            log.error("NATS client at %s stopped reconnecting; restart this process", self._address)
 
     def check(self) -> None:
         """Raise Disconnected if the client has stopped reconnecting, as nats-py does after a protocol error."""
@@ -309,20 +317,7 @@ class NatsTransport:
         self.check()
 
 
-class NatsSubscription:
-    """A `Subscription` of a `NatsTransport`."""
-
-    def __init__(self, subscription: Subscription) -> None:
-        self._subscription = subscription
-
-    async def stop(self) -> None:
-        try:
-            await self._subscription.unsubscribe()
-        except (nats_errors.Error, OSError) as exc:
-            logger.debug("unsubscribing failed: %r", exc)  # the subscription ended with the connection
-
-
-class NatsPlane(TransportPlane):
+class NatsPlane(Plane):
     """A request plane over NATS. Create it with `connect`."""
 
     def __init__(self, transport: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import msgspec
 
@@ -28,8 +27,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, wire_mismatch
-from dynamo_trtllm.request_plane.base import Service
+from dynamo_trtllm.messages import Chunk, Control, wire_mismatch
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
@@ -39,15 +37,15 @@ from dynamo_trtllm.request_plane.frames import (
     ControlRequest,
     ErrorPayload,
     Frame,
-    FrameBatcher,
     OpenStream,
     Ping,
     StreamReport,
+    encode_frames,
 )
-from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
-from dynamo_trtllm.streams import StreamEvent, StreamHandle
+from dynamo_trtllm.request_plane.transport import Heartbeat, Transport, Unsubscribe
+from dynamo_trtllm.streams import Generator, StreamEvent, StreamHandle
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _LONGEST_INBOX = 255
 _REPORTS_SINCE = 2  # wire version
@@ -65,21 +63,50 @@ def control_subject(subject: str) -> str:
     return f"{subject}.control"
 
 
-class StreamKey(NamedTuple):
-    """Identity of a stream: the caller's inbox and the stream's number in it."""
+class Service(Generator, Protocol):
+    """The calls that a worker answers at its subject.
+
+    The plane cancels a stream whose caller cancels it or is gone, also an ended one that still holds KV.
+    """
+
+    async def control(self, verb: Control) -> bytes:
+        """Run a control verb and return the encoded reply, whose type depends on the verb.
+
+        Raises:
+            DynamoError: the caller gets the same error.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A caller with streams that run or hold KV."""
 
     inbox: str
-    stream: int
+    num_messages: int = 1  # received from it
+    reads_reports: bool = False  # its wire version is 2 or later
+    running: dict[int, ServerStream] = field(default_factory=dict)  # by number
+    held: dict[int, ServerStream] = field(default_factory=dict)  # ended streams that held KV at the last report
+    frames: list[Frame] = field(default_factory=list)  # for the next flush
 
 
 @dataclass(slots=True, eq=False)
 class ServerStream:
     """One stream, until it has ended and holds no KV."""
 
-    key: StreamKey
+    caller: _Caller
+    number: int
+    num_sent: int = 0  # frames
     deadline: asyncio.TimerHandle | None = None
     handle: StreamHandle | None = None
-    number: int = 0  # of the next frame
+
+    @property
+    def holds_kv(self) -> bool:
+        return self.handle is not None and self.handle.holds_kv
+
+    def cancel(self) -> None:
+        if self.handle is not None:
+            self.handle.cancel()
 
 
 class EndpointServer:
@@ -88,27 +115,22 @@ class EndpointServer:
     def __init__(self, transport: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
         self._transport = transport
         self._service = service
-        self._calls: dict[StreamKey, ServerStream] = {}
-        self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
-        self._idle = asyncio.Event()  # set while no call runs
+        self._callers: dict[str, _Caller] = {}  # by inbox
+        self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
-        self._held: dict[str, dict[int, ServerStream]] = {}  # by inbox: ended streams that held KV at the last report
-        self._outboxes: dict[str, FrameBatcher] = {}
-        self._flush_due = False
+        self._unsent: list[_Caller] = []  # callers with frames for the next flush
         self._tasks: set[asyncio.Task[None]] = set()
-        self._subscriptions: list[Subscription] = []
-        self._callers = Heartbeat(
+        self._subscriptions: list[Unsubscribe] = []
+        self._heartbeat = Heartbeat(
             transport,
             ping_interval_s,
+            peers=self._callers.keys,
             message=self._ping_message,
             heard=self._heard_from,
             on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
-        self._messages: Counter[str] = Counter()  # received messages by caller, while it gets heartbeats
-        # inboxes of callers of wire version 2 or later that have streams
-        self._report_readers: set[str] = set()
-        self._latest_openings: dict[StreamKey, None] = {}  # keys of the latest requests, including ended ones
+        self._latest_openings: dict[tuple[str, int], None] = {}  # inbox and stream, including ended ones
         self._subject = ""
         self._accepting = True
         self._is_closed = False
@@ -120,28 +142,33 @@ class EndpointServer:
         self._subscriptions.append(await self._transport.subscribe(control_subject(subject), self._on_control))
         self._subscriptions.append(await self._transport.subscribe(subject, self._on_message))
         await self._transport.request(subject, PING, timeout_s=timeout_s)  # its reply shows that the subject is routed
+        self._heartbeat.start()
 
-    async def stop_accepting(self) -> None:
+    def stop_accepting(self) -> None:
+        """Reject new requests with `Draining`. Running streams and control verbs continue."""
         self._accepting = False
 
     async def finished(self) -> None:
+        """Wait until no stream runs."""
         await self._idle.wait()
 
     @property
     def running(self) -> int:
-        return len(self._calls)
+        """Return the number of running streams."""
+        return sum(len(caller.running) for caller in self._callers.values())
 
     async def aclose(self) -> None:
+        """Stop serving and end running streams; their callers get `Draining`. Idempotent."""
         self._accepting = False
         self._is_closed = True
-        for subscription in self._subscriptions:
-            await subscription.stop()
+        for unsubscribe in self._subscriptions:
+            await unsubscribe()
         self._end_all(Draining("the worker is shutting down"))
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
         self._flush()
-        await self._callers.aclose()
+        await self._heartbeat.aclose()
 
     # --- what arrives ----------------------------------------------------------------------------------
 
@@ -152,17 +179,20 @@ class EndpointServer:
         try:
             body = decode(data, ClientMessage).body
             _check_inbox(body.inbox)
-            if body.inbox in self._messages:
-                self._messages[body.inbox] += 1
+            caller = self._callers.get(body.inbox)
+            if caller is not None:
+                caller.num_messages += 1
             if isinstance(body, CancelStream):
-                self._cancel(StreamKey(body.inbox, body.stream))
+                if caller is not None:
+                    self._cancel(caller, body.stream)
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
                 self._answer_ping(body)
                 return
-            key = StreamKey(body.inbox, body.stream)
-            is_new = key not in self._latest_openings and key not in self._calls
+            is_new = (body.inbox, body.stream) not in self._latest_openings and (
+                caller is None or (body.stream not in caller.running and body.stream not in caller.held)
+            )
             if is_new and not self._accepting:
                 raise Draining("the worker is shutting down and accepts no new requests")
             if mismatch := wire_mismatch(body.wire):
@@ -206,122 +236,106 @@ class EndpointServer:
 
     def _ping_message(self, inbox: str) -> bytes:
         """Return the heartbeat message for a caller: the report of its streams, or PING for wire version 1."""
-        if inbox not in self._report_readers:
-            self._forget_fetched(inbox)  # as `_report` does
-        return self._report(inbox, 0) if inbox in self._report_readers else PING
+        report, caller = self._report(inbox, 0), self._callers.get(inbox)
+        return report if caller is not None and caller.reads_reports else PING
 
     def _report(self, inbox: str, ping: int) -> bytes:
         """Return the message that reports a caller's streams, or PING if it is too large for the transport."""
-        self._forget_fetched(inbox)
-        running = self._by_inbox.get(inbox, {})
-        streams = [(stream, call.number) for stream, call in running.items()]
-        streams += [(stream, call.number) for stream, call in self._held.get(inbox, {}).items()]
+        streams: list[tuple[int, int]] = []
+        if (caller := self._callers.get(inbox)) is not None:
+            self._forget_fetched(caller)
+            streams = [(each.number, each.num_sent) for part in (caller.running, caller.held) for each in part.values()]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._transport.max_message_bytes:
             return data
         text = "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise max_payload"
-        logger.warning(text, inbox, len(streams), len(data))
+        log.warning(text, inbox, len(streams), len(data))
         return PING
 
     def _heard_from(self, inbox: str) -> int:
-        """Return a counter that changes whenever the caller is heard from. New streams count, too."""
-        return self._messages[inbox]
-
-    def _watch(self, inbox: str) -> None:
-        """Count one more stream of a caller."""
-        self._callers.add(inbox)
-        self._messages[inbox] += 1
-
-    def _unwatch(self, inbox: str) -> None:
-        """Remove one stream of a caller from the count."""
-        if self._callers.remove(inbox):
-            self._report_readers.discard(inbox)
-            del self._messages[inbox]
+        """Return a number that changes whenever the caller is heard from."""
+        caller = self._callers.get(inbox)
+        return 0 if caller is None else caller.num_messages
 
     # --- streams ---------------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
-        call = ServerStream(StreamKey(opening.inbox, opening.stream))
-        self._abort_held(call.key)
-        self._calls[call.key] = call
-        self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = call
-        self._latest_openings[call.key] = None
+        caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
+        caller.reads_reports |= opening.wire >= _REPORTS_SINCE
+        stream = caller.running[opening.stream] = ServerStream(caller, opening.stream)
+        self._latest_openings[opening.inbox, opening.stream] = None
         if len(self._latest_openings) > _REMEMBERED_OPENINGS:
             del self._latest_openings[next(iter(self._latest_openings))]
         self._idle.clear()
-        self._watch(opening.inbox)
-        if opening.wire >= _REPORTS_SINCE:
-            self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        call.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, call)
+        stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, stream)
         try:
-            call.handle = self._service.generate(request, partial(self._on_event, call))
+            stream.handle = self._service.generate(request, partial(self._on_event, stream))
         except Exception:
-            logger.exception("request %s failed", request.request_id)
-            self._end(call, InternalError("the request failed in the worker; see its log"))
+            log.exception("request %s failed", request.request_id)
+            self._end(stream, InternalError("the request failed in the worker; see its log"))
 
-    def _on_event(self, call: ServerStream, event: StreamEvent) -> None:
+    def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
         if not isinstance(event, Chunk):
-            self._end(call, event)
+            self._end(stream, event)
             return
-        self._send(call, Frame(call.key.stream, call.number, event))
+        self._send(stream, Frame(stream.number, stream.num_sent, event))
         if event.finish_reason is None:
             return
-        self._remove(call)
-        if call.handle is not None and call.handle.holds_kv:  # its caller is watched until the KV is fetched
-            self._held.setdefault(call.key.inbox, {})[call.key.stream] = call
-        else:
-            self._unwatch(call.key.inbox)
+        if stream.holds_kv:  # its caller is watched until the KV is fetched
+            stream.caller.held[stream.number] = stream
+        self._remove(stream)
 
-    def _deadline_passed(self, call: ServerStream) -> None:
-        self._end(call, DeadlineExceeded("the request's deadline passed in the worker"))
+    def _deadline_passed(self, stream: ServerStream) -> None:
+        self._end(stream, DeadlineExceeded("the request's deadline passed in the worker"))
 
-    def _end(self, call: ServerStream, error: DynamoError) -> None:
+    def _end(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller."""
-        self._send(call, Frame(call.key.stream, call.number, failure=ErrorPayload.of(error)))
-        self._close(call)
+        self._send(stream, Frame(stream.number, stream.num_sent, failure=ErrorPayload.of(error)))
+        self._close(stream)
 
-    def _close(self, call: ServerStream) -> None:
+    def _close(self, stream: ServerStream) -> None:
         """Remove a running stream, and cancel it if it has not ended."""
-        self._remove(call)
-        self._unwatch(call.key.inbox)
-        if call.handle is not None:
-            call.handle.cancel()
+        self._remove(stream)
+        stream.cancel()
 
-    def _remove(self, call: ServerStream) -> None:
-        del self._calls[call.key]
-        if call.deadline is not None:
-            call.deadline.cancel()
-        others = self._by_inbox[call.key.inbox]
-        del others[call.key.stream]
-        if not others:
-            del self._by_inbox[call.key.inbox]
-        if not self._calls:
+    def _remove(self, stream: ServerStream) -> None:
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+        del stream.caller.running[stream.number]
+        self._forget_idle(stream.caller)
+        if not self.running:
             self._idle.set()
 
-    def _cancel(self, key: StreamKey) -> None:
-        call = self._calls.get(key)
-        if call is not None:
-            self._close(call)
+    def _forget_idle(self, caller: _Caller) -> None:
+        if not caller.running and not caller.held:
+            del self._callers[caller.inbox]
+
+    def _cancel(self, caller: _Caller, number: int) -> None:
+        stream = caller.running.get(number)
+        if stream is not None:
+            self._close(stream)
         else:
-            self._abort_held(key)  # a cancel shows that the caller did not receive the terminal chunk
+            self._abort_held(caller, number)  # a cancel shows that the caller did not receive the terminal chunk
 
     def _end_all(self, error: DynamoError) -> None:
-        for call in list(self._calls.values()):
-            self._end(call, error)
+        for stream in [stream for caller in self._callers.values() for stream in caller.running.values()]:
+            self._end(stream, error)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
-        gone = list(self._by_inbox.get(inbox, {}).values())
-        self._forget_fetched(inbox)
-        held = list(self._held.get(inbox, {}).values())
+        caller = self._callers.get(inbox)
+        if caller is None:
+            return
+        self._forget_fetched(caller)
+        gone, held = list(caller.running.values()), list(caller.held)
         if gone or held:
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
-            logger.warning(text, inbox, len(gone), len(held), error)
-        for call in gone:
+            log.warning(text, inbox, len(gone), len(held), error)
+        for stream in gone:
             text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
-            self._end(call, StreamIncomplete(text))
-        for call in held:
-            self._abort_held(call.key)
+            self._end(stream, StreamIncomplete(text))
+        for number in held:
+            self._abort_held(caller, number)
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
@@ -330,50 +344,42 @@ class EndpointServer:
         if self._is_closed:
             return  # the service may be closed too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
-        for call in [call for held in self._held.values() for call in held.values()]:
-            self._abort_held(call.key)
+        for caller in list(self._callers.values()):
+            for number in list(caller.held):
+                self._abort_held(caller, number)
 
     # --- ended streams that hold KV --------------------------------------------------------------------
 
-    def _forget_fetched(self, inbox: str) -> None:
+    def _forget_fetched(self, caller: _Caller) -> None:
         """Remove a caller's ended streams that hold no KV any more."""
-        for call in [call for call in self._held.get(inbox, {}).values() if call.handle and not call.handle.holds_kv]:
-            self._pop_held(call.key)
+        caller.held = {number: stream for number, stream in caller.held.items() if stream.holds_kv}
+        self._forget_idle(caller)
 
-    def _abort_held(self, key: StreamKey) -> None:
+    def _abort_held(self, caller: _Caller, number: int) -> None:
         """Free the KV of an ended stream whose caller can't release it."""
-        call = self._pop_held(key)
-        if call is not None and call.handle is not None:
-            call.handle.cancel()
-
-    def _pop_held(self, key: StreamKey) -> ServerStream | None:
-        streams = self._held.get(key.inbox, {})
-        call = streams.pop(key.stream, None)
-        if call is not None:
-            if not streams:
-                del self._held[key.inbox]
-            self._unwatch(key.inbox)
-        return call
+        stream = caller.held.pop(number, None)
+        if stream is not None:
+            self._forget_idle(caller)
+            stream.cancel()
 
     # --- what leaves -----------------------------------------------------------------------------------
 
-    def _send(self, call: ServerStream, frame: Frame) -> None:
-        call.number += 1
-        outbox = self._outboxes.get(call.key.inbox)
-        if outbox is None:
-            outbox = self._outboxes[call.key.inbox] = FrameBatcher()
-        outbox.put(frame)
-        if not self._flush_due:
-            # all streams of an engine step send in one event-loop iteration; the next one sends them as one batch
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+    def _send(self, stream: ServerStream, frame: Frame) -> None:
+        stream.num_sent += 1
+        caller = stream.caller
+        if not caller.frames:
+            if not self._unsent:
+                # all streams of an engine step send in one event-loop iteration; the next one sends them as one batch
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._unsent.append(caller)
+        caller.frames.append(frame)
 
     def _flush(self) -> None:
-        self._flush_due = False
-        outboxes, self._outboxes = self._outboxes, {}
-        for inbox, outbox in outboxes.items():
-            for message in outbox.take(self._transport.max_message_bytes):
-                self._transport.publish(inbox, message)
+        unsent, self._unsent = self._unsent, []
+        for caller in unsent:
+            frames, caller.frames = caller.frames, []
+            for message in encode_frames(frames, self._transport.max_message_bytes):
+                self._transport.publish(caller.inbox, message)
 
     # --- tasks -----------------------------------------------------------------------------------------
 
@@ -384,4 +390,4 @@ class EndpointServer:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed", task.get_name(), exc_info=error)
+            log.error("%s failed", task.get_name(), exc_info=error)

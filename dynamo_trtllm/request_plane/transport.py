@@ -1,32 +1,22 @@
 """Define the message transport that a request plane needs, and the heartbeat to its peers.
 
-A transport delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server`
-rely on nothing else.
+`inproc` (in-process) and `nats` implement the transport; both pass the contract tests of the request plane. A transport
+delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server` rely on
+nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError
-
-logger = logging.getLogger(__name__)
+from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError, Unreachable
 
 Receive: TypeAlias = Callable[[bytes, str], None]  # data, reply subject ("" when no reply is wanted); never blocks
 OnDisconnect: TypeAlias = Callable[[DynamoError], None]
-
-
-class Subscription(Protocol):
-    """A subscription to one subject."""
-
-    async def stop(self) -> None:
-        """Stop receiving. Idempotent."""
-        ...
+Unsubscribe: TypeAlias = Callable[[], Awaitable[None]]  # ends a subscription; idempotent
 
 
 class Transport(Protocol):
@@ -49,8 +39,8 @@ class Transport(Protocol):
         """Return, as text for users, why no message can be sent now. None: no reason is known."""
         ...
 
-    async def subscribe(self, subject: str, receive: Receive) -> Subscription:
-        """Call `receive` for each message to `subject`.
+    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
+        """Call `receive` for each message to `subject`. Return the function that ends this.
 
         The subscription is active for messages that this transport sends after the call, and for replies to them.
         """
@@ -74,12 +64,25 @@ class Transport(Protocol):
         ...
 
 
+def no_listener(subject: str) -> Unreachable:
+    """Return the error of a request to a subject that no process listens to."""
+    return Unreachable(f"no worker listens at {subject}: it has ended; retry the request")
+
+
+def no_reply(subject: str, timeout_s: float) -> Unreachable:
+    """Return the error of a request without a reply in time."""
+    return Unreachable(
+        f"no reply from {subject} within {timeout_s:.1f} s: its worker hangs or is gone; retry the request"
+    )
+
+
 class Heartbeat:
-    """Heartbeat to each peer with running streams, because a message transport does not report when a peer dies.
+    """Heartbeat to each peer with open streams, because a message transport does not report when a peer dies.
 
     Args:
         transport: sends the heartbeats.
         interval_s: seconds between two heartbeats to a peer, and time-out of each.
+        peers: returns the peers with open streams.
         message: returns the heartbeat message for a peer.
         heard: returns a number that changes with each message from a peer.
         on_peer_lost: is called when a peer neither replied nor sent anything else.
@@ -91,6 +94,7 @@ class Heartbeat:
         transport: Transport,
         interval_s: float,
         *,
+        peers: Callable[[], Collection[str]],
         message: Callable[[str], bytes],
         heard: Callable[[str], int],
         on_peer_lost: Callable[[str, DynamoError], None],
@@ -99,32 +103,22 @@ class Heartbeat:
         self._transport = transport
         self._tasks = tasks
         self._interval_s = interval_s
+        self._peers = peers
         self._message = message
         self._heard = heard
         self._on_peer_lost = on_peer_lost
-        self._streams: Counter[str] = Counter()
         self._asking: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, peer: str) -> None:
-        """Count one more stream with `peer`."""
-        self._streams[peer] += 1
-        if self._task is None:
-            self._task = self._tasks.start(self._run(), "plane-heartbeat")
-
-    def remove(self, peer: str) -> bool:
-        """Count one stream less with `peer`. Return True if it was the last; then the heartbeats stop."""
-        self._streams[peer] -= 1
-        is_last = self._streams[peer] <= 0
-        if is_last:
-            del self._streams[peer]
-        return is_last
+    def start(self) -> None:
+        """Start the heartbeats."""
+        self._task = self._tasks.start(self._run(), "plane-heartbeat")
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:  # a silent peer must not delay the others
             while True:
                 await asyncio.sleep(self._interval_s)
-                for peer in self._streams.keys() - self._asking:
+                for peer in set(self._peers()) - self._asking:
                     group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
     async def _ask(self, peer: str) -> None:
@@ -151,5 +145,4 @@ class Heartbeat:
 
     async def aclose(self) -> None:
         """Stop all heartbeats. Idempotent."""
-        task, self._task = self._task, None
-        await self._tasks.cancel(task)
+        await self._tasks.cancel(self._task)

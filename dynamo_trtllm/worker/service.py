@@ -32,7 +32,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.base import ServerHandle
+from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission
 
@@ -190,7 +190,7 @@ _LOG_EVERY_S = 3.0
 _SOON_S = 0.1  # a shorter drain logs no progress
 
 
-async def drain(engine: Engine, serving: ServerHandle, timeout_s: float) -> None:
+async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
     """Wait until running requests and pending KV transfers have ended, or until `timeout_s` with a warning.
 
     Args:
@@ -198,7 +198,7 @@ async def drain(engine: Engine, serving: ServerHandle, timeout_s: float) -> None
         serving: the server of its requests; it rejects new ones from now on.
         timeout_s: longest wait in seconds.
     """
-    await serving.stop_accepting()
+    serving.stop_accepting()
     finishing = asyncio.create_task(_finish(engine, serving), name="worker-drain")
     loop = asyncio.get_running_loop()
     begun_s, pause_s = loop.time(), _SOON_S
@@ -224,12 +224,12 @@ async def drain(engine: Engine, serving: ServerHandle, timeout_s: float) -> None
         await asyncio.gather(finishing, return_exceptions=True)
 
 
-async def _finish(engine: Engine, serving: ServerHandle) -> None:
+async def _finish(engine: Engine, serving: EndpointServer) -> None:
     await serving.finished()  # includes requests that have not reached the engine yet
     await engine.drain()
 
 
-def _left(engine: Engine, serving: ServerHandle) -> str:
+def _left(engine: Engine, serving: EndpointServer) -> str:
     requests = f"running requests: {serving.running}"
     if not isinstance(engine, HasStats):
         return requests

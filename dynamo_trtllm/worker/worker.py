@@ -30,9 +30,9 @@ from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, 
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.base import ServerHandle
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.health import Health, HealthServer
@@ -64,7 +64,7 @@ class _RunningWorker(NamedTuple):
     plane: NatsPlane
     engine: Engine
     service: WorkerService
-    serving: ServerHandle
+    serving: EndpointServer
     registration: Registration
 
 

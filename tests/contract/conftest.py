@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.request_plane.client import TransportPlane
+from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -63,9 +62,9 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     """Intercept messages of request planes. Must be requested before the planes."""
     network = Network()
-    take_at_caller, take_at_worker = TransportPlane._on_message, EndpointServer._on_message
+    take_at_caller, take_at_worker = Plane._on_message, EndpointServer._on_message
 
-    def at_caller(plane: TransportPlane, data: bytes, reply: str) -> None:
+    def at_caller(plane: Plane, data: bytes, reply: str) -> None:
         for each in network.to_caller(data):
             take_at_caller(plane, each, reply)
 
@@ -73,6 +72,6 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
         for each in network.to_worker(data):
             take_at_worker(serving, each, reply)
 
-    monkeypatch.setattr(TransportPlane, "_on_message", at_caller)
+    monkeypatch.setattr(Plane, "_on_message", at_caller)
     monkeypatch.setattr(EndpointServer, "_on_message", at_worker)
     return network

@@ -24,8 +24,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 

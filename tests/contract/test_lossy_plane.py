@@ -27,7 +27,7 @@ from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, Route
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -93,9 +93,9 @@ class LossyNetwork:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
     network = LossyNetwork()
-    at_caller, at_worker = TransportPlane._on_message, EndpointServer._on_message
+    at_caller, at_worker = Plane._on_message, EndpointServer._on_message
 
-    def take_at_caller(plane: TransportPlane, data: bytes, reply: str) -> None:
+    def take_at_caller(plane: Plane, data: bytes, reply: str) -> None:
         if data != PING:
             batch = decode(data, Batch)
             data = encode(Batch(network.frames(batch.frames), batch.report))
@@ -106,7 +106,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
         for message in network.messages(serving, data, reply):
             at_worker(serving, *message)
 
-    monkeypatch.setattr(TransportPlane, "_on_message", take_at_caller)
+    monkeypatch.setattr(Plane, "_on_message", take_at_caller)
     monkeypatch.setattr(EndpointServer, "_on_message", take_at_worker)
     return network
 
@@ -126,7 +126,7 @@ class Cluster:
             "tickets": sum(each.tickets_held for each in stats),
             "streams at workers": sum(serving.running for serving in self.plane._servers),
             "streams at the caller": len(self.plane._inbox),
-            "peers": len(self.plane._workers._streams) + sum(len(s._callers._streams) for s in self.plane._servers),
+            "peers": len(self.plane._running) + sum(len(s._callers) for s in self.plane._servers),
         }
         return [f"{name}: {count}" for name, count in left.items() if count]
 

@@ -223,7 +223,7 @@ async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Ne
 
     await bench.worker.serve(SUBJECT, ScriptedService(slowly))
     plane = bench.caller
-    pings = plane._workers  # type: ignore[attr-defined]
+    pings = plane._heartbeat  # type: ignore[attr-defined]
 
     async def ping_all_the_time() -> None:
         while True:

@@ -98,7 +98,7 @@ async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_wo
         await asking
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
     assert isinstance(serving, EndpointServer)
-    await until(lambda: not serving._callers._streams)
+    await until(lambda: not serving._callers)
     assert len(lost) == 2
 
 
@@ -109,5 +109,5 @@ async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(network
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())
     assert isinstance(serving, EndpointServer)
-    assert serving._callers._streams
-    await until(lambda: not serving._callers._streams and not serving._held)
+    assert serving._callers
+    await until(lambda: not serving._callers)

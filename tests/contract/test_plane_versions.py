@@ -23,7 +23,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, ErrorPayload, Frame, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
-from dynamo_trtllm.request_plane.transport import Receive, Subscription, Transport
+from dynamo_trtllm.request_plane.transport import Receive, Transport, Unsubscribe
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
@@ -52,7 +52,7 @@ def plain(value: Any) -> list[Any]:
     return msgspec.msgpack.decode(encode(value))  # type: ignore[no-any-return]
 
 
-async def listen(transport: Transport, take: Receive) -> Subscription:
+async def listen(transport: Transport, take: Receive) -> Unsubscribe:
     """Listen as a worker. Returns when all callers' messages arrive."""
 
     def take_or_answer(data: bytes, reply: str) -> None:
@@ -135,7 +135,7 @@ async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: 
         last = plain(Frame(1, 1, Chunk(finish_reason=FinishReason.STOP)))
         transport.publish(inboxes[0], msgspec.msgpack.encode([[last]]))
         assert (await asyncio.wait_for(reading, SOON_S)).finish_reason is FinishReason.STOP
-    await listening.stop()
+    await listening()
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -217,7 +217,7 @@ async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_interna
     listening = await listen(transport, take)
     error = await check_fails(collect(bench.caller, make_request()), InternalError)
     assert error.message == "something new"
-    await listening.stop()
+    await listening()
 
 
 def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> None:

@@ -13,7 +13,8 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, KvTransferError
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
-from dynamo_trtllm.request_plane.frames import Batch
+from dynamo_trtllm.request_plane.frames import Frame
+from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.engines import tokens
 from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
 from tests.streaming import pipeline_stream
@@ -61,10 +62,9 @@ class Scene:
         return {
             "held": self.running_workers.held(),
             "streams of workers": [serving.running for serving in servings],
-            "ended streams that hold KV": [len(serving._held) for serving in servings],
+            "ended streams that hold KV": [held(serving) for serving in servings],
             "admitted": [serving._service._admission.active() for serving in servings],
-            "watched": [sorted(serving._callers._streams) for serving in servings]
-            + [[*self.side.plane._workers._streams]],
+            "watched": [sorted(serving._callers) for serving in servings] + [[*self.side.plane._running]],
             "streams": len(self.side.plane._inbox),
             "subscriptions": [len(client._subs) for client in clients],
             "tasks": sorted(task.get_name() for task in asyncio.all_tasks() if not task.get_name().startswith("Task-")),
@@ -146,11 +146,11 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         inbox = made.side.plane._inbox
         feed, seen = inbox.feed, []
 
-        def cancelling(batch: Batch) -> None:
-            if any(frame.chunk is not None and frame.chunk.kv_params is not None for frame in batch.frames):
+        def cancelling(frames: list[Frame]) -> None:
+            if any(frame.chunk is not None and frame.chunk.kv_params is not None for frame in frames):
                 seen.append(made.prefill.stats().tickets_held)
                 running.cancel()
-            feed(batch)
+            feed(frames)
 
         inbox.feed = cancelling  # type: ignore[method-assign]
         running = asyncio.create_task(made.run(request(max_tokens=200)))
@@ -174,8 +174,12 @@ async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
             await asyncio.wait_for(asking, 30)
 
 
+def held(serving: EndpointServer) -> int:
+    return sum(len(caller.held) for caller in serving._callers.values())
+
+
 async def settled(made: Scene) -> None:
     await until(lambda: not any(any(held) for held in made.running_workers.held()), SOON_S, made.running_workers.held)
     servings = [serving for plane in made.running_workers.planes for serving in plane._servers]
-    await until(lambda: not any(serving._held for serving in servings), SOON_S)  # looked at with each heartbeat
+    await until(lambda: not any(map(held, servings)), SOON_S)  # looked at with each heartbeat
     await asyncio.sleep(0.1)

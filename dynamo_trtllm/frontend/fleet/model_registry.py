@@ -17,7 +17,7 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role
-from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.pair_breakers import PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import differences
 from dynamo_trtllm.router.view import ClusterView, ModelView

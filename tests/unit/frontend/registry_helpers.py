@@ -25,8 +25,8 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.base import Service
 from dynamo_trtllm.request_plane.inproc import InprocPlane
+from dynamo_trtllm.request_plane.server import Service
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits

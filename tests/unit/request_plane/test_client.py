@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.codec import decode
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.request_plane.nats import NatsTransport
@@ -60,7 +60,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     transport, service = Overheard(), OneMore()
-    plane = TransportPlane(transport, PlaneLimits())
+    plane = Plane(transport, PlaneLimits())
     await plane.serve(SUBJECT, service)
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
@@ -88,7 +88,7 @@ class Cut(InprocTransport):
 
 async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
     transport = Cut()
-    plane = TransportPlane(transport, PlaneLimits(ping_interval_s=0.01))
+    plane = Plane(transport, PlaneLimits(ping_interval_s=0.01))
     await plane.serve(SUBJECT, Endless())
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9

@@ -25,11 +25,11 @@ from dynamo_trtllm.request_plane.frames import (
     ControlRequest,
     ErrorPayload,
     Frame,
-    FrameBatcher,
     OpenStream,
     Ping,
     StreamDemux,
     StreamReport,
+    encode_frames,
 )
 from tests.unit.request_plane.arrivals import Arrivals, opened
 
@@ -87,32 +87,22 @@ def test_failure_when_code_is_unknown_then_internal() -> None:
 
 
 def test_outbox_when_64_streams_made_a_token_then_one_message_of_few_bytes() -> None:
-    outbox = FrameBatcher()
-    for stream in range(64):
-        outbox.put(Frame(stream, 1000, make_chunk(stream)))
-    (message,) = outbox.take(LIMIT)
+    (message,) = encode_frames([Frame(stream, 1000, make_chunk(stream)) for stream in range(64)], LIMIT)
     assert len(decode(message, Batch).frames) == 64
     assert len(message) / 64 < 32
-    assert outbox.take(LIMIT) == []
 
 
 def test_outbox_when_frames_exceed_the_limit_then_split_in_order() -> None:
-    outbox = FrameBatcher()
     frames = [Frame(stream, 0, make_chunk(*range(stream))) for stream in range(50)]
-    for frame in frames:
-        outbox.put(frame)
-    messages = outbox.take(500)
+    messages = encode_frames(frames, 500)
     assert len(messages) > 1
     assert max(map(len, messages)) <= 500
     assert [frame for message in messages for frame in decode(message, Batch).frames] == frames
 
 
 def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error() -> None:
-    outbox = FrameBatcher()
     frames = [Frame(1, 0, make_chunk(1)), Frame(2, 7, make_chunk(*range(1000))), Frame(3, 0, make_chunk(3))]
-    for frame in frames:
-        outbox.put(frame)
-    got = [frame for message in outbox.take(500) for frame in decode(message, Batch).frames]
+    got = [frame for message in encode_frames(frames, 500) for frame in decode(message, Batch).frames]
     assert [got[0], got[2]] == [frames[0], frames[2]]
     assert (got[1].stream, got[1].number, got[1].chunk) == (2, 7, None)
     assert got[1].failure is not None
@@ -198,7 +188,7 @@ async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unk
     gone, gone_arrivals = opened(inbox)
     inbox.close(gone)
     frames = [Frame(s, 0, make_chunk(s)) for s in (second, 999, gone, first)]
-    inbox.feed(Batch(frames))
+    inbox.feed(frames)
     assert await first_arrivals.get() == make_chunk(first)
     assert await second_arrivals.get() == make_chunk(second)
     gone_arrivals.fail(Overloaded("nothing came"))

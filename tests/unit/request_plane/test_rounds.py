@@ -8,9 +8,8 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
-from dynamo_trtllm.request_plane import client
-from dynamo_trtllm.request_plane.client import FrameDispatcher
-from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamDemux
+from dynamo_trtllm.request_plane import frames
+from dynamo_trtllm.request_plane.frames import Frame, StreamDemux
 from dynamo_trtllm.streams import StreamEvent
 from tests.unit.request_plane.arrivals import Arrivals, opened
 
@@ -19,7 +18,7 @@ PER_TURN = 6
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CHUNKS_PER_ITERATION", PER_TURN)
+    monkeypatch.setattr(frames, "CHUNKS_PER_ITERATION", PER_TURN)
 
 
 class Reader:
@@ -54,7 +53,6 @@ class Bench:
 
     def __init__(self) -> None:
         self.inbox = StreamDemux()
-        self.rounds = FrameDispatcher(self.inbox)
         self.seen: list[tuple[int, list[int]]] = []
 
     async def begun(self, count: int) -> list[Reader]:
@@ -64,7 +62,7 @@ class Bench:
         return readers
 
     def feed(self, *frames: Frame) -> None:
-        self.rounds.feed(Batch(list(frames)))
+        self.inbox.feed(list(frames))
 
     def tokens_of(self, reader: Reader) -> list[int]:
         return [token for stream, tokens in self.seen for token in tokens if stream == reader.stream]

@@ -7,7 +7,7 @@ import time
 
 from dynamo_trtllm.codec import decode
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import Batch
 from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
@@ -62,7 +62,7 @@ async def settle() -> None:
 
 async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step() -> None:
     transport = CountingLink()
-    plane = TransportPlane(transport, PlaneLimits())
+    plane = Plane(transport, PlaneLimits())
     service = SteppingService()
     await plane.serve("s", service)
     got: list[int] = []

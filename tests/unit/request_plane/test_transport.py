@@ -49,6 +49,7 @@ async def test_peer_when_it_does_not_answer_twice_and_sends_nothing_then_it_is_l
     heartbeat = Heartbeat(
         transport,
         5.0,
+        peers=lambda: ["p"],
         message=lambda _: b"",
         heard=lambda _: transport.heard,
         on_peer_lost=lambda *what: lost.append(what),
