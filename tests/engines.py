@@ -31,8 +31,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.streams import KvHolder, StreamEvent, as_stream
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.instances import make_instance
 from tests.waiting import SOON_S
 
@@ -157,7 +156,7 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 async def error_code(engine: Engine, request: GenerateRequest) -> str:
     """Return the error code with which a worker with this engine rejects the request."""
     instance = make_instance(1, role=Role.AGGREGATED)
-    admission = Admission(AdmissionLimits(), time.time)
+    admission = Admission()
     service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
     with pytest.raises(DynamoError) as caught:
         async for _ in as_stream(service, request):

@@ -8,7 +8,6 @@ import math
 import random
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -37,8 +36,7 @@ from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import Service
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.service import Admission, WorkerService
 from dynamo_trtllm.worker.startup import live_peers
 
 ChunkChange = Callable[[Chunk], Chunk]  # applied to last chunks, which have KV transfer parameters
@@ -140,7 +138,7 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _inject_nan(engine)
-            admission = Admission(AdmissionLimits(active=None, max_pending_transfer_fraction=1.0), time.time)
+            admission = Admission(max_active=None, max_pending_transfer_fraction=1.0)
             return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
 
         async with _register(deployment, make_service, WIRE_VERSION):

@@ -306,15 +306,10 @@ class NatsTransport:
             self._ended.set()
             log.error("NATS client at %s stopped reconnecting; restart this process", self._address)
 
-    def check(self) -> None:
-        """Raise Disconnected if the client has stopped reconnecting, as nats-py does after a protocol error."""
-        if self._ended.is_set():
-            raise Disconnected(f"NATS client at {self._address} stopped reconnecting; restart this process")
-
     async def until_ended(self) -> None:
-        """Wait until the client stops reconnecting, then raise like `check`."""
+        """Wait until the client stops reconnecting, as nats-py does after a protocol error, and raise Disconnected."""
         await self._ended.wait()
-        self.check()
+        raise Disconnected(f"NATS client at {self._address} stopped reconnecting; restart this process")
 
 
 class NatsPlane(Plane):
@@ -322,7 +317,6 @@ class NatsPlane(Plane):
 
     def __init__(self, transport: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
         super().__init__(transport, limits, tasks)
-        self.check = transport.check
         self.until_ended = transport.until_ended
 
     @classmethod

@@ -205,16 +205,19 @@ class EndpointServer:
             self._open(body)
 
     def _on_control(self, data: bytes, reply: str) -> None:
-        self._own(asyncio.create_task(self._control(data, reply), name="plane-control"))
+        task = asyncio.create_task(self._control(data, reply), name="plane-control")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _control(self, data: bytes, reply: str) -> None:
-        answer = Ack(ErrorPayload.of(InternalError("the control verb failed in the worker; see its log")))
         try:
             answer = Ack(data=await self._service.control(decode(data, ControlRequest).verb))
         except DynamoError as exc:
             answer = Ack(ErrorPayload.of(exc))
-        finally:
-            self._answer(reply, answer)
+        except Exception:
+            log.exception("control verb failed")
+            answer = Ack(ErrorPayload.of(InternalError("the control verb failed in the worker; see its log")))
+        self._answer(reply, answer)
 
     def _answer(self, reply: str, answer: Ack) -> None:
         if not reply:
@@ -380,14 +383,3 @@ class EndpointServer:
             frames, caller.frames = caller.frames, []
             for message in encode_frames(frames, self._transport.max_message_bytes):
                 self._transport.publish(caller.inbox, message)
-
-    # --- tasks -----------------------------------------------------------------------------------------
-
-    def _own(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_name(), exc_info=error)

@@ -13,7 +13,7 @@ from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer, Route, Router
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Probes and scrapes are short, so idle connections are closed early to leave connections for them.
 LIMITS = ConnectionLimits(
@@ -92,7 +92,7 @@ class HealthServer:
         self._task = self._tasks.start(self._server.serve(self._sock), "worker-health")
         warn_if_exposed(self._host, self._sock.getsockname()[1], "read health and metrics", "--system-host")
         shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
-        _log.info("health at http://%s:%d", shown, self._sock.getsockname()[1])
+        log.info("health at http://%s:%d", shown, self._sock.getsockname()[1])
         return self
 
     async def __aexit__(

@@ -82,7 +82,7 @@ def _shown(value: Any) -> str:
 PROG = "python -m dynamo_trtllm"
 _DESCRIPTION = "Run one worker: an engine that serves prefill, decode or complete requests of one model."
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -96,5 +96,5 @@ def main() -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
-        _log.error("%s: %s", exc.code, exc.message)
+        log.error("%s: %s", exc.code, exc.message)
         raise SystemExit(1) from exc

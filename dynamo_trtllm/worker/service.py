@@ -1,4 +1,4 @@
-"""Serve an engine's streams and the control verbs on the request plane, and drain the engine.
+"""Serve an engine's streams and the control verbs on the request plane, within limits, and drain the engine.
 
 An unexpected exception of the engine is logged, here or by its stream's task, and becomes InternalError.
 """
@@ -9,13 +9,14 @@ import asyncio
 import contextvars
 import hashlib
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats
-from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
+from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
@@ -34,11 +35,111 @@ from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, StreamHandle
-from dynamo_trtllm.worker.admission import Admission
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
+_CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
+
+
+class Admission:
+    """Limits of the work of one worker: calls that run or wait in the engine, reserved decode slots, KV to transfer.
+
+    A call beyond the limits is rejected before it reaches the engine, so that the frontend can try another worker.
+
+    Args:
+        max_active: limit of calls plus reserved slots; None: no limit.
+        max_pending_transfer_fraction: share of the KV blocks that may await transfer; above it, new prompts are
+            rejected.
+        clock: returns seconds since the epoch, as the expiry of reservations.
+    """
+
+    def __init__(
+        self,
+        max_active: int | None = None,
+        max_pending_transfer_fraction: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_active = max_active
+        self._max_pending_transfer_fraction = max_pending_transfer_fraction
+        self._clock = clock
+        self._num_active = 0
+        self._reservations: dict[str, float] = {}  # reservation id -> when it expires
+
+    def active(self) -> int:
+        """Return the number of running calls."""
+        return self._num_active
+
+    def reserved_slots(self) -> int:
+        """Return the number of reserved slots."""
+        self._expire()
+        return len(self._reservations)
+
+    def reserve(self, reservation_id: str, expires_at: float) -> None:
+        """Reserve a slot until a call uses it, it is released, or it expires.
+
+        Args:
+            reservation_id: id of the reservation; the call names it.
+            expires_at: seconds since the epoch.
+
+        Raises:
+            Overloaded: no slot is free.
+        """
+        if reservation_id not in self._reservations:
+            self._check_capacity()
+        if self._max_active is not None:  # without a limit there is nothing to reserve
+            self._reservations[reservation_id] = expires_at
+
+    def unreserve(self, reservation_id: str) -> None:
+        """Release a slot. Ignore an unknown reservation: a call has used it, or it has expired."""
+        self._reservations.pop(reservation_id, None)
+
+    @contextmanager
+    def admit(self, request: GenerateRequest, stats: EngineStats | None) -> Iterator[None]:
+        """Admit a call and count it while the context is open.
+
+        Args:
+            request: the call.
+            stats: the engine's statistics for a prefill call; None: do not check KV that awaits transfer.
+
+        Raises:
+            Overloaded: a limit is reached.
+        """
+        if request.reservation_id is None or self._reservations.pop(request.reservation_id, None) is None:
+            self._check_capacity()
+        if stats is not None:
+            self._check_pending_transfers(stats)
+        self._num_active += 1
+        try:
+            yield
+        finally:
+            self._num_active -= 1
+
+    def _check_capacity(self) -> None:
+        limit = self._max_active
+        if limit is None or self._num_active + len(self._reservations) < limit:
+            return
+        self._expire()
+        if self._num_active + len(self._reservations) >= limit:
+            raise Overloaded(
+                f"worker is full: {self._num_active} calls and {len(self._reservations)} reserved slots of {limit}; "
+                "retry later or start more workers"
+            )
+
+    def _check_pending_transfers(self, stats: EngineStats) -> None:
+        """Reject prompts while decode workers do not fetch KV, because further KV would fill the cache."""
+        total = stats.kv_blocks_total  # 0: not reported by the engine
+        if total and stats.ticket_kv_blocks > self._max_pending_transfer_fraction * total:
+            raise Overloaded(
+                f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of {total} KV blocks; retry "
+                "later or start more decode workers"
+            )
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for reservation_id in [name for name, expires_at in self._reservations.items() if expires_at <= now]:
+            del self._reservations[reservation_id]
+
 
 _PHASES = {
     Role.PREFILL: {Phase.PREFILL},
@@ -115,8 +216,8 @@ class WorkerService:
         self._role = instance.role
         self._phases = _PHASES[instance.role] | ({Phase.AGGREGATED} if instance.can_aggregate else set())
         self._files = files
-        self.restart_asked = asyncio.Event()  # when it is set, the worker exits with a status that restarts it
-        self.restart_reason = ""
+        self._restart_asked = asyncio.Event()
+        self._restart_reason = ""
         self._metrics = metrics
         metrics.watch(active=admission.active, reserved=admission.reserved_slots)
 
@@ -131,7 +232,7 @@ class WorkerService:
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
-            context.run(_log.exception, "request %s failed", request.request_id)
+            context.run(log.exception, "request %s failed", request.request_id)
             error = InternalError(f"the worker failed on this request: {type(exc).__name__}")
             asyncio.get_running_loop().call_soon(stream.emit, error)
         return stream
@@ -160,20 +261,26 @@ class WorkerService:
             case GetFile(sha256, offset):
                 return codec.encode(self._file_chunk(sha256, offset))
             case ReserveSlot(reservation_id, expires_at):
-                self._reserve(reservation_id, expires_at)
+                if self._role is not Role.DECODE:
+                    raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
+                self._admission.reserve(reservation_id, expires_at)
                 return b""
             case ReleaseSlot(reservation_id):
                 self._admission.unreserve(reservation_id)
                 return b""
             case Restart(reason):
-                self.restart_reason = reason
-                self.restart_asked.set()
+                self._restart_reason = reason
+                self._restart_asked.set()
                 return b""
 
-    def _reserve(self, reservation_id: str, expires_at: float) -> None:
-        if self._role is not Role.DECODE:
-            raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
-        self._admission.reserve(reservation_id, expires_at)
+    async def until_failed(self) -> None:
+        """Wait until the engine fails or a restart is requested, and raise EngineFailed, which ends the worker."""
+        while not self._restart_asked.is_set():
+            await self._engine.check()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_EVERY_S):
+                    await self._restart_asked.wait()
+        raise EngineFailed(f"restart requested: {self._restart_reason}")
 
     def _file_chunk(self, sha256: str, offset: int) -> FileChunk:
         path = self._files.get(sha256)
@@ -207,18 +314,18 @@ async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> No
             left_s = timeout_s - (loop.time() - begun_s)
             if left_s <= 0:
                 text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
-                _log.warning(text, timeout_s, _left(engine, serving))
+                log.warning(text, timeout_s, _left(engine, serving))
                 return
             await asyncio.wait({finishing}, timeout=min(pause_s, left_s))
             if not finishing.done():
                 spent_s = loop.time() - begun_s
                 text = "draining for %.0f s (up to %g s): %s"
-                _log.info(text, spent_s, timeout_s, _left(engine, serving))
+                log.info(text, spent_s, timeout_s, _left(engine, serving))
             pause_s = _LOG_EVERY_S
         finishing.result()
-        _log.info("drained")
+        log.info("drained")
     except DynamoError as exc:
-        _log.warning("drain failed (%s): %s", exc.code, exc.message)
+        log.warning("drain failed (%s): %s", exc.code, exc.message)
     finally:
         finishing.cancel()
         await asyncio.gather(finishing, return_exceptions=True)

@@ -22,7 +22,7 @@ from dynamo_trtllm.messages import Instance, Role, SamplingDefaults
 from dynamo_trtllm.tokenization.base import PARSERS
 from dynamo_trtllm.worker.health import Health
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # have no effect
 
@@ -49,7 +49,7 @@ def without_unsupported(defaults: SamplingDefaults, unsupported_features: Collec
     """
     dropped = [name for name in defaults.given() if name in unsupported_features]
     if missed := [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]:
-        _log.warning(
+        log.warning(
             "generation config: %s ignored, this engine does not support it; --generation-config none turns all off",
             ", ".join(missed),
         )
@@ -137,7 +137,7 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
         return
     findings = await asyncio.to_thread(engine.preflight, peers)
     for finding in findings:
-        _log.log(_LEVELS[finding.severity], "preflight: %s: %s", finding.severity, format_finding(finding))
+        log.log(_LEVELS[finding.severity], "preflight: %s: %s", finding.severity, format_finding(finding))
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more, see the log)" if len(errors) > 1 else ""
@@ -173,6 +173,6 @@ async def _report_progress(starting: asyncio.Task[EngineInfo], engine: HasProgre
         health.reason = now = engine.progress()
         stage = _NUMBERS.sub("", now)
         if now and (stage != logged or loop.time() - logged_s >= _LOG_EVERY_S):
-            _log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
+            log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
             logged, logged_s = stage, loop.time()
         await asyncio.wait({starting}, timeout=_POLL_EVERY_S)

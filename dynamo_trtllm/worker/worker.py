@@ -8,7 +8,6 @@ import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,7 +24,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
-from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
+from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, Role, SamplingDefaults
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
@@ -34,13 +33,11 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.health import Health, HealthServer
-from dynamo_trtllm.worker.service import WorkerService, digest, drain
+from dynamo_trtllm.worker.service import Admission, WorkerService, digest, drain
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-_CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
 # The longest time that an engine thread, back from its GPU, waits for the GIL while the event loop has work. With
 # Python's default of 5 ms, the slowest of a hundred steps waited that long.
 SWITCH_S = 0.0005
@@ -104,12 +101,16 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
     return config.model_copy(update={"kv_transfer_host": host})
 
 
-def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
-    batch = info.limits.max_batch_size  # 0: not reported by the engine
-    return AdmissionLimits(
-        active=batch + config.max_queued_requests if batch else None,
-        max_pending_transfer_fraction=config.max_ticket_kv_fraction,
-    )
+async def _first_of(*work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of the coroutine that ends first, or raise its error. The others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Worker:
@@ -122,7 +123,6 @@ class Worker:
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
-        self._wake = asyncio.Event()  # set when `_until_stopped` must check again
         self._tasks = BackgroundTasks(self._background_failed)
 
     def run(self) -> None:
@@ -144,11 +144,9 @@ class Worker:
     def stop(self) -> None:
         """Make `serve` drain and return, or cancel a start in progress. Call it on the worker's event loop."""
         self._stop.set()
-        self._wake.set()
 
     def _background_failed(self, reason: str) -> None:
         self._health.failure = reason
-        self._wake.set()
 
     async def _run_with_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -174,34 +172,24 @@ class Worker:
             DynamoError: like `run`.
         """
         async with AsyncExitStack() as stack:
-            parts = await self._unless_stopped(self._start(stack))
-            if parts is None:
-                _log.info("stopped during start-up")
+            parts = await _first_of(self._start(stack), self._stop.wait(), self._tasks.until_failed())
+            if not isinstance(parts, _RunningWorker):
+                log.info("stopped during start-up")
                 return
-            _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
+            log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
-                await self._until_stopped(parts)
+                await _first_of(
+                    self._stop.wait(),
+                    parts.service.until_failed(),
+                    parts.plane.until_ended(),
+                    self._tasks.until_failed(),
+                )
             except DynamoError as exc:
-                _log.error("shutting down (%s): %s", exc.code, exc.message)
+                log.error("shutting down (%s): %s", exc.code, exc.message)
+                self._health.failure = self._health.failure or exc.message
                 await self._drain(parts)
                 raise
             await self._drain(parts)
-
-    async def _unless_stopped(self, start: Coroutine[Any, Any, _RunningWorker]) -> _RunningWorker | None:
-        """Return the started worker, or None if `stop` cancelled the start. Raise the failure of a background task."""
-        starting = asyncio.create_task(start, name="worker-start")
-        stopping = asyncio.create_task(self._stop.wait(), name="worker-stop")
-        failing = asyncio.create_task(self._tasks.until_failed(), name="worker-failure")
-        try:
-            await asyncio.wait({starting, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                return starting.result()
-            self._tasks.check()
-            return None
-        finally:
-            for task in (starting, stopping, failing):
-                task.cancel()
-            await asyncio.gather(starting, stopping, failing, return_exceptions=True)
 
     async def _start(self, stack: AsyncExitStack) -> _RunningWorker:
         model = self._config.model_path
@@ -235,7 +223,8 @@ class Worker:
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         instance, files = self._describe(info)
-        admission = Admission(_limits(config, info), time.time)
+        batch = info.limits.max_batch_size  # 0: not reported by the engine
+        admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)
         service = WorkerService(engine, instance, admission, files=files, metrics=self._metrics)
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
@@ -282,30 +271,6 @@ class Worker:
 
     def _model_name(self) -> str:
         return self._config.served_model_name or Path(self._config.model_path).name
-
-    async def _until_stopped(self, parts: _RunningWorker) -> None:
-        """Wait for `stop`.
-
-        Raises:
-            EngineFailed: the engine failed, or a restart was requested.
-            Disconnected: the request plane is lost for good.
-            DynamoError: a background task failed.
-        """
-        while not self._stop.is_set():
-            if parts.service.restart_asked.is_set():
-                raise EngineFailed(f"restart requested: {parts.service.restart_reason}")
-            parts.plane.check()
-            self._tasks.check()
-            try:
-                await parts.engine.check()
-            except EngineFailed as exc:
-                self._health.failure = exc.message
-                raise
-            try:
-                async with asyncio.timeout(_CHECK_EVERY_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
 
     async def _drain(self, parts: _RunningWorker) -> None:
         self._health.phase = "draining"

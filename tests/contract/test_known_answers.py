@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -26,8 +25,7 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.engines import ask, make
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.instances import make_instance
@@ -118,7 +116,7 @@ class Deployment:
             kv_compat=info.kv_compat,
             can_aggregate=info.can_aggregate,
         )
-        admission = Admission(AdmissionLimits(), time.time)
+        admission = Admission()
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

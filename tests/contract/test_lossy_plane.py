@@ -33,8 +33,7 @@ from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.instances import CARD, make_instance
 from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
@@ -146,7 +145,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         await engine.start()
         engines.append(engine)
         instance: Instance = make_instance(number, role=role)
-        admission = Admission(AdmissionLimits(), time.time)
+        admission = Admission()
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await plane.serve(instance.subject, service)
         view.add(instance)

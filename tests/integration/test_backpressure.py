@@ -14,7 +14,7 @@ from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch,
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, Phase, ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.request_plane.server import EndpointServer
-from dynamo_trtllm.worker.admission import Admission
+from dynamo_trtllm.worker.service import Admission
 from tests.engines import tokens
 from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
 from tests.streaming import call_stream, pipeline_stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,8 +28,7 @@ from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.server import Service
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import WorkerService, digest
+from dynamo_trtllm.worker.service import Admission, WorkerService, digest
 from tests.instances import CARD, make_instance
 from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
@@ -64,9 +62,7 @@ class FileService:
 
     def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
         instance = make_instance(1, role=Role.AGGREGATED)
-        self._service = WorkerService(
-            NoEngine(), instance, Admission(AdmissionLimits(), time.time), files=files, metrics=WorkerMetrics()
-        )
+        self._service = WorkerService(NoEngine(), instance, Admission(), files=files, metrics=WorkerMetrics())
         self.garbled = garbled
         self.asked: list[GetFile] = []
 

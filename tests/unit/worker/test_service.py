@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
-from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
+from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
     FileChunk,
@@ -37,8 +37,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.streams import as_stream
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, WorkerService, digest
+from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, Admission, WorkerService, digest
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource
 
@@ -98,10 +97,10 @@ class MeteredService:
         files: dict[str, Path] | None = None,
         *,
         can_aggregate: bool = False,
-        limits: AdmissionLimits | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.engine = engine
-        self.admission = Admission(limits or AdmissionLimits(), time.time)
+        self.admission = admission or Admission()
         self.metrics = WorkerMetrics()
         instance = msgspec.structs.replace(make_instance(1, role=role), can_aggregate=can_aggregate)
         self.service = WorkerService(engine, instance, self.admission, files=files or {}, metrics=self.metrics)
@@ -164,8 +163,8 @@ async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they
 async def test_control_when_asked_to_restart_then_its_owner_is_told_why() -> None:
     bench = MeteredService(PlainEngine())
     assert await bench.service.control(Restart("no KV leaves")) == b""
-    assert bench.service.restart_asked.is_set()
-    assert bench.service.restart_reason == "no KV leaves"
+    with pytest.raises(EngineFailed, match="restart requested: no KV leaves"):
+        await bench.service.until_failed()
 
 
 async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:
@@ -274,7 +273,7 @@ async def test_release_when_the_engine_has_no_transfers_then_no_error() -> None:
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
     go = asyncio.Event()
-    bench = MeteredService(PlainEngine([ANSWER[0], go, ANSWER[1]]), limits=AdmissionLimits(active=1))
+    bench = MeteredService(PlainEngine([ANSWER[0], go, ANSWER[1]]), admission=Admission(1))
     async with aclosing(as_stream(bench.service, request())) as chunks:
         await anext(chunks)
         with pytest.raises(Overloaded):
@@ -296,14 +295,14 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
                 running=0, waiting=0, kv_blocks_used=6, kv_blocks_total=10, tickets_held=1, ticket_kv_blocks=6
             )
 
-    bench = MeteredService(Full(), Role.PREFILL, limits=AdmissionLimits(max_pending_transfer_fraction=0.5))
+    bench = MeteredService(Full(), Role.PREFILL, admission=Admission(max_pending_transfer_fraction=0.5))
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
         await bench.ask(phase=Phase.PREFILL)
     assert bench.engine.asked == 0
 
 
 async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_call() -> None:
-    bench = MeteredService(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
+    bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
     await bench.service.control(ReserveSlot("a", time.time() + 60))
     assert bench.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
@@ -314,7 +313,7 @@ async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_i
 
 
 async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
-    bench = MeteredService(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
+    bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
     await bench.service.control(ReserveSlot("a", time.time() + 60))
     await bench.service.control(ReleaseSlot("a"))
     assert await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS) == list(ANSWER)
