@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
@@ -49,14 +49,15 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Router:
     async def live(_: HttpRequest, response: HttpResponse) -> None:
         response.send_json(200, {"status": "live"})
 
+    def send(response: HttpResponse, about: dict[str, str]) -> None:
+        about |= {"reason": health.failure or health.reason, "instance_id": health.instance_id}
+        response.send_json(200 if health.is_ready else 503, about)
+
     async def ready(_: HttpRequest, response: HttpResponse) -> None:
-        body = {"status": health.phase, "reason": health.failure or health.reason, "instance_id": health.instance_id}
-        response.send_json(200 if health.is_ready else 503, body)
+        send(response, {"status": health.phase})
 
     async def report(_: HttpRequest, response: HttpResponse) -> None:
-        status = "ready" if health.is_ready else "notready"
-        about = {"phase": health.phase, "reason": health.failure or health.reason, "instance_id": health.instance_id}
-        response.send_json(200 if health.is_ready else 503, {"status": status} | about)
+        send(response, {"status": "ready" if health.is_ready else "notready", "phase": health.phase})
 
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")
@@ -65,42 +66,31 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Router:
     return Router([Route("GET", path, handler) for path, handler in handlers.items()])
 
 
-class HealthServer:
-    """HTTP server of the health routes while its context is open. Port None: no server. Port 0: any free port."""
+@asynccontextmanager
+async def health_server(
+    host: str, port: int | None, health: Health, render_metrics: Callable[[], bytes], tasks: BackgroundTasks
+) -> AsyncIterator[int | None]:
+    """Serve the health routes over HTTP while the context is open, and return the port.
 
-    def __init__(
-        self,
-        host: str,
-        port: int | None,
-        health: Health,
-        render_metrics: Callable[[], bytes],
-        tasks: BackgroundTasks,
-    ) -> None:
-        """`tasks` owns the server's task."""
-        self._tasks = tasks
-        self._host = host
-        self._port = port
-        self._app = health_app(health, render_metrics)
-        self._server: HttpServer | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> HealthServer:
-        if self._port is None:
-            return self
-        self._sock = listen(self._host, self._port, setting="system")
-        self._server = HttpServer(self._app, LIMITS, shutdown_s=1)
-        self._task = self._tasks.start(self._server.serve(self._sock), "worker-health")
-        warn_if_exposed(self._host, self._sock.getsockname()[1], "read health and metrics", "--system-host")
-        shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
-        log.info("health at http://%s:%d", shown, self._sock.getsockname()[1])
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._server is None or self._task is None:
-            return
-        self._tasks.release(self._task)
-        self._server.stop()
-        await asyncio.gather(self._task, return_exceptions=True)  # `BackgroundTasks` has reported a failure
-        self._sock.close()  # the server closed it, unless its task failed
+    Args:
+        host: address to listen on.
+        port: None: no server; 0: any free port.
+        health: health of the worker.
+        render_metrics: returns the body of /metrics.
+        tasks: owner of the server's task.
+    """
+    if port is None:
+        yield None
+        return
+    with listen(host, port, setting="system") as sock:
+        port = sock.getsockname()[1]
+        server = HttpServer(health_app(health, render_metrics), LIMITS, shutdown_s=1)
+        task = tasks.start(server.serve(sock), "worker-health")
+        warn_if_exposed(host, port, "read health and metrics", "--system-host")
+        log.info("health at http://%s:%d", "localhost" if host in _REACHED_AS_LOCALHOST else host, port)
+        try:
+            yield port
+        finally:
+            tasks.release(task)
+            server.stop()
+            await asyncio.gather(task, return_exceptions=True)  # `BackgroundTasks` has reported a failure

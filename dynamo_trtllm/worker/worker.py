@@ -33,7 +33,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.health import Health, HealthServer
+from dynamo_trtllm.worker.health import Health, health_server
 from dynamo_trtllm.worker.service import Admission, WorkerService, digest, drain
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class Worker:
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(
-            HealthServer(
+            health_server(
                 config.system_host,
                 config.system_port,
                 self._health,

@@ -19,7 +19,7 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.http_server import server
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.worker import health
-from dynamo_trtllm.worker.health import Health, HealthServer, health_app
+from dynamo_trtllm.worker.health import Health, health_app, health_server
 from tests.memory_http import asgi
 from tests.waiting import SOON_S
 
@@ -50,7 +50,7 @@ async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
 
 async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with HealthServer("127.0.0.1", 0, Health(), metrics, BackgroundTasks()), httpx.AsyncClient() as client:
+    async with health_server("127.0.0.1", 0, Health(), metrics, BackgroundTasks()), httpx.AsyncClient() as client:
         found = re.search(r"health at http://localhost:(\d+)", caplog.text)
         assert found is not None
         assert (await client.get(f"http://127.0.0.1:{found[1]}/live")).status_code == 200
@@ -62,7 +62,7 @@ async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--system-port {port} can't be opened on --system-host 127.0.0.1"):
-            await HealthServer("127.0.0.1", port, Health(), metrics, BackgroundTasks()).__aenter__()
+            await health_server("127.0.0.1", port, Health(), metrics, BackgroundTasks()).__aenter__()
 
 
 @asynccontextmanager
@@ -72,8 +72,9 @@ async def served(
     """Yield the port of a server with other limits. No task of it may fail."""
     monkeypatch.setattr(health, "LIMITS", dataclasses.replace(health.LIMITS, **limits))
     tasks = BackgroundTasks()
-    async with HealthServer("127.0.0.1", 0, Health(), render, tasks) as opened:
-        yield opened._sock.getsockname()[1]
+    async with health_server("127.0.0.1", 0, Health(), render, tasks) as opened:
+        assert opened is not None
+        yield opened
     tasks.check()
 
 
