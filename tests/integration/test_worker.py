@@ -18,7 +18,6 @@ from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Added, Removed
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.engines.mock.steps import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import FinishReason, Phase, Role
@@ -107,9 +106,9 @@ async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggr
 async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, step = asyncio.Event(), MockScheduler._step
+    go, step = asyncio.Event(), MockEngine._step
     go.set()
-    monkeypatch.setattr(MockScheduler, "_step", lambda steps: step(steps) if go.is_set() else None)
+    monkeypatch.setattr(MockEngine, "_step", lambda engine: step(engine) if go.is_set() else None)
     chosen = config(etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02})
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
@@ -188,13 +187,13 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
 ) -> None:
     chosen = config(etcd_server, nats_server)
 
-    def die(_: MockScheduler) -> None:
+    def die(_: MockEngine) -> None:
         raise RuntimeError("a broken step")
 
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(Worker(chosen).serve())
         await side.until_instances(1)
-        monkeypatch.setattr(MockScheduler, "_step", die)
+        monkeypatch.setattr(MockEngine, "_step", die)
         with pytest.raises(EngineFailed):
             await side.ask(8)
         with pytest.raises(EngineFailed):

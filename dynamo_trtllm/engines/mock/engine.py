@@ -11,10 +11,10 @@ top_p, top_k, min_p, seed) or only prevent an early end. It rejects parameters w
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 import zlib
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,14 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.engines.mock.steps import MockScheduler, MockSequence
-from dynamo_trtllm.errors import DynamoError, EngineFailed, RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import (
+    ContextTooLong,
+    DynamoError,
+    EngineFailed,
+    Overloaded,
+    RequestRejected,
+    TransferMismatch,
+)
 from dynamo_trtllm.kv_transfer import params
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -42,6 +48,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
 
+_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
 _MAX_SEED = 0xFFFF
 _UNSUPPORTED_FEATURES = (
@@ -64,59 +71,67 @@ class _MockTransfer(NamedTuple):
 
 
 class _MockStream(TaskStream):
-    """One request: passes tokens on within the simulated step; imports and exports its KV in a task."""
+    """One request in the simulated batch: passes tokens on within the step; imports and exports its KV in a task."""
 
-    __slots__ = ("_engine", "_is_added", "_sequence")
+    __slots__ = ("_engine", "added", "blocks", "num_output", "prefill_left", "queue_s", "request", "seed", "wanted")
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine.tasks, engine)
         prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
         self._engine = engine
-        self._is_added = False
-        self._sequence = MockSequence(
-            request,
-            self._on_token,
-            self._on_stop,
-            engine.num_blocks(request),
-            zlib.crc32(prompt) & _MAX_SEED,
-            len(request.token_ids),
-        )
+        self.request = request
+        most_new = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens
+        self.blocks = engine.num_blocks(len(request.token_ids) + most_new)
+        self.seed = zlib.crc32(prompt) & _MAX_SEED
+        self.prefill_left = 0 if request.kv_params else len(request.token_ids)
+        self.num_output = 0
+        self.wanted = 0  # tokens to generate, one per step
+        self.added = time.monotonic()
+        self.queue_s = 0.0
 
     def start(self) -> None:
-        """Queue the sequence. Raises the error of a rejected request."""
-        request = self._sequence.request
-        self._engine.add(self._sequence)
-        self._is_added = True
-        if request.kv_params is None:
-            self._engine.schedule(self._sequence)
+        """Queue the request. Raises the error of a rejected one."""
+        self._engine.add(self)
+        if self.request.kv_params is None:
+            self._generate_rest()
         else:
-            self.run(self._import_kv(request.kv_params), f"mock-import-{request.request_id}")
+            self.run(self._import_kv(self.request.kv_params), f"mock-import-{self.request.request_id}")
+
+    def _generate_rest(self) -> None:
+        """Let the next steps generate the tokens of this call that it does not have yet."""
+        is_prefill = self.request.phase is Phase.PREFILL
+        self.wanted = 1 if is_prefill else self.request.sampling.max_tokens - self.num_output
+        self._engine.work.set()
 
     async def _import_kv(self, kv_params: KvTransferParams) -> None:
-        self.emit(await self._engine.import_kv(self._sequence, kv_params))
+        self.emit(await self._engine.import_kv(self, kv_params))
         if not self.has_ended:
-            self._engine.schedule(self._sequence)
+            self._generate_rest()
 
-    def _on_token(self, token: int, is_last: bool) -> None:
-        if not is_last:
+    def step(self) -> None:
+        """Generate one token: the Harmony prefix first, then a function of seed and index."""
+        at = self.request.num_resumed_output_tokens + self.num_output
+        token = _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
+        self.num_output += 1
+        self.wanted -= 1
+        if self.wanted:
             self.emit(Chunk(token_ids=token_ids((token,))))
-            return
-        request = self._sequence.request
-        if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
-            self.run(self._engine.export_kv(self._sequence, token), f"mock-export-{request.request_id}")
+        elif self.request.phase is Phase.PREFILL and self.request.sampling.max_tokens > 1:
+            self.run(self._engine.export_kv(self, token), f"mock-export-{self.request.request_id}")
         else:
-            stats = self._engine.timings(self._sequence)
-            self.emit(Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats))
+            self.emit(Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=self.timings()))
 
-    def _on_stop(self) -> None:
-        self.emit(EngineFailed("the mock engine stopped during the request"))
+    def timings(self) -> PhaseTimings:
+        """Return the timings of the call."""
+        kv_params = self.request.kv_params
+        return PhaseTimings(
+            queue_s=self.queue_s,
+            kv_bytes=kv_params.kv_bytes if kv_params else 0,
+            transport=kv_params.transport if kv_params else "",
+        )
 
     def _free(self) -> None:
-        if self._is_added:
-            self._engine.remove(self._sequence)
-
-
-def _ignore(*_: object) -> None: ...
+        self._engine.remove(self)
 
 
 class MockEngine:
@@ -132,8 +147,10 @@ class MockEngine:
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
-        self._scheduler = MockScheduler(args)
-        self._sequences: set[MockSequence] = set()
+        self._waiting: deque[_MockStream] = deque()
+        self._running: dict[_MockStream, None] = {}
+        self._free_blocks = args.kv_cache_blocks
+        self.work = asyncio.Event()  # set when the next step has work
         self._awaiting_fetch: dict[str, _MockTransfer] = {}
         self._num_transfers = 0
         self._idle = asyncio.Event()
@@ -144,7 +161,7 @@ class MockEngine:
 
     async def start(self) -> EngineInfo:
         await self._backend.start(lambda transfer_id: self.release(transfer_id, ReleaseOutcome.FETCHED))
-        self._step_task = asyncio.create_task(self._scheduler.run(), name="mock-engine-steps")
+        self._step_task = asyncio.create_task(self._run(), name="mock-engine-steps")
         return EngineInfo(
             engine="mock",
             context_length=self._args.max_seq_len,
@@ -168,41 +185,51 @@ class MockEngine:
 
     # --- called by streams -------------------------------------------------------------------------------
 
-    def add(self, sequence: MockSequence) -> None:
-        """Queue a sequence. Raises the error of a rejected request."""
-        self._scheduler.add(sequence)
-        self._sequences.add(sequence)
+    def add(self, stream: _MockStream) -> None:
+        """Queue a stream.
+
+        Raises:
+            ContextTooLong: prompt and output exceed max_seq_len.
+            RequestRejected: the request needs more KV blocks than exist.
+            Overloaded: the queue is full.
+        """
+        args = self._args
+        total = len(stream.request.token_ids) + stream.request.sampling.max_tokens
+        if total > args.max_seq_len:
+            raise ContextTooLong(f"{total} prompt and output tokens exceed the context of {args.max_seq_len}")
+        if stream.blocks > args.kv_cache_blocks:
+            raise RequestRejected(
+                f"the request needs {stream.blocks} KV blocks, and the engine has {args.kv_cache_blocks}"
+            )
+        if len(self._waiting) >= args.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
+        self._waiting.append(stream)
         self._idle.clear()
+        self.work.set()
 
-    def schedule(self, sequence: MockSequence) -> None:
-        """Let a sequence generate the tokens of its call that it does not have yet."""
-        request = sequence.request
-        num_tokens = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.num_output_tokens
-        self._scheduler.schedule(sequence, num_tokens)
-
-    def remove(self, sequence: MockSequence) -> None:
-        """Remove a sequence and free its blocks. A step in progress may still call it."""
-        sequence.on_token = sequence.on_stop = _ignore
-        self._scheduler.remove(sequence)
-        self._sequences.discard(sequence)
+    def remove(self, stream: _MockStream) -> None:
+        """Remove a stream in any state and free its blocks. A step in progress skips it."""
+        stream.wanted = stream.prefill_left = 0
+        if stream in self._running:
+            del self._running[stream]
+            self._free_blocks += stream.blocks
+            self.work.set()
+        elif stream in self._waiting:
+            self._waiting.remove(stream)
         self._note_idle()
 
-    def num_blocks(self, request: GenerateRequest) -> int:
-        """Return the number of KV blocks that the call needs."""
-        tokens = len(request.token_ids) + (1 if request.phase is Phase.PREFILL else request.sampling.max_tokens)
-        return -(-tokens // self._args.kv_block_size)
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the number of KV blocks for a number of tokens."""
+        return -(-num_tokens // self._args.kv_block_size)
 
-    def _prompt_blocks(self, prompt_tokens: int) -> int:
-        return -(-prompt_tokens // self._args.kv_block_size)
-
-    async def import_kv(self, sequence: MockSequence, kv_params: KvTransferParams) -> Chunk:
+    async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
         params.check_params(kv_params, engine="mock", model=self._model, layout=self._layout, now=time.time())
-        if len(kv_params.first_token_ids) >= sequence.request.sampling.max_tokens:
+        if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
                 f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens to decode more"
             )
-        kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
+        kv_bytes = self.num_blocks(len(stream.request.token_ids)) * _KV_WORDS * array("I").itemsize
         if kv_params.kv_bytes != kv_bytes:  # check before allocating this much memory
             raise TransferMismatch(
                 f"KV transfer {kv_params.transfer_id}: kv_bytes is {kv_params.kv_bytes} at prefill and "
@@ -211,27 +238,17 @@ class MockEngine:
             )
         kv = array("I", bytes(kv_bytes))
         region = MemoryRegion(kv.buffer_info()[0], kv_params.kv_bytes)
-        limits = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
+        limits = FetchLimits(stream.request.deadline, self._handoff_timeout_s)
         await fetch(self._backend, kv_params, kv_params.engine_state, Destination([region]), limits)
-        sequence.seed = _seed_of(kv)
-        sequence.prefill_left = 0
-        sequence.num_output_tokens = len(kv_params.first_token_ids)
+        stream.seed = _seed_of(kv)
+        stream.num_output = len(kv_params.first_token_ids)
         return Chunk(token_ids=kv_params.first_token_ids)
 
-    def timings(self, sequence: MockSequence) -> PhaseTimings:
-        """Return the timings of a call."""
-        request = sequence.request
-        return PhaseTimings(
-            queue_s=max(0.0, (sequence.started or sequence.created_at) - sequence.created_at),
-            kv_bytes=request.kv_params.kv_bytes if request.kv_params else 0,
-            transport=self._backend.name if request.kv_params else "",
-        )
-
-    async def export_kv(self, sequence: MockSequence, first: int) -> Chunk:
+    async def export_kv(self, stream: _MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        prompt = len(sequence.request.token_ids)
-        blocks = self._prompt_blocks(prompt)
-        kv = _kv_of(sequence.seed, blocks)
+        prompt = len(stream.request.token_ids)
+        blocks = self.num_blocks(prompt)
+        kv = _kv_of(stream.seed, blocks)
         kv_bytes = len(kv) * kv.itemsize
         self._num_transfers += 1
         transfer_id = f"{self._instance_id:x}-{self._num_transfers}"
@@ -239,7 +256,7 @@ class MockEngine:
         expires_at = time.time() + self._ticket_ttl_s
         expiry = loop.call_later(self._ticket_ttl_s, self.release, transfer_id, ReleaseOutcome.ABORTED)
         self._awaiting_fetch[transfer_id] = _MockTransfer(blocks, kv, expiry)
-        self._scheduler.transfer_ownership(sequence, blocks)
+        stream.blocks -= blocks  # they stay reserved until `_unpublish`
         try:
             engine_state = await self._backend.publish(transfer_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
         except BaseException:  # also if cancelled: the backend may have published this memory
@@ -259,7 +276,7 @@ class MockEngine:
             kv_bytes=kv_bytes,
             engine_state=engine_state,
         )
-        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=self.timings(sequence))
+        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stream.timings())
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         pending = self._awaiting_fetch.pop(transfer_id, None)
@@ -276,23 +293,73 @@ class MockEngine:
     async def _unpublish(self, transfer_id: str, pending: _MockTransfer) -> None:
         """Unpublish the memory and free its blocks. `pending` keeps the memory alive until then."""
         await self._backend.unpublish(transfer_id)
-        self._scheduler.free_blocks(pending.blocks)
+        self._free_blocks += pending.blocks
+        self.work.set()
 
     def _unpublished(self, task: asyncio.Task[None]) -> None:
         self._unpublish_tasks.discard(task)
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._sequences and not self._awaiting_fetch and not self._unpublish_tasks:
+        if not (self._waiting or self._running or self._awaiting_fetch or self._unpublish_tasks):
             self._idle.set()
-        else:
-            self._idle.clear()
 
     def stats(self) -> EngineStats:
-        stats = self._scheduler.stats(
-            len(self._awaiting_fetch), sum(pending.blocks for pending in self._awaiting_fetch.values())
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_used=self._args.kv_cache_blocks - self._free_blocks,
+            kv_blocks_total=self._args.kv_cache_blocks,
+            tickets_held=len(self._awaiting_fetch),
+            ticket_kv_blocks=sum(pending.blocks for pending in self._awaiting_fetch.values()),
+            kv_checksum_mismatches=self._backend.checksums.mismatches,
         )
-        return dataclasses.replace(stats, kv_checksum_mismatches=self._backend.checksums.mismatches)
+
+    # --- the batch ---------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Run steps forever; sleep when there is nothing to do. When this ends, each request fails.
+
+        A step starts when the time of the step before it is over, so other work on the event loop does not lengthen
+        steps.
+        """
+        begun_s = 0.0
+        try:
+            while True:
+                self._admit()
+                if not any(stream.wanted for stream in self._running):
+                    self.work.clear()
+                    await self.work.wait()
+                    begun_s = time.monotonic()
+                    continue
+                await asyncio.sleep(begun_s + self._args.step_s - time.monotonic())
+                # Catch up on at most one missed step.
+                begun_s = max(begun_s + self._args.step_s, time.monotonic() - self._args.step_s)
+                self._step()
+        finally:
+            for stream in (*self._waiting, *self._running):
+                stream.emit(EngineFailed("the mock engine stopped during the request"))
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._args.max_batch_size:
+            if self._waiting[0].blocks > self._free_blocks:
+                return
+            stream = self._waiting.popleft()
+            self._free_blocks -= stream.blocks
+            stream.queue_s = time.monotonic() - stream.added
+            self._running[stream] = None
+
+    def _step(self) -> None:
+        prefill_budget = self._args.prefill_tokens_per_step
+        for stream in list(self._running):
+            if stream.prefill_left > 0:
+                taken = min(prefill_budget, stream.prefill_left)
+                prefill_budget -= taken
+                stream.prefill_left -= taken
+            if stream.prefill_left == 0 and stream.wanted > 0:
+                stream.step()
+
+    # --- its end -----------------------------------------------------------------------------------------
 
     async def check(self) -> None:
         self._check()

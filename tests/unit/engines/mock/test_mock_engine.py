@@ -14,7 +14,6 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.engines.mock.steps import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
@@ -100,10 +99,10 @@ async def test_step_task_when_it_dies_then_streams_end_in_engine_failed_and_chec
         streams = [asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(3)]
         await until(lambda: (engine.stats().running, engine.stats().waiting) == (2, 1))
 
-        def die(_: MockScheduler) -> None:
+        def die(_: MockEngine) -> None:
             raise RuntimeError("a broken step")
 
-        monkeypatch.setattr(MockScheduler, "_step", die)
+        monkeypatch.setattr(MockEngine, "_step", die)
         await check_each_failed(streams)
         with pytest.raises(EngineFailed):
             await engine.check()
