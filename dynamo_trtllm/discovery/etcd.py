@@ -10,107 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TypeVar
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, Lease, Snapshot, TlsFiles
+from dynamo_trtllm.discovery.etcd_store import Backoff, Change, EtcdStore, LeaseKeeper, Snapshot, TlsFiles
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
 
-
-class Backoff:
-    """Delays that double from `first_s` to `cap_s`, with jitter of up to half so that clients don't retry together."""
-
-    def __init__(self, *, first_s: float = 0.05, cap_s: float = 1.0, rng: random.Random | None = None) -> None:
-        self._first_s = first_s
-        self._cap_s = cap_s
-        self._rng = rng or random.Random()
-        self._full_s = first_s
-
-    def next_s(self) -> float:
-        """Return the next delay in seconds."""
-        delay = self._full_s * self._rng.uniform(0.5, 1.0)
-        self._full_s = min(2 * self._full_s, self._cap_s)
-        return delay
-
-    def reset(self) -> None:
-        """Start again with the first delay. Call it after a success."""
-        self._full_s = self._first_s
-
-
-logger = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S = 2.0
-# Also for long leases: after etcd has lost its data, workers must register again before watchers remove them (10 s).
-LONGEST_PAUSE_S = 3.0
-
-
-class LeaseKeeper:
-    """A `Registration` in etcd. It replaces a lost lease and writes the same key again."""
-
-    def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:
-        self._store = store
-        self._tasks = tasks
-        self._key = key
-        self._record = record
-        self._ttl_s = ttl_s
-        self._lease: Lease | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Write the record and start to renew its lease. Raise Unreachable if etcd does not answer."""
-        lease = await self._acquire()
-        self._task = self._tasks.start(self._keep(lease), f"lease of {self._key}")
-
-    async def _acquire(self) -> Lease:
-        # This put detaches the key from an older lease that etcd may still have.
-        lease = self._lease = await self._store.grant(self._ttl_s)
-        await self._store.put(self._key, self._record, lease)
-        return lease
-
-    async def _keep(self, lease: Lease) -> None:
-        while True:
-            # A third of the TTL leaves time for two more attempts before the lease expires.
-            await asyncio.sleep(min(lease.ttl_s / 3, LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))
-            try:
-                if await self._store.keep_alive(lease):
-                    continue
-                reason = "the lease has expired"
-            except Unreachable as exc:
-                reason = exc.message
-            logger.warning("lease renewal failed for %s, retrying: %s", self._key, reason)
-            lease = await self._recover(lease)
-            logger.info("registration %s is renewed", self._key)
-
-    async def _recover(self, lease: Lease) -> Lease:
-        """Retry until the old lease is renewed or the key is written with a new lease. Return the lease."""
-        backoff = Backoff()
-        while True:
-            try:
-                return lease if await self._store.keep_alive(lease) else await self._acquire()
-            except Unreachable as exc:
-                logger.debug("registration %s: %s", self._key, exc.message)
-            await asyncio.sleep(backoff.next_s())
-
-    async def aclose(self) -> None:
-        task, self._task = self._task, None
-        await self._tasks.cancel(task)
-        lease, self._lease = self._lease, None
-        if lease is None:
-            return
-        with suppress(Unreachable, TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._store.delete(self._key)
-                await self._store.revoke(lease)
-
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 5.0  # enough for an etcd that starts at the same moment; a wrong address is reported soon
 AWAY_TIMEOUT_S = 120.0  # if etcd has answered before: a restart of this worker would reload its model for minutes
@@ -183,7 +97,7 @@ class EtcdDiscovery:
                     raise
                 if waited_s >= log_at_s:
                     log_at_s += LOG_EVERY_S
-                    logger.warning("waiting for etcd for %.0f s (up to %.0f s): %s", waited_s, limit_s, exc.message)
+                    log.warning("waiting for etcd for %.0f s (up to %.0f s): %s", waited_s, limit_s, exc.message)
                 await asyncio.sleep(delay_s)
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
@@ -210,7 +124,7 @@ class EtcdDiscovery:
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
             if cache.next_list_s is not None:
-                logger.warning(
+                log.warning(
                     "etcd no longer lists some workers; keeping them for %g s in case they register again",
                     self._lease_ttl_s,
                 )
@@ -235,7 +149,7 @@ class EtcdDiscovery:
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
-            logger.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
+            log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
     async def _list_again(self, prefix: str, cache: InstanceCache, backoff: Backoff) -> Snapshot | None:
         """Retry until the list is read. Return None if this object is closed first."""
@@ -244,10 +158,10 @@ class EtcdDiscovery:
             try:
                 snapshot = await self._store.read_all(prefix)
             except Unreachable as exc:
-                logger.debug("etcd watch of %s: %s", prefix, exc.message)
+                log.debug("etcd watch of %s: %s", prefix, exc.message)
                 cache.restart_grace()
             else:
-                logger.info("etcd watch of %s resumed", prefix)
+                log.info("etcd watch of %s resumed", prefix)
                 return snapshot
         return None
 

@@ -1,4 +1,6 @@
-"""Call etcd over gRPC, with failover between endpoints. Every gRPC failure is raised as `Unreachable`.
+"""Call etcd over gRPC, with failover between endpoints, and keep a record on a lease.
+
+Every gRPC failure is raised as `Unreachable`.
 
 The module uses only the generated stubs of etcd3aio 0.3.0, a maintained gRPC client for asyncio. The client's own watch
 resumes from the reply header's revision, so it skips pending events after a disconnect, and it hangs after a
@@ -10,10 +12,12 @@ keep-alive thread ends after an outage of 4 s. (Measured on 2 CPU cores with etc
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import random
 import re
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -35,10 +39,16 @@ from etcd3aio._protobuf import (
 )
 from etcd3aio.kv import prefix_range_end
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.sanitize import mask_address
 
+log = logging.getLogger(__name__)
+
 CALL_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 2.0
+# Also for long leases: after etcd has lost its data, workers must register again before watchers remove them (10 s).
+LONGEST_PAUSE_S = 3.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 _DELETE = 1  # mvccpb.Event.EventType
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/@\[\]\s]+)(:(?P<port>\d+))?")
@@ -287,3 +297,82 @@ class EtcdStore:
         self.closed = True
         for channel in self._channels:
             await channel.close()
+
+
+class Backoff:
+    """Delays that double from `first_s` to `cap_s`, with jitter of up to half so that clients don't retry together."""
+
+    def __init__(self, *, first_s: float = 0.05, cap_s: float = 1.0, rng: random.Random | None = None) -> None:
+        self._first_s = first_s
+        self._cap_s = cap_s
+        self._rng = rng or random.Random()
+        self._full_s = first_s
+
+    def next_s(self) -> float:
+        """Return the next delay in seconds."""
+        delay = self._full_s * self._rng.uniform(0.5, 1.0)
+        self._full_s = min(2 * self._full_s, self._cap_s)
+        return delay
+
+    def reset(self) -> None:
+        """Start again with the first delay. Call it after a success."""
+        self._full_s = self._first_s
+
+
+class LeaseKeeper:
+    """A `Registration` in etcd. It replaces a lost lease and writes the same key again."""
+
+    def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:
+        self._store = store
+        self._tasks = tasks
+        self._key = key
+        self._record = record
+        self._ttl_s = ttl_s
+        self._lease: Lease | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Write the record and start to renew its lease. Raise Unreachable if etcd does not answer."""
+        lease = await self._acquire()
+        self._task = self._tasks.start(self._keep(lease), f"lease of {self._key}")
+
+    async def _acquire(self) -> Lease:
+        # This put detaches the key from an older lease that etcd may still have.
+        lease = self._lease = await self._store.grant(self._ttl_s)
+        await self._store.put(self._key, self._record, lease)
+        return lease
+
+    async def _keep(self, lease: Lease) -> None:
+        while True:
+            # A third of the TTL leaves time for two more attempts before the lease expires.
+            await asyncio.sleep(min(lease.ttl_s / 3, LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))
+            try:
+                if await self._store.keep_alive(lease):
+                    continue
+                reason = "the lease has expired"
+            except Unreachable as exc:
+                reason = exc.message
+            log.warning("lease renewal failed for %s, retrying: %s", self._key, reason)
+            lease = await self._recover(lease)
+            log.info("registration %s is renewed", self._key)
+
+    async def _recover(self, lease: Lease) -> Lease:
+        """Retry until the old lease is renewed or the key is written with a new lease. Return the lease."""
+        backoff = Backoff()
+        while True:
+            try:
+                return lease if await self._store.keep_alive(lease) else await self._acquire()
+            except Unreachable as exc:
+                log.debug("registration %s: %s", self._key, exc.message)
+            await asyncio.sleep(backoff.next_s())
+
+    async def aclose(self) -> None:
+        task, self._task = self._task, None
+        await self._tasks.cancel(task)
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        with suppress(Unreachable, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._store.delete(self._key)
+                await self._store.revoke(lease)

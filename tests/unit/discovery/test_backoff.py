@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from dynamo_trtllm.discovery.etcd import Backoff
+from dynamo_trtllm.discovery.etcd_store import Backoff
 
 
 def test_delays_when_tried_again_then_double_up_to_the_cap() -> None:
