@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +17,10 @@ from pathlib import Path
 from typing import IO
 
 from dynamo_trtllm.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 10.0  # a process that is stuck in a driver does not end before the driver returns
 
 # A separate interpreter runs this and then becomes the child. So no Python code runs between fork and exec, which would
 # be unsafe in a process with threads. The check of getppid is needed because the parent may die before prctl.
@@ -129,7 +134,7 @@ class Child:
             self._process.terminate()
 
     async def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL after the stop time-out. Return when the process has ended. Idempotent."""
+        """Send SIGTERM, then `kill` after the stop time-out. Return when the process has ended. Idempotent."""
         self.terminate()
         try:
             async with asyncio.timeout(self._stop_timeout_s):
@@ -139,12 +144,19 @@ class Child:
             await self.ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group."""
+        """Send SIGKILL to the process group. A process that survives it for KILL_TIMEOUT_S counts as ended."""
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
                 self._process.kill()  # it has not created its process group yet
+            self._exit_status.get_loop().call_later(KILL_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self.has_ended:
+            text = "process %d still runs %g s after SIGKILL, probably stuck in a driver; no longer waiting for it"
+            log.error(text, self.pid, KILL_TIMEOUT_S)
+            self._exit_status.set_result(-signal.SIGKILL)
 
 
 def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 
 import psutil
+import pytest
 
+from dynamo_trtllm.subprocesses import child as child_module
 from dynamo_trtllm.subprocesses.child import Child, spawn
 from tests.waiting import SOON_S
 
@@ -74,3 +77,22 @@ async def test_child_when_it_has_ended_then_it_is_asked_nothing() -> None:
     await child.ended()
     await child.stop()
     assert not child.is_terminating
+
+
+async def test_child_when_it_survives_sigkill_then_stop_says_so_and_returns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a process that is stuck in a driver."""
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    monkeypatch.setattr(child_module, "KILL_TIMEOUT_S", 0.05)
+    process = spawn([sys.executable, "-c", "import time; time.sleep(600)"])
+    process.terminate = lambda: None  # type: ignore[method-assign]
+    try:
+        child = Child(process, 0.05)
+        async with asyncio.timeout(SOON_S):
+            await child.stop()
+            assert await child.ended() == -signal.SIGKILL
+        assert f"process {process.pid} still runs 0.05 s after SIGKILL" in caplog.text
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.subprocesses import child
 from dynamo_trtllm.subprocesses.child import Child, spawn
 from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 from tests.waiting import SOON_S
@@ -99,6 +101,24 @@ async def test_run_when_a_second_signal_comes_then_all_are_killed() -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert await Programs().run({"a": IGNORES, "b": IGNORES}, then) == {"a": -9, "b": -9}
+
+
+async def test_run_when_a_program_survives_sigkill_then_the_others_are_stopped_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Programs()
+    monkeypatch.setattr(child, "KILL_TIMEOUT_S", 0.05)
+
+    async def then() -> None:
+        made.children["b"]._stop_timeout_s = 0.05
+        monkeypatch.setattr(os, "killpg", lambda *_: None)
+        made.supervisor.stop()
+
+    try:
+        assert await made.run({"a": DRAINS, "b": IGNORES}, then) == {"a": 0, "b": -9}
+    finally:
+        made.children["b"]._process.kill()
+        await asyncio.to_thread(made.children["b"]._process.wait)
 
 
 async def test_run_when_stopped_twice_then_programs_still_drain() -> None:
