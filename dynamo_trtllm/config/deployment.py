@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import typing
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from dynamo_trtllm.config.layers import check_keys, read_yaml
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
+
+log = logging.getLogger(__name__)
 
 _REFERENCE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))")
 
@@ -88,7 +91,7 @@ class RestartConfig(Config):
         description="Seconds before the second restart within the window, doubled with each further one. The first "
         "restart has no pause.",
     )
-    readers_too: bool = Field(
+    decode_workers: bool = Field(
         default=True,
         description="When a prefill worker of the vllm engine on GPUs dies, also drain and restart its decode workers "
         "on GPUs, which otherwise hold its memory. These restarts are not counted.",
@@ -171,6 +174,7 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
         ConfigError: The file is not valid. The message names the file and the path inside it.
     """
     data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
+    _rename_deprecated(data, str(path))
     _check_model_keys(DeploymentConfig, data, str(path), "")
     if isinstance(data.get("frontend"), dict):
         data["frontend"] = _by_field(FrontendConfig, data["frontend"], f"{path}: frontend")
@@ -184,6 +188,16 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
         raise _config_error(str(path), ": ", exc) from exc
     _check_values(deployment, str(path))
     return deployment
+
+
+def _rename_deprecated(data: Mapping[str, Any], file: str) -> None:
+    """Accept the former name of `restart.decode_workers` for one release."""
+    restart = data.get("restart")
+    if isinstance(restart, dict) and "readers_too" in restart:
+        if "decode_workers" in restart:
+            raise ConfigError(f"{file}: restart has decode_workers and its former name readers_too; remove readers_too")
+        log.warning("%s: restart.readers_too is deprecated; rename it to decode_workers", file)
+        restart["decode_workers"] = restart.pop("readers_too")
 
 
 def _check_model_keys(model: type[Config], data: Any, file: str, where: str) -> None:

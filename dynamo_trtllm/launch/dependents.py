@@ -90,7 +90,7 @@ class DependentRestart:
         names = ", ".join(holding)
         self._say(
             f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
-            "(restart.readers_too: false disables this)"
+            "(restart.decode_workers: false disables this)"
         )
         replicas = replicas_of(dead, self._specs)
         while remaining := [name for name, process in holding.items() if not process.has_ended]:

@@ -182,7 +182,7 @@ class Launcher:
             self._mapped.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
         # with another status, and then the dependents are restarted.
-        if self._deployment.restart.readers_too and spec.name in self._mapped and status != 0:
+        if self._deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
             await dependents.restart_dependents(spec)
             self._mapped.remove(spec.name)
 

@@ -123,7 +123,7 @@ async def test_launcher_when_a_reader_ends_again_and_again_as_asked_then_only_pr
     [
         ("prefill", 0, {}),  # it ended in order, and gave its memory back
         ("decode", KILLED, {}),
-        ("prefill", KILLED, {"readers_too": False}),
+        ("prefill", KILLED, {"decode_workers": False}),
     ],
 )
 async def test_launcher_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
