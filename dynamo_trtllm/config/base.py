@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from pydantic.config import JsonDict
@@ -86,32 +86,38 @@ _ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
 _NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
 
 
-def cli_option(
+def option(
     group: str,
-    *flags: str,
+    default: Any,
+    description: str,
+    *,
+    aliases: Sequence[str] = (),
     env: str | None = None,
     positional: bool = False,
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
-) -> JsonDict:
-    """Describe a field's command-line option, as `json_schema_extra` of its pydantic field.
+) -> Any:
+    """Return a pydantic field that is also a command-line option.
 
     Args:
         group: Title of the field's group in `--help`.
-        flags: Aliases of the field's flag.
+        default: Default value; `...` for a required field.
+        description: Text for `--help` and the reference.
+        aliases: Further names of the field's flag.
         env: Well-known environment variable, read in addition to the DYN_TRTLLM_ one.
         positional: The field is a positional argument.
         const_flags: Flags without a value, each mapped to the value that it sets.
         is_address: The value may contain a password, which is masked when printed.
     """
-    return {
+    shown: JsonDict = {
         "group": group,
-        "flags": list(flags),
+        "aliases": list(aliases),
         "env": env,
         "positional": positional,
         "const_flags": dict(const_flags or {}),
         "is_address": is_address,
     }
+    return Field(default=default, description=description, json_schema_extra=shown)
 
 
 class Config(BaseModel):
@@ -140,42 +146,30 @@ class Config(BaseModel):
 class ConnectionConfig(Config):
     """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace, logging."""
 
-    namespace: str = Field(
-        default="dynamo",
-        description="Name of the deployment. Workers and frontends see only instances of the same namespace.",
-        json_schema_extra=cli_option(CONTROL, env="DYN_NAMESPACE"),
+    namespace: str = option(
+        CONTROL,
+        "dynamo",
+        "Name of the deployment. Workers and frontends see only instances of the same namespace.",
+        env="DYN_NAMESPACE",
     )
-    etcd_endpoints: str = Field(
-        default="http://localhost:2379",
-        description="etcd addresses, separated by commas.",
-        json_schema_extra=cli_option(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
+    etcd_endpoints: str = option(
+        CONTROL, "http://localhost:2379", "etcd addresses, separated by commas.", env="ETCD_ENDPOINTS", is_address=True
     )
-    etcd_ca: Path | None = Field(
-        default=None,
-        description="PEM file of the authority that signed etcd's certificate, for https:// endpoints.",
-        json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CA"),
+    etcd_ca: Path | None = option(
+        CONTROL,
+        None,
+        "PEM file of the authority that signed etcd's certificate, for https:// endpoints.",
+        env="ETCD_AUTH_CA",
     )
-    etcd_cert: Path | None = Field(
-        default=None,
-        description="PEM file of the client certificate for etcd.",
-        json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
+    etcd_cert: Path | None = option(
+        CONTROL, None, "PEM file of the client certificate for etcd.", env="ETCD_AUTH_CLIENT_CERT"
     )
-    etcd_key: Path | None = Field(
-        default=None,
-        description="PEM file of the client certificate's key.",
-        json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
+    etcd_key: Path | None = option(
+        CONTROL, None, "PEM file of the client certificate's key.", env="ETCD_AUTH_CLIENT_KEY"
     )
-    nats_server: str = Field(
-        default="nats://localhost:4222",
-        description="NATS address.",
-        json_schema_extra=cli_option(CONTROL, env="NATS_SERVER", is_address=True),
-    )
-    log_level: LogLevel = Field(default="info", description="Minimum log level.", json_schema_extra=cli_option(PROCESS))
-    log_format: LogFormat = Field(
-        default="text",
-        description="Format of log lines: text, or json (one object per line).",
-        json_schema_extra=cli_option(PROCESS),
-    )
+    nats_server: str = option(CONTROL, "nats://localhost:4222", "NATS address.", env="NATS_SERVER", is_address=True)
+    log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
+    log_format: LogFormat = option(PROCESS, "text", "Format of log lines: text, or json (one object per line).")
 
     @field_validator("namespace")
     @classmethod

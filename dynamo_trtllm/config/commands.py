@@ -22,7 +22,7 @@ from dynamo_trtllm.config.base import (
     LogLevel,
     Port,
     PositiveInt,
-    cli_option,
+    option,
 )
 from dynamo_trtllm.config.models import FrontendConfig
 
@@ -38,62 +38,35 @@ example, the disaggregated Kubernetes target for gpt-oss-120b, without the model
 exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
 """
 
-    prefill: Path | None = Field(
-        default=None,
-        description="YAML file of a prefill worker's engine arguments.",
-        json_schema_extra=cli_option(ROLE),
+    prefill: Path | None = option(ROLE, None, "YAML file of a prefill worker's engine arguments.")
+    decode: Path | None = option(
+        ROLE, None, "YAML file of a decode worker's engine arguments. With --prefill the pair is checked too."
     )
-    decode: Path | None = Field(
-        default=None,
-        description="YAML file of a decode worker's engine arguments. With --prefill the pair is checked too.",
-        json_schema_extra=cli_option(ROLE),
+    agg: Path | None = option(ROLE, None, "YAML file of an aggregated worker's engine arguments.")
+    prefill_args: str | None = option(
+        ROLE, None, "More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size 32'."
     )
-    agg: Path | None = Field(
-        default=None,
-        description="YAML file of an aggregated worker's engine arguments.",
-        json_schema_extra=cli_option(ROLE),
+    decode_args: str | None = option(ROLE, None, "More flags of the decode worker, as one string.")
+    agg_args: str | None = option(ROLE, None, "More flags of the aggregated worker, as one string.")
+    gpu: str | None = option(
+        ENGINE,
+        None,
+        "GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of this machine.",
     )
-    prefill_args: str | None = Field(
-        default=None,
-        description="More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size 32'.",
-        json_schema_extra=cli_option(ROLE),
-    )
-    decode_args: str | None = Field(
-        default=None, description="More flags of the decode worker, as one string.", json_schema_extra=cli_option(ROLE)
-    )
-    agg_args: str | None = Field(
-        default=None,
-        description="More flags of the aggregated worker, as one string.",
-        json_schema_extra=cli_option(ROLE),
-    )
-    gpu: str | None = Field(
-        default=None,
-        description="GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of this machine.",
-        json_schema_extra=cli_option(ENGINE),
-    )
-    release: str = Field(
-        default="1.2.1", description="TensorRT-LLM release to check against.", json_schema_extra=cli_option(ENGINE)
-    )
-    model_path: str | None = Field(
-        default=None,
-        description="Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their "
+    release: str = option(ENGINE, "1.2.1", "TensorRT-LLM release to check against.")
+    model_path: str | None = option(
+        MODEL,
+        None,
+        "Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their "
         "published shape. Without it, the model's limits and memory are not checked.",
-        json_schema_extra=cli_option(MODEL, "--model"),
+        aliases=("--model",),
     )
-    isl: PositiveInt | None = Field(
-        default=None,
-        description="Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer.",
-        json_schema_extra=cli_option(LOAD),
+    isl: PositiveInt | None = option(
+        LOAD, None, "Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer."
     )
-    osl: PositiveInt | None = Field(
-        default=None, description="Tokens of the longest output.", json_schema_extra=cli_option(LOAD)
-    )
-    concurrency: PositiveInt | None = Field(
-        default=None, description="Number of concurrent requests.", json_schema_extra=cli_option(LOAD)
-    )
-    json_output: bool = Field(
-        default=False, description="Print JSON instead of tables.", json_schema_extra=cli_option(PROCESS, "--json")
-    )
+    osl: PositiveInt | None = option(LOAD, None, "Tokens of the longest output.")
+    concurrency: PositiveInt | None = option(LOAD, None, "Number of concurrent requests.")
+    json_output: bool = option(PROCESS, False, "Print JSON instead of tables.", aliases=("--json",))
 
     @model_validator(mode="after")
     def _has_a_role(self) -> PreflightConfig:
@@ -116,16 +89,11 @@ examples:
 exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
 """
 
-    yes: bool = Field(
-        default=False,
-        description="Remove without confirmation. Required when stdin is not a terminal.",
-        json_schema_extra=cli_option(PROCESS),
-    )
-    force: bool = Field(
-        default=False,
-        description="Also remove live instances by revoking their leases. A worker that still runs registers again "
-        "within seconds.",
-        json_schema_extra=cli_option(PROCESS),
+    yes: bool = option(PROCESS, False, "Remove without confirmation. Required when stdin is not a terminal.")
+    force: bool = option(
+        PROCESS,
+        False,
+        "Also remove live instances by revoking their leases. A worker that still runs registers again within seconds.",
     )
 
 
@@ -139,31 +107,15 @@ examples:
   echo "What is KV?" | python -m dynamo_trtllm.chat
 """
 
-    url: str = Field(
-        default="http://localhost:8000",
-        description="Address of a frontend.",
-        json_schema_extra=cli_option(HTTP, is_address=True),
+    url: str = option(HTTP, "http://localhost:8000", "Address of a frontend.", is_address=True)
+    model: Annotated[str, Field(min_length=1)] | None = option(
+        MODEL, None, "Model name. Default: the only model of the frontend."
     )
-    model: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Model name. Default: the only model of the frontend.",
-        json_schema_extra=cli_option(MODEL),
-    )
-    system: str | None = Field(
-        default=None, description="System message, sent before the first question.", json_schema_extra=cli_option(MODEL)
-    )
-    reasoning_effort: Literal["low", "medium", "high"] | None = Field(
-        default=None, description="Reasoning effort of the model.", json_schema_extra=cli_option(MODEL)
-    )
-    max_tokens: PositiveInt | None = Field(
-        default=None,
-        description="Maximum tokens of an answer, reasoning included.",
-        json_schema_extra=cli_option(MODEL),
-    )
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Sampling temperature. 0 selects the most likely token; higher values vary more.",
-        json_schema_extra=cli_option(MODEL),
+    system: str | None = option(MODEL, None, "System message, sent before the first question.")
+    reasoning_effort: Literal["low", "medium", "high"] | None = option(MODEL, None, "Reasoning effort of the model.")
+    max_tokens: PositiveInt | None = option(MODEL, None, "Maximum tokens of an answer, reasoning included.")
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = option(
+        MODEL, None, "Sampling temperature. 0 selects the most likely token; higher values vary more."
     )
 
     @field_validator("url")
@@ -182,53 +134,31 @@ examples:
 class LaunchConfig(Config):
     """Settings of `python -m dynamo_trtllm.launch`."""
 
-    deployment: Path = Field(
-        description="YAML file that lists services, frontend and workers.",
-        json_schema_extra=cli_option(PROCESS, positional=True),
+    deployment: Path = option(PROCESS, ..., "YAML file that lists services, frontend and workers.", positional=True)
+    model: str | None = option(MODEL, None, "Model for all workers, instead of the one in the file.")
+    engine: EngineName | None = option(
+        ENGINE, None, "Engine for all workers, instead of the one in the file. Arguments of another engine are dropped."
     )
-    model: str | None = Field(
-        default=None,
-        description="Model for all workers, instead of the one in the file.",
-        json_schema_extra=cli_option(MODEL),
+    port: Port | None = option(
+        HTTP, None, "Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one."
     )
-    engine: EngineName | None = Field(
-        default=None,
-        description="Engine for all workers, instead of the one in the file. Arguments of another engine are dropped.",
-        json_schema_extra=cli_option(ENGINE),
-    )
-    port: Port | None = Field(
-        default=None,
-        description="Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one.",
-        json_schema_extra=cli_option(HTTP),
-    )
-    host: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from "
+    host: Annotated[str, Field(min_length=1)] | None = option(
+        HTTP,
+        None,
+        "Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from "
         "other machines. Default without a value in the file: 127.0.0.1.",
-        json_schema_extra=cli_option(HTTP),
     )
-    demo: bool = Field(
-        default=False,
-        description="Once all processes are ready, send a sample request and print which workers processed it.",
-        json_schema_extra=cli_option(PROCESS),
+    demo: bool = option(
+        PROCESS, False, "Once all processes are ready, send a sample request and print which workers processed it."
     )
-    once: bool = Field(
-        default=False,
-        description="Stop all processes once they are ready and the demo is done.",
-        json_schema_extra=cli_option(PROCESS),
-    )
-    log_level: LogLevel = Field(default="info", description="Minimum log level.", json_schema_extra=cli_option(PROCESS))
-    log_format: LogFormat = Field(
-        default="text",
-        description="Format of log lines, also of the started processes: text, or json (one object per line).",
-        json_schema_extra=cli_option(PROCESS),
+    once: bool = option(PROCESS, False, "Stop all processes once they are ready and the demo is done.")
+    log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
+    log_format: LogFormat = option(
+        PROCESS, "text", "Format of log lines, also of the started processes: text, or json (one object per line)."
     )
 
 
 class FrontendProcessConfig(FrontendConfig):
     """Settings of one process of a frontend with several `workers`. The frontend starts these processes."""
 
-    number: PositiveInt = Field(
-        description="Number of this process among the processes of the frontend, from 1.",
-        json_schema_extra=cli_option(PROCESS),
-    )
+    number: PositiveInt = option(PROCESS, ..., "Number of this process among the processes of the frontend, from 1.")

@@ -64,22 +64,11 @@ def flags_of(model: type[Config]) -> list[Flag]:
 
 
 def _flag(name: str, info: FieldInfo) -> Flag:
-    shown = info.json_schema_extra
-    assert isinstance(shown, dict), f"field {name} has no cli_option()"
+    shown = dict(typing.cast("dict[str, Any]", info.json_schema_extra))  # from `option`
+    aliases = shown.pop("aliases")
     kind, choices = _kind(info.annotation)
-    positional = bool(shown["positional"])
-    extra = typing.cast("list[str]", shown["flags"])
-    return Flag(
-        field=name,
-        names=(name.upper(),) if positional else ("--" + name.replace("_", "-"), *extra),
-        group=str(shown["group"]),
-        env=typing.cast("str | None", shown["env"]),
-        positional=positional,
-        kind=kind,
-        choices=choices,
-        const_flags=typing.cast("dict[str, str]", shown["const_flags"]),
-        is_address=bool(shown["is_address"]),
-    )
+    names = (name.upper(),) if shown["positional"] else ("--" + name.replace("_", "-"), *aliases)
+    return Flag(field=name, names=names, kind=kind, choices=choices, **shown)
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
