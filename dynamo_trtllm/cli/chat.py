@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bad command line.
     """
     try:
-        config = load(ChatConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
+        config = load(ChatConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
         model = config.model or only_model(models(config.url), config.url)
         failures = _converse(config.model_copy(update={"model": model}))
     except ConfigError as exc:

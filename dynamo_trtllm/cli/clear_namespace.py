@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command line.
     """
     try:
-        config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
+        config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
         observe_logging.setup(config.log_level, "clear", config.log_format)
         is_clear = asyncio.run(clear(config, _read_confirmation))
     except ConfigError as exc:

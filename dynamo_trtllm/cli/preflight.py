@@ -189,7 +189,7 @@ class _Target:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
     try:
-        config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
+        config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
         report = evaluate(config)
     except ConfigError as exc:
         exit_with(PROG, exc)
@@ -285,7 +285,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
     except ValueError as exc:
         raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
     try:
-        return load(WorkerConfig, prog=PROG, description=_DESCRIPTION, argv=[*fixed, *words], environ={}).config
+        return load(WorkerConfig, prog=PROG, description=_DESCRIPTION, argv=[*fixed, *words], environ={})
     except ConfigError as exc:
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
 

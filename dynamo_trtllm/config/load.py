@@ -10,10 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import SecretStr, ValidationError
 
@@ -31,14 +30,6 @@ ENV_PREFIX = "DYN_TRTLLM_"
 C = TypeVar("C", bound=Config)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded(Generic[C]):
-    """A checked config and the source of each field: default, environment NAME, or flag --x."""
-
-    config: C
-    sources: Mapping[str, str]
-
-
 def load(
     model: type[C],
     *,
@@ -47,8 +38,8 @@ def load(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     more: Callable[[C], str] | None = None,
-) -> Loaded[C]:
-    """Load the settings of a process.
+) -> C:
+    """Load the settings of a process. `source_of` of the result returns the source of each.
 
     Args:
         model: Class of the settings.
@@ -66,16 +57,12 @@ def load(
     parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
     typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv, partial(reject_unknown, model))
     print_config = typed.pop("print_config", False)
-    raw: dict[str, Any] = {}
-    sources: dict[str, str] = dict.fromkeys(model.model_fields, DEFAULT_SOURCE)
-    for layer in (_from_environment(model, env), {n: (v, f"flag {s}") for n, (s, v) in typed.items()}):
-        for name, (text, source) in layer.items():
-            raw[name], sources[name] = text, source
-    loaded = Loaded(config=_validate(model, raw, sources).with_sources(sources), sources=sources)
+    given = _from_environment(model, env) | {name: (value, f"flag {flag}") for name, (flag, value) in typed.items()}
+    config = _validate(model, given)
     if print_config:
-        sys.stdout.write(config_table(loaded) + (more(loaded.config) if more else ""))
+        sys.stdout.write(config_table(config) + (more(config) if more else ""))
         raise SystemExit(0)
-    return loaded
+    return config
 
 
 def exit_with(prog: str, error: ConfigError) -> NoReturn:
@@ -94,12 +81,10 @@ def is_color_disabled() -> bool:
     return bool(os.environ.get("NO_COLOR"))
 
 
-def config_table(loaded: Loaded[C]) -> str:
+def config_table(config: Config) -> str:
     """Format field, value and source as a table. Passwords are masked."""
-    flags = {flag.field: flag for flag in flags_of(type(loaded.config))}
-    rows = [
-        (name, _shown(flags[name], getattr(loaded.config, name)), source) for name, source in loaded.sources.items()
-    ]
+    flags = flags_of(type(config))
+    rows = [(flag.field, _shown(flag, getattr(config, flag.field)), config.source_of(flag.field)) for flag in flags]
     return format_table([("field", "value", "source"), *rows])
 
 
@@ -164,14 +149,17 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
             raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
 
 
-def _validate(model: type[C], raw: Mapping[str, Any], sources: Mapping[str, str]) -> C:
+def _validate(model: type[C], given: Mapping[str, tuple[Any, str]]) -> C:
+    """Return the checked config. `given`: value and source by field."""
+    sources = {name: source for name, (_, source) in given.items()}
     try:
-        return model.model_validate(raw)
+        config = model.model_validate({name: value for name, (value, _) in given.items()})
     except ValidationError as exc:
         first, more = exc.errors(include_url=False)[0], exc.error_count() - 1
         name = str(first["loc"][0]) if first["loc"] else ""
         text = _problem(model, name, first, sources) + (f" (and {more} more)" if more else "")
         raise ConfigError(text, field=name or None) from exc
+    return config.with_sources(dict.fromkeys(model.model_fields, DEFAULT_SOURCE) | sources)
 
 
 def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, str]) -> str:

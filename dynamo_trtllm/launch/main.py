@@ -39,7 +39,7 @@ def main() -> None:
     before `--once` was done.
     """
     try:
-        config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION).config
+        config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION)
         observe_logging.setup(config.log_level, "launch", config.log_format)
         deployment = load_deployment(config.deployment, process_environment())
         if config.model is not None:

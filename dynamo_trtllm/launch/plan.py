@@ -199,7 +199,7 @@ def _worker(
 def _as_read(model: type[C], name: str, argv: Sequence[str], environ: Mapping[str, str]) -> C:
     """Return the configuration as the process will load it: a port may come from the environment."""
     try:
-        return load(model, prog=name, description="", argv=argv, environ=environ).config
+        return load(model, prog=name, description="", argv=argv, environ=environ)
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
 

@@ -88,7 +88,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
     try:
-        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table).config
+        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table)
         observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         if config.dump_config_to is not None:
             dump(config, config.dump_config_to)

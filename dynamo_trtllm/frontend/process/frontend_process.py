@@ -79,7 +79,7 @@ class FrontendProcess:
 def main() -> None:
     """Run the process. The exit statuses are those of `frontend.main`."""
     try:
-        config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION).config
+        config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION)
         observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
         uvloop.run(_serve(config))
     except ConfigError as exc:

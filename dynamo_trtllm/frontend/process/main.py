@@ -36,7 +36,7 @@ RunApp = Callable[[FrontendConfig, StartupGate, PeerProcesses, Callable[[], None
 def main() -> None:
     """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
     try:
-        config = load(FrontendConfig, prog=PROG, description=DESCRIPTION).config
+        config = load(FrontendConfig, prog=PROG, description=DESCRIPTION)
         observe_logging.setup(config.log_level, "frontend", config.log_format)
         if config.workers > 1:
             raise SystemExit(_run_process_group(config))

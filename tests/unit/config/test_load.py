@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dynamo_trtllm.config.commands import LaunchConfig
-from dynamo_trtllm.config.load import Loaded, config_table, exit_with, load, to_argv
+from dynamo_trtllm.config.load import config_table, exit_with, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -22,7 +22,7 @@ GUIDE_DECODE = """--model-path /model --served-model-name openai/gpt-oss-120b
   --tensor-parallel-size 4 --expert-parallel-size 4"""
 
 
-def load_worker(line: str = "", environ: dict[str, str] | None = None) -> Loaded[WorkerConfig]:
+def load_worker(line: str = "", environ: dict[str, str] | None = None) -> WorkerConfig:
     return load(WorkerConfig, prog="worker", description="d", argv=line.split(), environ=environ or {})
 
 
@@ -35,18 +35,17 @@ def error_of(line: str, environ: dict[str, str] | None = None) -> str:
 
 def test_load_when_nothing_but_the_model_is_given_then_defaults_are_named_as_source():
     loaded = load_worker("--model-path /m")
-    assert loaded.config.nats_server == "nats://localhost:4222"
-    assert loaded.sources["nats_server"] == "default"
-    assert loaded.sources["model_path"] == "flag --model-path"
-    assert set(loaded.sources) == set(WorkerConfig.model_fields)
+    assert loaded.nats_server == "nats://localhost:4222"
+    assert loaded.source_of("nats_server") == "default"
+    assert loaded.source_of("model_path") == "flag --model-path"
 
 
 def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
     env = {"DYN_TRTLLM_MAX_NUM_TOKENS": "5", "DYN_TRTLLM_MAX_BATCH_SIZE": "6"}
     loaded = load_worker("--model-path /m --max-num-tokens 7", env)
-    assert (loaded.config.max_num_tokens, loaded.sources["max_num_tokens"]) == (7, "flag --max-num-tokens")
-    assert loaded.config.max_batch_size == 6
-    assert loaded.sources["max_batch_size"] == "environment DYN_TRTLLM_MAX_BATCH_SIZE"
+    assert (loaded.max_num_tokens, loaded.source_of("max_num_tokens")) == (7, "flag --max-num-tokens")
+    assert loaded.max_batch_size == 6
+    assert loaded.source_of("max_batch_size") == "environment DYN_TRTLLM_MAX_BATCH_SIZE"
 
 
 @pytest.mark.parametrize(
@@ -64,25 +63,25 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
 )
 def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_its_twin_beats_it(name, twin, field, value):
     loaded = load_worker("--model m", {name: value})
-    assert str(getattr(loaded.config, field)) == value
-    assert loaded.sources[field] == f"environment {name}"
+    assert str(getattr(loaded, field)) == value
+    assert loaded.source_of(field) == f"environment {name}"
     other = value.replace("9", "8").replace("4222", "4223").replace("2379", "2380").replace("blue", "red")
     loaded = load_worker("--model m", {name: value, twin: other})
-    assert str(getattr(loaded.config, field)) == other
-    assert loaded.sources[field] == f"environment {twin}"
+    assert str(getattr(loaded, field)) == other
+    assert loaded.source_of(field) == f"environment {twin}"
 
 
 def test_load_when_the_guides_port_variable_is_set_then_the_frontend_listens_there_unless_a_flag_says_otherwise():
-    def loaded(*argv: str) -> Loaded[FrontendConfig]:
+    def loaded(*argv: str) -> FrontendConfig:
         return load(FrontendConfig, prog="frontend", description="d", argv=argv, environ={"DYN_HTTP_PORT": "8001"})
 
-    assert (loaded().config.http_port, loaded().sources["http_port"]) == (8001, "environment DYN_HTTP_PORT")
-    assert loaded("--http-port", "9").config.http_port == 9
+    assert (loaded().http_port, loaded().source_of("http_port")) == (8001, "environment DYN_HTTP_PORT")
+    assert loaded("--http-port", "9").http_port == 9
 
 
 @pytest.mark.parametrize(("line", "role"), [(GUIDE_PREFILL, Role.PREFILL), (GUIDE_DECODE, Role.DECODE)])
 def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
-    config = load_worker(line).config
+    config = load_worker(line)
     assert config.disaggregation_mode is role
     assert config.served_model_name == "openai/gpt-oss-120b"
     assert (config.tensor_parallel_size, config.expert_parallel_size) == (4, 4)
@@ -91,7 +90,7 @@ def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
 
 def test_load_when_the_frontend_line_of_the_guides_is_given_then_it_parses():
     argv = "--router-mode round-robin --http-port 8000".split()
-    assert load(FrontendConfig, prog="f", description="d", argv=argv, environ={}).config.http_port == 8000
+    assert load(FrontendConfig, prog="f", description="d", argv=argv, environ={}).http_port == 8000
 
 
 def test_load_when_a_variable_of_another_process_is_set_then_it_is_left_alone():
@@ -99,7 +98,7 @@ def test_load_when_a_variable_of_another_process_is_set_then_it_is_left_alone():
 
 
 def test_load_when_the_flag_has_a_second_spelling_then_both_work():
-    assert load_worker("--model a").config.model_path == load_worker("--model-path a").config.model_path
+    assert load_worker("--model a").model_path == load_worker("--model-path a").model_path
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
 )
 def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line, role, source):
     loaded = load_worker(f"--model m {line}")
-    assert (loaded.config.disaggregation_mode, loaded.sources["disaggregation_mode"]) == (role, source)
+    assert (loaded.disaggregation_mode, loaded.source_of("disaggregation_mode")) == (role, source)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def test_load_when_two_fields_are_wrong_then_the_rest_is_counted():
 @pytest.mark.parametrize("text", ["true", "1", "ON", "Yes"])
 def test_load_when_a_boolean_variable_is_beaten_by_its_negative_flag_then_it_is_false(text):
     loaded = load_worker("--model m --no-publish-kv-events", {"DYN_TRTLLM_PUBLISH_KV_EVENTS": text})
-    assert loaded.config.publish_kv_events is False
+    assert loaded.publish_kv_events is False
 
 
 def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_source(capsys):
@@ -275,13 +274,13 @@ def test_to_argv_when_read_back_then_the_config_is_the_same():
         "lease_ttl_s": 0.5,
     }
     argv = to_argv(WorkerConfig, values)
-    assert load(WorkerConfig, prog="w", description="d", argv=argv, environ={}).config == WorkerConfig(**values)
+    assert load(WorkerConfig, prog="w", description="d", argv=argv, environ={}) == WorkerConfig(**values)
 
 
 def test_to_argv_when_a_field_is_positional_then_it_comes_last_and_reads_back():
     argv = to_argv(LaunchConfig, {"deployment": "d.yaml", "log_level": "debug"})
     assert argv == ["--log-level=debug", "d.yaml"]
-    assert load(LaunchConfig, prog="l", description="d", argv=argv, environ={}).config.log_level == "debug"
+    assert load(LaunchConfig, prog="l", description="d", argv=argv, environ={}).log_level == "debug"
 
 
 def test_exit_with_when_called_then_one_line_and_status_two(capsys):
@@ -316,7 +315,7 @@ except SystemExit as stop:
 
 
 def test_load_when_values_come_from_several_places_then_the_config_itself_can_tell():
-    config = load_worker("--model m --max-batch-size 4", {"DYN_TRTLLM_MAX_NUM_TOKENS": "9"}).config
+    config = load_worker("--model m --max-batch-size 4", {"DYN_TRTLLM_MAX_NUM_TOKENS": "9"})
     assert config.source_of("max_batch_size") == "flag --max-batch-size"
     assert config.source_of("max_num_tokens") == "environment DYN_TRTLLM_MAX_NUM_TOKENS"
     assert config.source_of("max_seq_len") == "default"
