@@ -31,15 +31,6 @@ def _may_be_mapped(spec: ProcessSpec) -> bool:
     return spec.engine in KEEP_MAPPED and bool(spec.env.get(VISIBLE))
 
 
-def replicas_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
-    """Return the names of the other processes with the role and model of `dead`."""
-    return [
-        spec.name
-        for spec in specs
-        if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model) and spec.role is not None
-    ]
-
-
 def next_to_drain(holding: Sequence[str], *, has_ready_replica: bool, are_dependents_ready: bool) -> Sequence[str]:
     """Return which dependents to drain now.
 
@@ -92,7 +83,11 @@ class DependentRestart:
             f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
             "(restart.decode_workers: false disables this)"
         )
-        replicas = replicas_of(dead, self._specs)
+        replicas = [
+            spec.name
+            for spec in self._specs
+            if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
+        ]
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
             changed = self._changed  # taken before the check, so that no later change is missed
             now = next_to_drain(

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console, LineSplitter
 from dynamo_trtllm.launch.dependents import DependentRestart
-from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
+from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, ProcessSpec, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.network.addresses import free_ports
@@ -90,18 +90,27 @@ class Launcher:
 
     Args:
         deployment: The deployment.
+        specs: Its processes.
         console: Output of the launcher and its processes.
         environ: Environment that the processes inherit.
     """
 
-    def __init__(self, deployment: DeploymentConfig, console: Console, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        deployment: DeploymentConfig,
+        specs: Sequence[ProcessSpec],
+        console: Console,
+        environ: Mapping[str, str],
+    ) -> None:
         self._deployment = deployment
+        self._specs = specs
         self._console = console
-        self._environ = environ
+        self._environ = dict(environ)
         self._all_ready = asyncio.Event()
-        self._not_ready: set[str] = set()
+        self._not_ready = {spec.name for spec in specs}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
+        self._dependents = DependentRestart(specs, self._processes, console.say)
         self._supervisor = Supervisor(deployment.restart, console.say)
         self.deployment_status = DeploymentStatus()
 
@@ -115,7 +124,7 @@ class Launcher:
             ConfigError: A port is in use, or a server does not start.
             RunFailed: A process was not ready in time, or has reached its restart limit.
         """
-        for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
+        for spec in self._specs:
             _check_port(spec)
         with scratch_folder("dynamo-launch-") as folder:
             await self._supervisor.run(self._start_all(folder, on_ready))
@@ -123,20 +132,12 @@ class Launcher:
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
         services = self._deployment.services
-        etcd, nats = services.etcd, services.nats
-        if etcd == START:
-            etcd = await self._start_server("etcd", partial(start_etcd, folder / "etcd"))
-        if nats == START:
-            nats = await self._start_server("nats", partial(start_nats, folder / "nats"))
-        specs = processes(self._deployment, Addresses(etcd=etcd, nats=nats), self._environ)
-        self._not_ready = {spec.name for spec in specs}
-        dependents = DependentRestart(specs, self._processes, self._console.say)
-        for spec in specs:
-            self._supervisor.keep(
-                spec.name,
-                partial(self._running, spec, dependents),
-                partial(self._before_restart, spec, dependents),
-            )
+        for name, address, start in (("etcd", services.etcd, start_etcd), ("nats", services.nats, start_nats)):
+            if address == START:
+                address = await self._start_server(name, partial(start, folder / name))
+            self._environ[ADDRESS_VARIABLES[name]] = address
+        for spec in self._specs:
+            self._supervisor.keep(spec.name, partial(self._running, spec), partial(self._before_restart, spec))
         await self._all_ready.wait()
         if await on_ready(self.deployment_status):
             self._supervisor.stop()
@@ -160,30 +161,28 @@ class Launcher:
         return await address
 
     @asynccontextmanager
-    async def _running(self, spec: ProcessSpec, dependents: DependentRestart) -> AsyncIterator[ManagedProcess]:
+    async def _running(self, spec: ProcessSpec) -> AsyncIterator[ManagedProcess]:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
         on_line = partial(self._console.line, spec.name)
         process = self._processes[spec.name] = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(self._await_ready(process, began, dependents))
+            waiting = group.create_task(self._await_ready(process, began))
             yield process
             waiting.cancel()
-        dependents.notify_changed()
+        self._dependents.notify_changed()
         # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
         # says nothing about the configuration, so the process is restarted.
         lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
         process.is_status_2_final = not lost_port
 
-    async def _before_restart(
-        self, spec: ProcessSpec, dependents: DependentRestart, process: ManagedProcess, status: int
-    ) -> None:
+    async def _before_restart(self, spec: ProcessSpec, process: ManagedProcess, status: int) -> None:
         if process.is_ready:
             self._mapped.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
         # with another status, and then the dependents are restarted.
         if self._deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
-            await dependents.restart_dependents(spec)
+            await self._dependents.restart_dependents(spec)
             self._mapped.remove(spec.name)
 
     def _port_of(self, spec: ProcessSpec) -> int:
@@ -195,14 +194,14 @@ class Launcher:
             pass
         return port
 
-    async def _await_ready(self, process: ManagedProcess, began: float, dependents: DependentRestart) -> None:
+    async def _await_ready(self, process: ManagedProcess, began: float) -> None:
         spec, limit_s = process.spec, self._deployment.ready_timeout_s
         try:
             answer = await until(partial(ready, spec.host, process.port), limit_s)
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
         process.is_ready = True
-        dependents.notify_changed()
+        self._dependents.notify_changed()
         if spec.is_frontend:
             self.deployment_status.frontend = reachable(f"{spec.host}:{process.port}")
             self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")

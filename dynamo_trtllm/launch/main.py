@@ -16,15 +16,7 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import DeploymentStatus, Launcher
-from dynamo_trtllm.launch.plan import (
-    Addresses,
-    ProcessSpec,
-    model_names,
-    processes,
-    with_address,
-    with_engine,
-    with_model,
-)
+from dynamo_trtllm.launch.plan import processes, with_address, with_engine, with_model
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
@@ -60,9 +52,13 @@ def main() -> None:
 async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": config.log_format}
     # check all settings before the servers start, so that a mistake is reported at once and only once
-    specs = processes(deployment, Addresses(etcd="localhost", nats="localhost"), environ)
+    specs = processes(deployment, environ)
     for spec in specs:
-        _check(spec, environ)
+        try:
+            if spec.worker is not None:
+                check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
+        except ConfigError as exc:
+            raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
     console = Console(sys.stdout, [spec.name for spec in specs], is_json=config.log_format == "json")
     is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
 
@@ -71,26 +67,17 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
         where = " without a frontend" if status.frontend is None else f": http://{status.frontend}"
         console.say(f"Ready{where}" + ("" if config.once else " (Ctrl-C to stop)"))
         if config.demo and status.frontend is not None:
-            model = model_names(deployment)[0]
+            model = next(spec.model for spec in specs if not spec.is_frontend)
             console.say(await _demonstrate(status.frontend, model, status.names, is_mock=is_mock))
         is_done = True
         return config.once
 
-    await Launcher(deployment, console, environ).run(on_ready)
+    await Launcher(deployment, specs, console, environ).run(on_ready)
     if config.once and not is_done:
         raise RunFailed("stopped before all processes were ready and the demo was done")
 
 
-def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
-    if spec.worker is None:
-        return
-    try:
-        check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
-    except ConfigError as exc:
-        raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
-
-
-async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:
+async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, is_mock: bool) -> str:
     given_up = threading.Event()
     try:
         answer = await asyncio.to_thread(demo.ask, frontend, model, given_up)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
@@ -18,6 +18,8 @@ from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 FRONTEND = "frontend"
+# An address may contain a password, so it is passed in the environment: command lines are public.
+ADDRESS_VARIABLES = {"etcd": f"{ENV_PREFIX}ETCD_ENDPOINTS", "nats": f"{ENV_PREFIX}NATS_SERVER"}
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _STOP_MARGIN_S = 5.0
 _OF_ENGINE = (  # settings that are specific to an engine
@@ -31,6 +33,7 @@ _OF_ENGINE = (  # settings that are specific to an engine
 _FRONTEND_STOP_S = 35.0  # running requests have 30 s
 
 C = TypeVar("C", bound=Config)
+Flags: TypeAlias = dict[str, Any]  # by field name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +48,20 @@ class ProcessSpec:
     port: int  # 0: the launcher chooses one at each start
     port_flag: str
     stop_timeout_s: float  # from SIGTERM to SIGKILL
-    role: Role | None = None  # this and the fields below are set for workers only
-    engine: str = ""
-    model: str = ""  # name that clients send
-    worker: WorkerConfig | None = None
+    worker: WorkerConfig | None = None  # None for the frontend
+
+    @property
+    def role(self) -> Role | None:
+        return None if self.worker is None else self.worker.disaggregation_mode
+
+    @property
+    def engine(self) -> str | None:
+        return None if self.worker is None else self.worker.engine
+
+    @property
+    def model(self) -> str:
+        """Return the model name that clients send; empty for the frontend."""
+        return "" if self.worker is None else self.worker.served_model_name or Path(self.worker.model_path).name
 
     @property
     def is_frontend(self) -> bool:
@@ -59,63 +72,48 @@ class ProcessSpec:
         return [*self.argv, f"{self.port_flag}={port}"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Addresses of etcd and NATS."""
-
-    etcd: str
-    nats: str
-
-
-def processes(
-    deployment: DeploymentConfig, addresses: Addresses, environ: Mapping[str, str] | None = None
-) -> list[ProcessSpec]:
-    """Return the processes of a deployment in start order.
+def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> list[ProcessSpec]:
+    """Return the processes of a deployment in start order. The launcher adds the addresses of etcd and NATS.
 
     Args:
         deployment: The deployment.
-        addresses: Addresses of etcd and NATS.
         environ: Environment that the processes inherit.
 
     Raises:
         ConfigError: A process would reject its settings, or two processes have the same port.
     """
-    common = {"namespace": deployment.namespace, "etcd_endpoints": addresses.etcd}
-    env = {f"{ENV_PREFIX}NATS_SERVER": addresses.nats}  # may contain a password; command lines are public
+    common = {"namespace": deployment.namespace}
+    environ = {**environ, **dict.fromkeys(ADDRESS_VARIABLES.values(), "localhost")}  # the launcher will set them
     specs = []
     if deployment.frontend is not None:
-        specs.append(_frontend(common | deployment.frontend, env, environ or {}))
+        _, planned = _planned(FRONTEND, FrontendConfig, "http", common | deployment.frontend, {}, environ)
+        specs.append(ProcessSpec(module="dynamo_trtllm.frontend", stop_timeout_s=_FRONTEND_STOP_S, **planned))
     for worker in deployment.workers:
-        flags = common | worker.flags
-        specs.extend(_worker(worker, number, flags, env, environ or {}) for number in range(worker.count))
+        specs.extend(_worker(worker, number, common | worker.flags, environ) for number in range(worker.count))
     _check_ports(specs)
     return specs
 
 
 def with_model(deployment: DeploymentConfig, model: str) -> DeploymentConfig:
     """Return a copy in which every worker runs `model`, under the model's own name."""
-    workers = [
-        worker.model_copy(
-            update={
-                "flags": {k: v for k, v in worker.flags.items() if k != "served_model_name"} | {"model_path": model}
-            }
-        )
-        for worker in deployment.workers
-    ]
-    return deployment.model_copy(update={"workers": workers})
+    return _with_flags(deployment, lambda flags: _without(flags, ("served_model_name",)) | {"model_path": model})
 
 
 def with_engine(deployment: DeploymentConfig, engine: str) -> DeploymentConfig:
     """Return a copy in which every worker runs `engine`. A worker with another engine loses its engine arguments."""
-    workers = [
-        worker
-        if worker.flags.get("engine") == engine
-        else worker.model_copy(
-            update={"flags": {k: v for k, v in worker.flags.items() if k not in _OF_ENGINE} | {"engine": engine}}
-        )
-        for worker in deployment.workers
-    ]
+    return _with_flags(
+        deployment,
+        lambda flags: flags if flags.get("engine") == engine else _without(flags, _OF_ENGINE) | {"engine": engine},
+    )
+
+
+def _with_flags(deployment: DeploymentConfig, change: Callable[[Flags], Flags]) -> DeploymentConfig:
+    workers = [worker.model_copy(update={"flags": change(worker.flags)}) for worker in deployment.workers]
     return deployment.model_copy(update={"workers": workers})
+
+
+def _without(flags: Flags, names: Sequence[str]) -> Flags:
+    return {name: value for name, value in flags.items() if name not in names}
 
 
 def with_address(deployment: DeploymentConfig, *, host: str | None, port: int | None) -> DeploymentConfig:
@@ -132,12 +130,6 @@ def with_address(deployment: DeploymentConfig, *, host: str | None, port: int | 
     return deployment.model_copy(update={"frontend": deployment.frontend | given})
 
 
-def model_names(deployment: DeploymentConfig) -> list[str]:
-    """Return the model names of all workers, as clients send them, in order and without duplicates."""
-    names = [_model_name(worker.flags) for worker in deployment.workers]
-    return list(dict.fromkeys(names))
-
-
 def reachable(listening: str) -> str:
     """Return the HOST:PORT to connect to on this machine, for the HOST:PORT that a server listens on."""
     host, _, port = listening.rpartition(":")
@@ -146,66 +138,45 @@ def reachable(listening: str) -> str:
     return f"[{host}]:{port}" if ":" in host else listening
 
 
-def _model_name(flags: Mapping[str, Any]) -> str:
-    return str(flags.get("served_model_name") or Path(str(flags["model_path"])).name)
-
-
-def _frontend(flags: Mapping[str, Any], env: Mapping[str, str], environ: Mapping[str, str]) -> ProcessSpec:
-    argv = to_argv(FrontendConfig, flags)
-    config = _as_read(FrontendConfig, FRONTEND, argv, {**environ, **env})
-    host = config.http_host
-    if config.source_of("http_host") == DEFAULT_SOURCE:
-        host = LOOPBACK  # requests are not authenticated
-        argv.append(f"--http-host={host}")
-    return ProcessSpec(
-        name=FRONTEND,
-        module="dynamo_trtllm.frontend",
-        argv=_without(argv, "--http-port"),
-        env=env,
-        host=host,
-        port=config.http_port,
-        port_flag="--http-port",
-        stop_timeout_s=_FRONTEND_STOP_S,
-    )
-
-
-def _worker(
-    worker: WorkerSpec, number: int, flags: Mapping[str, Any], env: Mapping[str, str], environ: Mapping[str, str]
-) -> ProcessSpec:
+def _worker(worker: WorkerSpec, number: int, flags: Flags, environ: Mapping[str, str]) -> ProcessSpec:
     name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
-    argv = to_argv(WorkerConfig, {**flags, "disaggregation_mode": worker.disaggregation_mode})
-    env = {**env, "CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env}
-    config = _as_read(WorkerConfig, name, argv, {**environ, **env})
-    host = config.system_host
-    if config.source_of("system_host") == DEFAULT_SOURCE:
-        host = LOOPBACK
-        argv.append(f"--system-host={host}")
-    return ProcessSpec(
-        name=name,
-        module="dynamo_trtllm",
-        argv=_without(argv, "--system-port"),
-        env=env,
-        host=host,
-        port=config.system_port or 0,
-        port_flag="--system-port",
-        stop_timeout_s=config.drain_timeout_s + _STOP_MARGIN_S,
-        role=worker.disaggregation_mode,
-        engine=config.engine or "",
-        model=_model_name(flags),
-        worker=config,
-    )
+    flags = {**flags, "disaggregation_mode": worker.disaggregation_mode}
+    env = {"CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env}
+    config, planned = _planned(name, WorkerConfig, "system", flags, env, environ)
+    stop_timeout_s = config.drain_timeout_s + _STOP_MARGIN_S
+    return ProcessSpec(module="dynamo_trtllm", stop_timeout_s=stop_timeout_s, worker=config, **planned)
 
 
-def _as_read(model: type[C], name: str, argv: Sequence[str], environ: Mapping[str, str]) -> C:
-    """Return the configuration as the process will load it: a port may come from the environment."""
+def _planned(
+    name: str, model: type[C], http: str, flags: Flags, env: Mapping[str, str], environ: Mapping[str, str]
+) -> tuple[C, dict[str, Any]]:
+    """Return the configuration as the process will load it, and fields of its ProcessSpec.
+
+    Args:
+        name: Name of the process.
+        model: Class of its settings.
+        http: Prefix of the settings of its HTTP port.
+        flags: Its flags by field name.
+        env: Variables added to its environment.
+        environ: Environment that it inherits. Host and port may come from there.
+    """
+    argv, port_flag = to_argv(model, flags), f"--{http}-port"
     try:
-        return load(model, prog=name, description="", argv=argv, environ=environ)
+        config = load(model, prog=name, description="", argv=argv, environ={**environ, **env})
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
-
-
-def _without(argv: Sequence[str], flag: str) -> tuple[str, ...]:
-    return tuple(word for word in argv if not word.startswith(f"{flag}="))
+    host = getattr(config, f"{http}_host")
+    if config.source_of(f"{http}_host") == DEFAULT_SOURCE:
+        host = LOOPBACK  # requests are not authenticated
+        argv.append(f"--{http}-host={host}")
+    return config, {
+        "name": name,
+        "argv": tuple(word for word in argv if not word.startswith(f"{port_flag}=")),
+        "env": env,
+        "host": host,
+        "port": getattr(config, f"{http}_port") or 0,
+        "port_flag": port_flag,
+    }
 
 
 def _check_ports(specs: Sequence[ProcessSpec]) -> None:

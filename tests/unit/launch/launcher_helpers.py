@@ -13,7 +13,7 @@ from typing import Any
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import Launcher
-from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
 
 KILLED = -signal.SIGKILL
@@ -36,6 +36,7 @@ class FakeChild:
 
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
+        self.environ = {**environ, **spec.env}
         self.is_ready = self.is_terminating = False
         self.stop_rank = 1 if spec.is_frontend else 0
         self.times_asked = 0
@@ -118,7 +119,7 @@ class LauncherRun:
 
     def __init__(self, of: DeploymentConfig) -> None:
         self.out = io.StringIO()
-        self.launcher = Launcher(of, Console(self.out, []), {})
+        self.launcher = Launcher(of, processes(of), Console(self.out, []), {})
         self.running = asyncio.create_task(self.launcher.run(self._on_ready))
 
     async def _on_ready(self, serving: Any) -> bool:

@@ -80,7 +80,7 @@ def test_ask_when_given_up_while_nothing_is_ready_yet_then_it_ends_at_once():
 def test_demonstrate_when_the_launcher_is_stopped_then_its_thread_keeps_nobody_waiting():
     async def stopped() -> None:
         async with asyncio.timeout(0.2):
-            await main._demonstrate("127.0.0.1:1", "m", {})
+            await main._demonstrate("127.0.0.1:1", "m", {}, is_mock=False)
 
     begun_s = time.monotonic()
     with pytest.raises(TimeoutError):

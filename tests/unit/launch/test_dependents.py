@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.launch.dependents import dependents_of, next_to_drain
-from dynamo_trtllm.launch.plan import Addresses, processes
+from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.subprocesses.supervisor import RunFailed
 from tests.unit.launch.launcher_helpers import (
     ALL,
@@ -31,7 +31,7 @@ TWO_EACH = (worker("prefill", "prefill", [0, 1], count=2), worker("decode", "dec
 
 
 def readers(name: str, *workers: dict[str, Any]) -> list[str]:
-    specs = processes(deployment(*workers), Addresses(etcd="a:1", nats="nats://b:2"))
+    specs = processes(deployment(*workers))
     (dead,) = [spec for spec in specs if spec.name == name]
     return dependents_of(dead, specs)
 

@@ -10,7 +10,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes
+from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.messages import Role
 from tests.unit.test_guide_commands import Command, commands
 
@@ -30,7 +30,7 @@ SAME = (
 
 
 def specs(name: str, environ: dict[str, str] | None = None) -> list[ProcessSpec]:
-    return processes(load_deployment(FOLDER / name, environ), Addresses(etcd="e:1", nats="nats://n:2"))
+    return processes(load_deployment(FOLDER / name, environ))
 
 
 def worker(words: Any, engine: str) -> WorkerConfig:

@@ -6,18 +6,8 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.plan import (
-    Addresses,
-    model_names,
-    processes,
-    reachable,
-    with_address,
-    with_engine,
-    with_model,
-)
+from dynamo_trtllm.launch.plan import processes, reachable, with_address, with_engine, with_model
 from dynamo_trtllm.messages import Role
-
-ADDRESSES = Addresses(etcd="127.0.0.1:1", nats="nats://127.0.0.1:2")
 
 
 def deployment(**changes):
@@ -28,52 +18,43 @@ def deployment(**changes):
 
 
 def test_processes_when_read_back_by_their_programs_then_settings_are_the_deployment_s():
-    frontend, worker = processes(deployment(), ADDRESSES)
+    frontend, worker = processes(deployment())
     assert frontend.port == 0
     read = load(FrontendConfig, prog="p", description="", argv=frontend.arguments(81), environ=frontend.env)
-    assert (read.http_port, read.namespace, read.etcd_endpoints, read.nats_server) == (
-        81,
-        "ns",
-        "127.0.0.1:1",
-        "nats://127.0.0.1:2",
-    )
+    assert (read.http_port, read.namespace) == (81, "ns")
     config = load(WorkerConfig, prog="p", description="", argv=worker.argv, environ=worker.env)
     assert (config.model_path, config.engine, config.disaggregation_mode) == ("/models/m", "mock", Role.DECODE)
-    assert (config.namespace, config.etcd_endpoints, config.nats_server) == ("ns", "127.0.0.1:1", "nats://127.0.0.1:2")
+    assert config.namespace == "ns"
 
 
 def test_processes_when_frontend_is_null_then_only_workers_are_started():
     only = deployment().model_copy(update={"frontend": None})
-    assert [spec.name for spec in processes(only, ADDRESSES)] == ["w"]
+    assert [spec.name for spec in processes(only)] == ["w"]
 
 
 def test_processes_when_count_is_two_then_devices_are_dealt_out_and_names_numbered():
-    _, first, second = processes(deployment(count=2, devices=[4, 5, 6, 7]), ADDRESSES)
+    _, first, second = processes(deployment(count=2, devices=[4, 5, 6, 7]))
     assert (first.name, second.name) == ("w-1", "w-2")
     assert (first.env["CUDA_VISIBLE_DEVICES"], second.env["CUDA_VISIBLE_DEVICES"]) == ("4,5", "6,7")
 
 
 def test_processes_when_worker_is_on_the_cpu_then_it_sees_no_gpu_unless_its_env_says_so():
-    env = {"DYN_TRTLLM_NATS_SERVER": ADDRESSES.nats}
-    assert processes(deployment(), ADDRESSES)[1].env == env | {"CUDA_VISIBLE_DEVICES": ""}
+    assert processes(deployment())[1].env == {"CUDA_VISIBLE_DEVICES": ""}
     set_by_hand = deployment(env={"CUDA_VISIBLE_DEVICES": "3", "A": "b"})
-    assert processes(set_by_hand, ADDRESSES)[1].env == env | {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
+    assert processes(set_by_hand)[1].env == {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
 
 
-def test_processes_when_nats_asks_for_a_password_then_no_command_line_shows_it():
-    secret = Addresses(etcd="127.0.0.1:1", nats="nats://dynamo:secret@127.0.0.1:2")
-    for spec in processes(deployment(), secret):
-        assert "secret" not in " ".join(spec.argv)
-        assert spec.env["DYN_TRTLLM_NATS_SERVER"] == secret.nats
+def test_processes_when_an_address_in_the_environment_is_wrong_then_it_does_not_matter_as_the_launcher_sets_it():
+    assert len(processes(deployment(), {"ETCD_ENDPOINTS": "a b", "DYN_TRTLLM_NATS_SERVER": "a b"})) == 2
 
 
 def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
-    spec = processes(deployment(flags={"model_path": "m", "drain_timeout_s": 100}), ADDRESSES)[1]
+    spec = processes(deployment(flags={"model_path": "m", "drain_timeout_s": 100}))[1]
     assert spec.stop_timeout_s > 100
 
 
 def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_that_only_this_machine_reaches():
-    (_, worker) = processes(deployment(), ADDRESSES)
+    (_, worker) = processes(deployment())
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
     config = load(WorkerConfig, prog="p", description="", argv=worker.arguments(23456), environ=worker.env)
     assert (config.system_host, config.system_port) == ("127.0.0.1", 23456)
@@ -91,8 +72,8 @@ def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_th
 )
 def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_worker_reads_it(flags, environ, wanted):
     flags = {"model_path": "m"} | flags
-    (_, inherits) = processes(deployment(flags=flags), ADDRESSES, environ)
-    (_, has_its_own) = processes(deployment(flags=flags, env=environ), ADDRESSES)
+    (_, inherits) = processes(deployment(flags=flags), environ)
+    (_, has_its_own) = processes(deployment(flags=flags, env=environ))
     for spec in (inherits, has_its_own):
         assert (spec.host, spec.port) == wanted
         chosen = load(WorkerConfig, prog="p", description="", argv=spec.arguments(spec.port or 7), environ=environ)
@@ -101,8 +82,8 @@ def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_wor
 
 def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is_asked_there():
     of = deployment().model_copy(update={"frontend": {}})
-    assert processes(of, ADDRESSES)[0].port == 8000
-    assert processes(of, ADDRESSES, {"DYN_HTTP_PORT": "81"})[0].port == 81
+    assert processes(of)[0].port == 8000
+    assert processes(of, {"DYN_HTTP_PORT": "81"})[0].port == 81
 
 
 @pytest.mark.parametrize(
@@ -119,7 +100,7 @@ def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_f
     frontend, environ, typed, wanted
 ):
     of = with_address(deployment().model_copy(update={"frontend": frontend}), **{"host": None, "port": None} | typed)
-    spec = processes(of, ADDRESSES, environ)[0]
+    spec = processes(of, environ)[0]
     assert (spec.host, spec.port) == wanted
     read = load(FrontendConfig, prog="p", description="", argv=spec.arguments(spec.port), environ=environ)
     assert (read.http_host, read.http_port) == wanted
@@ -132,7 +113,7 @@ def test_with_address_when_no_frontend_is_started_then_it_is_refused():
 
 def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_by_name():
     with pytest.raises(ConfigError, match="w: unknown environment variable DYN_TRTLLM_SYSTEM_PROT"):
-        processes(deployment(env={"DYN_TRTLLM_SYSTEM_PROT": "1"}), ADDRESSES)
+        processes(deployment(env={"DYN_TRTLLM_SYSTEM_PROT": "1"}))
 
 
 @pytest.mark.parametrize(
@@ -145,25 +126,25 @@ def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_
 def test_processes_when_two_have_the_same_port_then_both_are_named(changes, names):
     of = deployment(**changes).model_copy(update={"frontend": {}})
     with pytest.raises(ConfigError, match=f"{names} have the same port"):
-        processes(of, ADDRESSES)
+        processes(of)
 
 
 def test_processes_when_two_have_the_same_port_of_other_addresses_then_they_are_taken():
     flags = {"model_path": "m", "system_port": 8000}
     of = deployment(flags=flags).model_copy(update={"frontend": {"http_host": "10.0.0.1"}})
-    assert [spec.port for spec in processes(of, ADDRESSES)] == [8000, 8000]
+    assert [spec.port for spec in processes(of)] == [8000, 8000]
 
 
 def test_processes_when_one_logs_only_warnings_then_it_is_taken_as_its_log_is_not_read():
-    assert "--log-level=warning" in processes(deployment(flags={"model_path": "m", "log_level": "warning"}), ADDRESSES)[
+    assert "--log-level=warning" in processes(deployment(flags={"model_path": "m", "log_level": "warning"}))[
         1
     ].arguments(7)
 
 
 def test_with_model_when_given_then_every_worker_serves_it_under_its_own_name():
     other = with_model(deployment(flags={"model_path": "m", "served_model_name": "old"}), "smollm2")
-    assert model_names(other) == ["smollm2"]
-    assert "--served-model-name" not in " ".join(processes(other, ADDRESSES)[1].argv)
+    assert processes(other)[1].model == "smollm2"
+    assert "--served-model-name" not in " ".join(processes(other)[1].argv)
 
 
 def test_with_engine_when_it_is_another_then_arguments_of_the_old_one_go():
@@ -182,8 +163,8 @@ def test_with_engine_when_it_is_another_then_arguments_of_the_old_one_go():
         ({"model_path": "m", "served_model_name": "n"}, "n"),
     ],
 )
-def test_model_names_when_worker_has_flags_then_name_is_what_clients_send(flags, name):
-    assert model_names(deployment(flags=flags)) == [name]
+def test_processes_when_worker_has_flags_then_its_model_is_what_clients_send(flags, name):
+    assert processes(deployment(flags=flags))[1].model == name
 
 
 @pytest.mark.parametrize(
