@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.chaos.deployment import ENGINE_ARGS, Deployment, NotReady
 from benchmarks.chaos.relay import ChangingRelay
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.demo_models.resolve import resolve
+from dynamo_trtllm.demo_models import resolve
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.messages import (

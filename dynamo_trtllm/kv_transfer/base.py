@@ -6,15 +6,18 @@ gathers KV blocks into regions and scatters them.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import BadFrame, TransferFailed
 
 if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
-import ctypes
-import mmap
 
-from dynamo_trtllm.errors import TransferFailed
+T = TypeVar("T")
 
 
 class MemoryRegion(NamedTuple):
@@ -131,6 +134,20 @@ def view(region: MemoryRegion) -> memoryview:
     if not region.num_bytes:
         return memoryview(bytearray())  # a view of no bytes can't be cast
     return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
+
+
+def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) -> T:
+    """Decode the offer of a transfer.
+
+    Raises:
+        TransferFailed: Another backend created it.
+    """
+    try:
+        return codec.decode(offer, form)
+    except BadFrame as exc:
+        raise TransferFailed(
+            f"KV transfer {transfer_id}: the offer was not created by transfer backend {backend}"
+        ) from exc
 
 
 def require_cpu(regions: Sequence[MemoryRegion], backend: str) -> None:

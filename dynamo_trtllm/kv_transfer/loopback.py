@@ -6,15 +6,15 @@ import asyncio
 import ctypes
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_cpu, require_sizes
-from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, results
+from dynamo_trtllm.errors import TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_cpu, require_sizes
+from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, ended, results
+from dynamo_trtllm.kv_transfer.host import HostBackend, PublishedRegions
 
 
 class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,67 +23,27 @@ class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
-@dataclass(slots=True)
-class _LoopbackPublished:
-    regions: tuple[MemoryRegion, ...]
-    ready: int  # regions that hold their data
-    checksum: OfferChecksum | None = None
-
-
-class LoopbackBackend:
+class LoopbackBackend(HostBackend):
     """A KV transfer backend within one process. Peers find each other by the id in the offer."""
 
     name = "loopback"
     _open: ClassVar[dict[str, LoopbackBackend]] = {}
 
     def __init__(self, checksums: Checksums | None = None) -> None:
-        self.checksums = checksums or Checksums()
+        super().__init__(checksums)
         self._id = uuid.uuid4().hex
-        self._published: dict[str, _LoopbackPublished] = {}
-        self._changed = asyncio.Event()  # a transfer changed; replaced each time
         self._on_fetched: Callable[[str], None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         self._on_fetched = on_fetched
         self._open[self._id] = self
-
-    async def register(self, region: MemoryRegion) -> None:
-        require_cpu([region], self.name)  # host memory needs no registration
+        self._is_running = True
 
     async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        require_cpu(regions, self.name)
-        if self._id not in self._open:
-            raise TransferFailed("transfer backend loopback is not running; start it before publishing KV")
-        if transfer_id in self._published:
-            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
-        method = self.checksums.method(regions)
-        entry = _LoopbackPublished(tuple(regions), len(regions) if ready is None else ready)
-        if method:
-            entry.checksum = OfferChecksum(self.checksums, entry.regions)
-            entry.checksum.mark_ready(entry.ready)
-        self._published[transfer_id] = entry
+        self._publish(transfer_id, regions, ready)
         sizes_bytes = [region.num_bytes for region in regions]
+        method = self.checksums.method(regions)
         return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
-
-    def mark_ready(self, transfer_id: str, ready: int) -> None:
-        entry = self._published.get(transfer_id)
-        if entry is not None:
-            entry.ready = ready
-            if entry.checksum is not None:
-                entry.checksum.mark_ready(ready)
-            self._notify_readers()
-
-    async def unpublish(self, transfer_id: str) -> None:
-        entry = self._published.pop(transfer_id, None)
-        if entry is None:
-            return
-        self._notify_readers()
-        if entry.checksum is not None:
-            await entry.checksum.stop()
-
-    def _notify_readers(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def read(
         self,
@@ -95,12 +55,7 @@ class LoopbackBackend:
         on_region: OnRegion | None = None,
     ) -> None:
         """Read a transfer, see `TransferBackend.read`. `timeout_s` does not include the time of the copies."""
-        try:
-            facts = codec.decode(offer, _LoopbackOffer)
-        except BadFrame as exc:
-            raise TransferFailed(
-                f"KV transfer {transfer_id}: the offer was not created by transfer backend {self.name}"
-            ) from exc
+        facts = decode_offer(_LoopbackOffer, offer, transfer_id, self.name)
         require_cpu(regions, self.name)
         require_sizes(transfer_id, facts.sizes_bytes, regions)
         publisher = self._open.get(facts.backend_id)
@@ -134,12 +89,12 @@ class LoopbackBackend:
         finally:
             await ended(jobs)
 
-    async def _with_ready(self, transfer_id: str, index: int) -> _LoopbackPublished:
+    async def _with_ready(self, transfer_id: str, index: int) -> PublishedRegions:
         while (entry := self._entry(transfer_id)).ready <= index:
-            await self._changed.wait()
+            await entry.changed.wait()
         return entry
 
-    def _entry(self, transfer_id: str) -> _LoopbackPublished:
+    def _entry(self, transfer_id: str) -> PublishedRegions:
         entry = self._published.get(transfer_id)
         if entry is None:
             raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
@@ -150,6 +105,4 @@ class LoopbackBackend:
 
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
-        self._published.clear()
-        self._notify_readers()
-        await asyncio.to_thread(self.checksums.close)
+        await self._close()

@@ -19,15 +19,15 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_cpu, require_sizes, view
-from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_cpu, require_sizes, view
+from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, blocks, combined, ended, results
+from dynamo_trtllm.kv_transfer.host import HostBackend, PublishedRegions
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor
 
@@ -57,20 +57,6 @@ class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
-@dataclass(slots=True, kw_only=True)
-class _TcpPublished:
-    regions: tuple[MemoryRegion, ...]
-    token: bytes
-    ready: int  # regions that hold their data
-    checksum: OfferChecksum | None
-    advanced: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
-    readers: set[asyncio.Task[None]] = field(default_factory=set)
-
-    async def until_ready(self, index: int) -> None:
-        while self.ready <= index:
-            await self.advanced.wait()
-
-
 class _TcpRequest(NamedTuple):
     transfer_id: str
     facts: _TcpOffer
@@ -96,7 +82,7 @@ class _TcpRequest(NamedTuple):
             )
 
 
-class TcpBackend:
+class TcpBackend(HostBackend):
     """A KV transfer backend over TCP. It listens at `bind_host`; other hosts connect to `advertise_host`."""
 
     name = "tcp"
@@ -104,10 +90,9 @@ class TcpBackend:
     def __init__(
         self, bind_host: str = LOOPBACK, advertise_host: str = LOOPBACK, checksums: Checksums | None = None
     ) -> None:
-        self.checksums = checksums or Checksums()
+        super().__init__(checksums)
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        self._published: dict[str, _TcpPublished] = {}
         self._unasked: dict[asyncio.Task[None], None] = {}  # connections without a request, oldest first
         self._closed = 0  # connections closed since the last log line about them
         self._logged_at = -math.inf
@@ -133,6 +118,7 @@ class TcpBackend:
                 field="kv_transfer_bind_host",
             ) from exc
         self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
+        self._is_running = True
         port = self._listener.getsockname()[1]
         _log.info(
             "KV transfer over tcp: listening on port %d at %s, advertised as %s", port, host, self._advertise_host
@@ -140,53 +126,19 @@ class TcpBackend:
 
     # --- prefill worker --------------------------------------------------------------------------------------
 
-    async def register(self, region: MemoryRegion) -> None:
-        require_cpu([region], self.name)  # host memory needs no registration
-
     async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        require_cpu(regions, self.name)
-        if self._listener is None:
-            raise TransferFailed("transfer backend tcp is not running; start it before publishing KV")
-        if transfer_id in self._published:
-            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        method = self.checksums.method(regions)
-        entry = self._published[transfer_id] = _TcpPublished(
-            regions=tuple(regions),
-            token=token,
-            ready=len(regions) if ready is None else ready,
-            checksum=OfferChecksum(self.checksums, tuple(regions)) if method else None,
-        )
-        if entry.checksum is not None:
-            entry.checksum.mark_ready(entry.ready)
+        entry = self._publish(transfer_id, regions, ready)
+        entry.token = secrets.token_bytes(_TOKEN_BYTES)
+        assert self._listener is not None
         return codec.encode(
             _TcpOffer(
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
-                token=token,
+                token=entry.token,
                 sizes_bytes=[region.num_bytes for region in regions],
-                checksum=method,
+                checksum=self.checksums.method(regions),
             )
         )
-
-    def mark_ready(self, transfer_id: str, ready: int) -> None:
-        entry = self._published.get(transfer_id)
-        if entry is not None:
-            entry.ready = ready
-            if entry.checksum is not None:
-                entry.checksum.mark_ready(ready)
-            entry.advanced.set()
-            entry.advanced = asyncio.Event()
-
-    async def unpublish(self, transfer_id: str) -> None:
-        entry = self._published.pop(transfer_id, None)
-        if entry is None:
-            return
-        try:
-            await _stop(set(entry.readers))
-        finally:
-            if entry.checksum is not None:
-                await entry.checksum.stop()
 
     def check(self) -> None:
         if self._acceptor is not None and self._acceptor.broken is not None:
@@ -251,7 +203,7 @@ class TcpBackend:
             )
             self._closed, self._logged_at = 0, now
 
-    async def _send(self, connection: socket.socket, magic: bytes, transfer_id: str, entry: _TcpPublished) -> None:
+    async def _send(self, connection: socket.socket, magic: bytes, transfer_id: str, entry: PublishedRegions) -> None:
         reader = asyncio.current_task()
         assert reader is not None
         entry.readers.add(reader)  # `unpublish` cancels it before the memory is reused
@@ -261,7 +213,8 @@ class TcpBackend:
             checksum = NOTHING
             await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
             for index, region in enumerate(entry.regions):
-                await entry.until_ready(index)
+                while entry.ready <= index:
+                    await entry.changed.wait()
                 await loop.sock_sendall(connection, view(region))
                 if magic == _CHECKED and entry.checksum is not None:
                     checksum = combined(checksum, await entry.checksum.hashes(index))
@@ -282,12 +235,7 @@ class TcpBackend:
         timeout_s: float,
         on_region: OnRegion | None = None,
     ) -> None:
-        try:
-            facts = codec.decode(offer, _TcpOffer)
-        except BadFrame as exc:
-            raise TransferFailed(
-                f"KV transfer {transfer_id}: the offer was not created by transfer backend {self.name}"
-            ) from exc
+        facts = decode_offer(_TcpOffer, offer, transfer_id, self.name)
         require_cpu(regions, self.name)
         require_sizes(transfer_id, facts.sizes_bytes, regions)
         is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
@@ -349,8 +297,7 @@ class TcpBackend:
         if self._acceptor is not None:
             await self._acceptor.aclose()
         listener.close()
-        self._published.clear()
-        await asyncio.to_thread(self.checksums.close)
+        await self._close()
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -383,10 +330,3 @@ async def _receive(connection: socket.socket, target: memoryview) -> None:
         if count == 0:
             raise EOFError("the connection was closed")
         at += count
-
-
-async def _stop(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_sizes
+from dynamo_trtllm.errors import EngineFailed, TransferFailed
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlBindings,
@@ -263,12 +263,7 @@ class NixlBackend:
         A cancelled fetch returns when its read has ended, at the latest after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        try:
-            facts = codec.decode(offer, NixlOffer)
-        except BadFrame as exc:
-            raise TransferFailed(
-                f"KV transfer {transfer_id}: the offer was not created by transfer backend {self.name}"
-            ) from exc
+        facts = decode_offer(NixlOffer, offer, transfer_id, self.name)
         require_sizes(transfer_id, facts.sizes_bytes, regions)
         self._require_running("fetching KV")
         is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
