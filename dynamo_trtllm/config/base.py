@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.config import JsonDict
 
 from dynamo_trtllm.network.addresses import is_wildcard
@@ -46,6 +46,18 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+def matching(pattern: str, message: str) -> AfterValidator:
+    """Return a validator that accepts a text if the whole of it matches; otherwise the error is `message`."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(message)
+        return value
+
+    return AfterValidator(check)
+
+
 def _reachable_host(value: str) -> str:
     if is_wildcard(value):
         raise ValueError(
@@ -60,6 +72,21 @@ def _ip_address(value: str) -> str:
     return value
 
 
+_SERVER = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)(:\d{1,5})?/?"  # host and port
+_ETCD = rf"\s*(https?://)?{_SERVER}\s*"
+Namespace = Annotated[
+    str,
+    matching(
+        r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}",
+        "must have 1 to 256 characters and no '/', '.', '*', '>', white space or control characters",
+    ),
+]
+EtcdAddresses = Annotated[
+    str, matching(f"{_ETCD}(,{_ETCD})*", "expected comma-separated addresses like http://localhost:2379")
+]
+NatsAddress = Annotated[
+    str, matching(rf"((nats|tls)://)?([^\s/@,]+@)?{_SERVER}", "expected an address like nats://localhost:4222")
+]
 ReachableHost = Annotated[str, AfterValidator(_reachable_host)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -79,11 +106,6 @@ HTTP = "HTTP and routing"
 LOAD = "load"
 PROCESS = "process"
 GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
-
-_NAME = re.compile(r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}")
-_HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)"
-_ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
-_NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
 
 
 def option(
@@ -146,13 +168,13 @@ class Config(BaseModel):
 class ConnectionConfig(Config):
     """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace, logging."""
 
-    namespace: str = option(
+    namespace: Namespace = option(
         CONTROL,
         "dynamo",
         "Name of the deployment. Workers and frontends see only instances of the same namespace.",
         env="DYN_NAMESPACE",
     )
-    etcd_endpoints: str = option(
+    etcd_endpoints: EtcdAddresses = option(
         CONTROL, "http://localhost:2379", "etcd addresses, separated by commas.", env="ETCD_ENDPOINTS", is_address=True
     )
     etcd_ca: Path | None = option(
@@ -167,30 +189,8 @@ class ConnectionConfig(Config):
     etcd_key: Path | None = option(
         CONTROL, None, "PEM file of the client certificate's key.", env="ETCD_AUTH_CLIENT_KEY"
     )
-    nats_server: str = option(CONTROL, "nats://localhost:4222", "NATS address.", env="NATS_SERVER", is_address=True)
+    nats_server: NatsAddress = option(
+        CONTROL, "nats://localhost:4222", "NATS address.", env="NATS_SERVER", is_address=True
+    )
     log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
     log_format: LogFormat = option(PROCESS, "text", "Format of log lines: text, or json (one object per line).")
-
-    @field_validator("namespace")
-    @classmethod
-    def _namespace_is_a_name(cls, value: str) -> str:
-        if not _NAME.fullmatch(value):
-            raise ValueError(
-                "must have 1 to 256 characters and no '/', '.', '*', '>', white space or control characters"
-            )
-        return value
-
-    @field_validator("etcd_endpoints")
-    @classmethod
-    def _etcd_addresses(cls, value: str) -> str:
-        for part in value.split(","):
-            if not _ETCD.fullmatch(part.strip()):
-                raise ValueError("expected comma-separated addresses like http://localhost:2379")
-        return value
-
-    @field_validator("nats_server")
-    @classmethod
-    def _nats_address(cls, value: str) -> str:
-        if not _NATS.fullmatch(value):
-            raise ValueError("expected an address like nats://localhost:4222")
-        return value

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, PositiveInt
+from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, PositiveInt, matching
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import check_keys, read_yaml
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -69,7 +69,9 @@ _RESERVED = {
 }
 
 _GPU_NUMBERS = re.compile(r"\d+(,\d+)*")
-_WORKER_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+WorkerName = Annotated[
+    str, matching(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "expected lower-case letters, digits and dashes")
+]
 
 
 class ServicesConfig(Config):
@@ -101,7 +103,7 @@ class RestartConfig(Config):
 class WorkerSpec(Config):
     """A group of `count` workers with the same settings."""
 
-    name: str = Field(description="Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on.")
+    name: WorkerName = Field(description="Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on.")
     disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode.")
     count: PositiveInt = Field(default=1, description="Number of identical workers.")
     devices: list[Annotated[int, Field(ge=0)]] | Literal["cpu"] = Field(
@@ -122,13 +124,6 @@ class WorkerSpec(Config):
             return [int(number) for number in value.split(",")]
         if value != "cpu" and not isinstance(value, list):
             raise ValueError(f"expected cpu or a list of GPU numbers, got {value!r}")
-        return value
-
-    @field_validator("name")
-    @classmethod
-    def _name_form(cls, value: str) -> str:
-        if not _WORKER_NAME.fullmatch(value):
-            raise ValueError("expected lower-case letters, digits and dashes")
         return value
 
     @model_validator(mode="after")

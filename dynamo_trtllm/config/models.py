@@ -5,7 +5,6 @@ The models are frozen pydantic models. `load.load` fills them from argv and envi
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -28,11 +27,14 @@ from dynamo_trtllm.config.base import (
     PositiveFloat,
     PositiveInt,
     ReachableHost,
+    matching,
     option,
 )
 from dynamo_trtllm.messages import Role
 
-_ENDPOINT = re.compile(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+")
+Endpoint = Annotated[
+    str, matching(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+", "expected dyn://NAMESPACE.COMPONENT.ENDPOINT")
+]
 
 
 class WorkerConfig(ConnectionConfig):
@@ -106,7 +108,7 @@ examples, one prefill and one decode worker of the same model:
         "Phase that starts first. decode_first reserves a decode slot before the prompt is processed. "
         "Prefill and decode workers need the same value.",
     )
-    endpoint: str | None = option(
+    endpoint: Endpoint | None = option(
         ROLE, None, "Endpoint as dyn://NAMESPACE.COMPONENT.ENDPOINT. Default: chosen by role."
     )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = option(
@@ -191,13 +193,6 @@ examples, one prefill and one decode worker of the same model:
             if value is not None and self.engine not in users:
                 raise ValueError(f"{flag} has an effect only with --engine {' or '.join(users)}; remove it")
         return self
-
-    @field_validator("endpoint")
-    @classmethod
-    def _endpoint_form(cls, value: str | None) -> str | None:
-        if value is not None and not _ENDPOINT.fullmatch(value):
-            raise ValueError("expected dyn://NAMESPACE.COMPONENT.ENDPOINT")
-        return value
 
 
 class FrontendConfig(ConnectionConfig):
