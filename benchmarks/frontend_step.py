@@ -12,23 +12,24 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
 from dynamo_trtllm.frontend.generation.completions import ChatSseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.app import CHAT
 from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 from dynamo_trtllm.tokenization import vocabulary
@@ -128,18 +129,6 @@ class FakePipeline:
     def get(self, name: str) -> ServedModel:
         return SERVED
 
-    def names(self) -> list[str]:
-        return [CARD.name]
-
-    def instances(self) -> list[Instance]:
-        return []
-
-    def not_ready_reason(self, name: str) -> str | None:
-        return None
-
-    def readiness(self) -> ReadinessReport:
-        return ReadinessReport(pairs=[], mismatched=[], rejected_records=[])
-
 
 class NullTransport(asyncio.Transport):
     """A connection to a client that reads everything at once."""
@@ -156,8 +145,8 @@ def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
     pipeline, config = FakePipeline(make_chunks(make_stream(channel, steps))), FrontendConfig()
     state = AppState(
         config=config,
-        models=pipeline,
-        pipeline=pipeline,
+        models=cast("ModelRegistry", pipeline),
+        pipeline=cast("Pipeline", pipeline),
         metrics=FrontendMetrics(),
         limiter=ConcurrencyLimiter(config.max_inflight),
         body_budget=BodyBudget(config.max_total_body_bytes),

@@ -10,7 +10,7 @@ from functools import partial
 
 from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.frontend.http.base import RequestGenerator
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.streams import KvHolder, OnChunk, OnEvent, StreamEvent, StreamHandle, TaskStream, as_stream
@@ -73,16 +73,14 @@ def call_stream(plane: Plane, subject: str, request: GenerateRequest) -> AsyncGe
 class PipelineCalls:
     """The requests of a pipeline, as a `Generator`."""
 
-    def __init__(self, pipeline: RequestGenerator, trace: RouteTrace) -> None:
+    def __init__(self, pipeline: Pipeline, trace: RouteTrace) -> None:
         self._pipeline, self._trace = pipeline, trace
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         return self._pipeline.generate(request, self._trace, on_event)
 
 
-def pipeline_stream(
-    pipeline: RequestGenerator, request: GenerateRequest, trace: RouteTrace
-) -> AsyncGenerator[Chunk, None]:
+def pipeline_stream(pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace) -> AsyncGenerator[Chunk, None]:
     return as_stream(PipelineCalls(pipeline, trace), request)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.errors import INVALID
 from dynamo_trtllm.http_server.exchange import FlushBatch, Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.network.listening import Acceptor, allow_files
+from dynamo_trtllm.observability import logging as observe_logging
+
+ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
+ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
 
 
 class Route(NamedTuple):
@@ -41,11 +46,14 @@ class Router:
         self._patterns = [(_compile(path), methods) for path, methods in by_path.items() if "{" in path]
 
     async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Run the handler. Answers its errors, unknown paths and unknown methods with an error response.
+        """Give the request an id, and run its handler.
+
+        Answers the handler's errors, unknown paths and unknown methods with an error response.
 
         Raises:
             DynamoError: the handler failed after it had started the response.
         """
+        set_request_id(request, response)
         methods = self._exact.get(request.path) or self._match(request)
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         about = f"{request.method} {request.path}"
@@ -137,6 +145,16 @@ class ConnectionGroup:
             await self.changed.wait()
 
 
+def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
+    """Take the id of a request from `X-Request-Id`, or generate one. Add it to the response and the log lines."""
+    given = request.header(b"x-request-id") or ""
+    request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
+    # It is never reset: the server logs exceptions in this task, which serves no other request.
+    observe_logging.request_id.set(request_id)
+    request.id = request_id if ENGINE_ID.fullmatch(request_id) else ""
+    response.headers["X-Request-Id"] = request_id
+
+
 def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
     """Create the server, which does not serve yet, and raise the limit of open files to fit its connections."""
     allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
@@ -160,6 +178,10 @@ class HttpServer:
         self.connections = ConnectionGroup(handler, limits)
         self._stopped = asyncio.Event()
         self._interrupted = asyncio.Event()
+
+    def replace_handler(self, handler: Handler) -> None:
+        """Run `handler` for all later requests."""
+        self.connections.handler = handler
 
     def stop(self) -> None:
         """Accept no more connections, and end `serve` after the running requests."""

@@ -30,7 +30,7 @@ class Frontend:
 
     async def written(self) -> None:
         """All that was made is in the store, or is not going to be."""
-        await self.front.app.close_responses()
+        await self.front.built.close_responses()
 
     async def made(self, **fields: Any) -> dict[str, Any]:
         response = await self.client.post("/v1/responses", json={"model": MODEL, "input": "hi"} | fields)
@@ -42,7 +42,7 @@ async def opened(nats: str, namespace: str) -> Frontend:
     served = front(chunk("why", ids=[REASONING]), chunk("{}", ids=[CALL]), stop())
     store = await JetStreamStore.connect(nats, namespace, LIMITS)
     config = FrontendConfig(response_store="jetstream")
-    served.app = build_app(config, served.catalog, served.pipeline, served.metrics, store)
+    served.built = build_app(config, served.catalog, served.pipeline, served.metrics, store)
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app=asgi(served.app)), base_url="http://frontend")
     return Frontend(served, client, store)
 

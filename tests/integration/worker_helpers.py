@@ -16,7 +16,6 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.http.base import SingleProcess
 from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.network.listening import listen
@@ -147,4 +146,4 @@ def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[N
     """Start a frontend. Return its task and its URL."""
     chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
     sock = listen("127.0.0.1", 0)
-    return asyncio.create_task(serve(chosen, sock, SingleProcess())), f"http://127.0.0.1:{sock.getsockname()[1]}"
+    return asyncio.create_task(serve(chosen, sock)), f"http://127.0.0.1:{sock.getsockname()[1]}"

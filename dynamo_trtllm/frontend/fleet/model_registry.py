@@ -54,7 +54,12 @@ class ModelRegistry:
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
     def get(self, name: str) -> ServedModel:
-        """See `ModelCatalog`. The message of ModelNotFound lists the served models."""
+        """Return a model.
+
+        Raises:
+            ModelNotFound: no worker serves it. The message lists the served models.
+            EngineNotReady: this frontend is still loading its files.
+        """
         served = self._served.get(name)
         if served is None and name in self._view.models():
             raise EngineNotReady(f"this frontend is still loading the files of model {name!r}; retry")
@@ -70,11 +75,11 @@ class ModelRegistry:
         return self._view.instances()
 
     def not_ready_reason(self, name: str) -> str | None:
-        """See `ModelCatalog`."""
+        """Return why the model cannot be served now, as text for people; None if it can."""
         return self._plane.unavailable_reason() or not_ready_reason(self._view.model(name), name, self._breakers)
 
     def readiness(self) -> ReadinessReport:
-        """See `ModelCatalog`."""
+        """Return the pairs of all models, the instances that match no other, and the rejected etcd records."""
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
         breakers, now = self._breakers or PairBreakers(), time.monotonic()
         return ReadinessReport(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.api_adapter import StatelessAdapter
 from dynamo_trtllm.frontend.generation.completions import ChatAggregator, ChatSseEncoder, TextAggregator, TextSseEncoder
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat, prepare_text
 from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, set_request_id
-from dynamo_trtllm.frontend.http.base import ModelCatalog, RequestGenerator
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
 from dynamo_trtllm.frontend.http.routes import StatusRoutes, docs, openapi, response_routes
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
@@ -42,23 +42,18 @@ TEXT = StatelessAdapter(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendApp:
-    """The handler of a frontend's requests."""
+class FrontendApp(NamedTuple):
+    """The app of a frontend: the handler of its requests, and what belongs to it."""
 
     router: Router
     running: InFlight
     close_responses: Callable[[], Awaitable[None]]
 
-    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        set_request_id(request, response)
-        await self.router(request, response)
-
 
 def build_app(
     config: FrontendConfig,
-    models: ModelCatalog,
-    pipeline: RequestGenerator,
+    models: ModelRegistry,
+    pipeline: Pipeline,
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,

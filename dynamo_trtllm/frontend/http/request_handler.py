@@ -21,11 +21,12 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded, StreamIncomplete
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B, PreparedRequest, SseEncoder
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan, RequestContext
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, check_json, read_body
-from dynamo_trtllm.frontend.http.base import ModelCatalog, RequestGenerator
 from dynamo_trtllm.frontend.http.request_metrics import ChoiceMetrics, RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
@@ -45,8 +46,8 @@ class AppState:
     """The objects that all requests share."""
 
     config: FrontendConfig
-    models: ModelCatalog
-    pipeline: RequestGenerator
+    models: ModelRegistry
+    pipeline: Pipeline
     metrics: FrontendMetrics
     limiter: ConcurrencyLimiter
     body_budget: BodyBudget

@@ -15,11 +15,11 @@ from dynamo_trtllm.api.common import model_list, model_object
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore
 from dynamo_trtllm.frontend.http.admission import InFlight
-from dynamo_trtllm.frontend.http.base import ModelCatalog
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
@@ -38,7 +38,7 @@ class StatusRoutes:
     """The status endpoints, one method per path."""
 
     def __init__(
-        self, models: ModelCatalog, metrics: FrontendMetrics, not_ready_reason: Callable[[], str | None]
+        self, models: ModelRegistry, metrics: FrontendMetrics, not_ready_reason: Callable[[], str | None]
     ) -> None:
         """`not_ready_reason` returns the reason for which `/ready` answers 503, or None."""
         self._models = models

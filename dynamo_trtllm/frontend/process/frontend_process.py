@@ -54,16 +54,20 @@ class FrontendProcess:
             self._stop()
 
     def share(self, metrics: FrontendMetrics) -> None:
+        """Include this process's metrics in every scrape, so that each process returns the totals of all."""
         self._metrics = metrics
         metrics.gather = self._total_metrics
 
     def announce_ready(self) -> None:
+        """Announce that this process accepts requests."""
         self._pipe.send_ready()
 
     def not_ready_reason(self) -> str | None:
+        """Return why not all processes of this frontend are ready, as text for `/ready`; None when they are."""
         return None if self._are_all_ready else "other processes of this frontend are starting"
 
     def on_parent_exit(self, stop: Callable[[], None]) -> None:
+        """Call `stop` when the parent process has ended."""
         self._stop = stop
 
     def _on_all_ready(self) -> None:

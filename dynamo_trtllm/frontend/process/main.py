@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from dynamo_trtllm.config.load import exit_with, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.frontend.http.base import PeerProcesses, SingleProcess
-from dynamo_trtllm.frontend.process.startup_gate import StartupGate
-from dynamo_trtllm.http_server.server import http_server
+from dynamo_trtllm.errors import ConfigError, Draining, DynamoError
+from dynamo_trtllm.http_server.errors import retry_headers
+from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.server import http_server, set_request_id
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
@@ -30,7 +35,58 @@ DESCRIPTION = "OpenAI-compatible HTTP frontend: renders prompts, routes to prefi
 
 _log = logging.getLogger(__name__)
 
-RunApp = Callable[[FrontendConfig, StartupGate, PeerProcesses, Callable[[], None]], Awaitable[None]]
+_STARTING = "this frontend is starting"
+_EARLY = {
+    "/live": (200, {"status": "live"}),
+    "/ready": (503, {"status": "loading", "reason": _STARTING}),
+    "/health": (
+        200,
+        {
+            "status": "loading",
+            "endpoints": [],
+            "instances": [],
+            "pairs": [],
+            "mismatched": [],
+            "rejected_records": [],
+            "message": _STARTING,
+        },
+    ),
+}
+
+
+class StartupGate:
+    """The handler of a starting frontend. Requests wait until `open` or `close` is called, once.
+
+    Status requests are answered at once. Another one needs the models: an earlier answer would be 404.
+    """
+
+    def __init__(self) -> None:
+        self._app: Handler | None = None
+        self._decided = asyncio.Event()
+
+    def open(self, app: Handler) -> None:
+        """Forward all requests to `app`, including those that wait."""
+        self._app = app
+        self._decided.set()
+
+    def close(self) -> None:
+        """Answer the waiting requests with a retryable error. Does nothing if the gate is open."""
+        self._decided.set()
+
+    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer the request, now or once the gate is decided. Raises ClientDisconnected."""
+        set_request_id(request, response)
+        if self._app is None and request.path in _EARLY and request.method in ("GET", "HEAD"):
+            status, body = _EARLY[request.path]
+            response.send_json(status, body, retry_headers(status))
+            return
+        response.cancel_on_disconnect()
+        await self._decided.wait()
+        response.continue_on_disconnect()  # the app decides
+        if self._app is None:
+            response.send_error(Draining("this frontend failed to start; see its log"))
+        else:
+            await self._app(request, response)
 
 
 def main() -> None:
@@ -42,7 +98,7 @@ def main() -> None:
             raise SystemExit(_run_process_group(config))
         sock = listen(config.http_host, config.http_port)
         _warn_if_exposed(config, sock)
-        uvloop.run(serve(config, sock, SingleProcess()))
+        uvloop.run(serve(config, sock))
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
@@ -63,8 +119,12 @@ def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 
-async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesses) -> None:
-    """Serve on `sock` until SIGTERM or SIGINT, then close it. Raises what `run_app` raises."""
+async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendProcess | None = None) -> None:
+    """Serve on `sock` until SIGTERM or SIGINT, then close it. Raises what `run_app` raises.
+
+    Args:
+        process: this process, if it is one of several on the port.
+    """
     _tune_malloc()
     with sock:
         gate = StartupGate()
@@ -73,10 +133,15 @@ async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesse
         def stop(_: object = None) -> None:
             server.stop()
 
-        work = asyncio.create_task(_work(config, gate, peers, stop))
+        def open_gate(app: Handler) -> None:
+            server.replace_handler(app)
+            gate.open(app)
+
+        work = asyncio.create_task(_work(config, open_gate, process, stop))
         work.add_done_callback(stop)
         work.add_done_callback(lambda _: gate.close())
-        peers.on_parent_exit(stop)
+        if process is not None:
+            process.on_parent_exit(stop)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         loop.add_signal_handler(signal.SIGINT, server.interrupt)
@@ -102,13 +167,14 @@ def _tune_malloc() -> None:
             mallopt(parameter, value)
 
 
-async def _work(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses, stop: Callable[[], None]) -> None:
-    run_app = await asyncio.to_thread(_load)
-    await run_app(config, gate, peers, stop)
-
-
-def _load() -> RunApp:
-    """Import `run_app`. This takes most of the start-up time, so it runs in a thread."""
+async def _work(
+    config: FrontendConfig,
+    open_gate: Callable[[Handler], None],
+    process: FrontendProcess | None,
+    stop: Callable[[], None],
+) -> None:
+    # This takes most of the start-up time, so it runs in a thread.
+    await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
     from dynamo_trtllm.frontend.process.run_app import run_app
 
-    return run_app
+    await run_app(config, open_gate, process, stop)

@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.models import FrontendConfig
@@ -19,8 +19,7 @@ from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.http.app import build_app
-from dynamo_trtllm.frontend.http.base import PeerProcesses
-from dynamo_trtllm.frontend.process.startup_gate import StartupGate
+from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
@@ -29,17 +28,27 @@ from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 from dynamo_trtllm.router.pair_breakers import PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 
+if TYPE_CHECKING:
+    from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
+
 _log = logging.getLogger(__name__)
 
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
 _SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted
 
 
-async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses, stop: Callable[[], None]) -> None:
-    """Run the frontend until cancelled. Opens the gate when the models of registered workers are loaded.
+async def run_app(
+    config: FrontendConfig,
+    open_gate: Callable[[Handler], None],
+    process: FrontendProcess | None,
+    stop: Callable[[], None],
+) -> None:
+    """Run the frontend until cancelled. Calls `open_gate` when the models of registered workers are loaded.
 
-    When a background task ends, `/ready` reports it, `stop` makes the server finish running requests, and the failure
-    is raised once this is cancelled.
+    Args:
+        process: this process, if it is one of several on the port.
+        stop: called when a background task has ended. `/ready` reports it, the server finishes running requests, and
+            the failure is raised once this is cancelled.
 
     Raises:
         Unreachable: etcd or NATS cannot be reached.
@@ -54,7 +63,8 @@ async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesse
         discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)
         stack.push_async_callback(discovery.aclose)
         view, breakers, metrics = ClusterView(), PairBreakers(), FrontendMetrics()
-        peers.share(metrics)
+        if process is not None:
+            process.share(metrics)
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
@@ -64,7 +74,7 @@ async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesse
         stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
-            return tasks.reason or peers.not_ready_reason()
+            return tasks.reason or (None if process is None else process.not_ready_reason())
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
@@ -80,8 +90,9 @@ async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesse
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await _first(_wait_for_models(models), tasks.until_failed())
         tune_gc()
-        gate.open(app)
-        peers.announce_ready()
+        open_gate(app.router)
+        if process is not None:
+            process.announce_ready()
         await _until_failed(tasks, stop)
 
 

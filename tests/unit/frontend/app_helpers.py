@@ -13,6 +13,7 @@ from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.fleet.model_registry import ReadinessReport
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
+from dynamo_trtllm.http_server.server import Router
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,
@@ -205,9 +206,13 @@ class FakeFrontend:
     not_ready_reason: str | None = None  # why /ready does not return 200
 
     def __post_init__(self) -> None:
-        self.app = build_app(
+        self.built = build_app(
             self.config, self.catalog, self.pipeline, self.metrics, not_ready_reason=lambda: self.not_ready_reason
         )
+
+    @property
+    def app(self) -> Router:
+        return self.built.router
 
 
 def front(*script: Chunk | BaseException | asyncio.Event, **config: object) -> FakeFrontend:

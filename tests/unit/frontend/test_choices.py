@@ -280,7 +280,7 @@ async def test_cancel_by_id_then_an_error_ends_the_answer_and_all_choices(monkey
     served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()])
     asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
     await asyncio.gather(*(one.begun.wait() for one in served.pipeline.each))
-    running, answer_id = served.app.running, "chatcmpl-" + "7" * 16
+    running, answer_id = served.built.running, "chatcmpl-" + "7" * 16
     assert not running.cancel("chatcmpl-other")
     assert running.cancel(answer_id)
     assert events(await asking)[-1]["error"]["code"] == "cancelled"

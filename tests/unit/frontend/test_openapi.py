@@ -67,7 +67,7 @@ async def test_openapi_then_it_is_served_and_every_reference_leads_somewhere() -
 def test_openapi_then_it_lists_exactly_the_routes_of_the_app() -> None:
     routes = {
         (re.sub(r"{\w+(:path)?}", "{id}", route.path), route.method.lower())
-        for route in front().app.router.routes
+        for route in front().app.routes
         if route.path not in UNLISTED
     }
     assert routes == {(path, method) for path, methods in document()["paths"].items() for method in methods}

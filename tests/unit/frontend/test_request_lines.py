@@ -65,7 +65,7 @@ async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
     await cluster.add(1, Role.AGGREGATED, [errors.Draining("worker 1 drains")], FINISHED)
     served = front()
     served.catalog.served["tiny"] = ServedModel(msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer)
-    served.app = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
+    served.built = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
     headers = {} if request_id is None else {"x-request-id": request_id}
     response = await asked(served, headers, model="tiny")
     assert response.status_code == 200, response.text

@@ -243,7 +243,7 @@ class SlowStore(MemoryResponseStore):
 
 def over(store: SlowStore, **config: Any) -> FakeFrontend:
     served = front(chunk("Hel"), stop("lo"))
-    served.app = build_app(
+    served.built = build_app(
         FrontendConfig.model_validate(config), served.catalog, served.pipeline, served.metrics, store
     )
     return served
@@ -264,7 +264,7 @@ async def test_stream_when_the_store_is_slow_then_its_end_comes_and_the_response
     store.go.set()
     assert (await deleting).status_code == 200  # after the write, which would bring it back
     check_error(await ask(served, "GET", path), 404, "response_not_found")
-    await served.app.close_responses()
+    await served.built.close_responses()
     assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
 
 
@@ -281,7 +281,7 @@ async def test_response_when_its_write_fails_then_logged_counted_and_gone(
     path = f"{PATH}/{response['id']}"
     assert (await ask(served, "GET", path)).status_code == 200
     store.go.set()
-    await served.app.close_responses()
+    await served.built.close_responses()
     check_error(await ask(served, "GET", path), 404, "response_not_found")
     assert f"{response['id']} was not stored ({code})" in caplog.text
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
@@ -291,7 +291,7 @@ async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(monkey
     monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
     served = over(SlowStore())
     await made(served)
-    await served.app.close_responses()
+    await served.built.close_responses()
     assert 'responses_not_stored_total{code="deadline"} 1.0' in served.metrics.render().decode()
 
 
