@@ -19,14 +19,12 @@ from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
-from dynamo_trtllm.frontend.generation.completions import ChatSseEncoder
+from dynamo_trtllm.frontend.generation.completions import CHAT
 from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.generation.preprocess import RequestContext, prepare_chat
+from dynamo_trtllm.frontend.generation.preprocess import PreparedRequest, RequestContext, prepare_chat
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
-from dynamo_trtllm.frontend.http.app import CHAT
 from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ModelDeploymentCard, token_ids
@@ -96,7 +94,7 @@ def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
 
     def work() -> None:
         plan = prepare_chat(body, SERVED, RequestContext(request_id="r", deadline=0))
-        events = ChatSseEncoder(
+        events = CHAT.encoder(
             PreparedRequest(meta=ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan)
         )
         outputs = [Detokenizer(prepared, index) for index, prepared in enumerate(plan.choices)]

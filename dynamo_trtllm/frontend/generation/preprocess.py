@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
 from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from dynamo_trtllm.api.request_model import GenerationRequest
 from dynamo_trtllm.api.sampling import SEED_LIMIT
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options, render_prompt, sampling_of
@@ -22,6 +25,8 @@ from dynamo_trtllm.frontend.generation.options import (
 )
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import OutputParser, Renderer, ServedModel
+
+B = TypeVar("B", bound=GenerationRequest)
 
 _MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
 _MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
@@ -66,6 +71,24 @@ class GenerationPlan:
     choices: tuple[ChoiceRequest, ...]
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest(Generic[B]):
+    """A request that was parsed and planned."""
+
+    meta: ResponseMeta
+    body: B
+    plan: GenerationPlan
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.plan.choices[0].renderer
+
+    @property
+    def answers(self) -> int:
+        """The number of choices that the client gets."""
+        return len(self.plan.choices) // self.plan.candidates * self.plan.keep
 
 
 def prepare_chat(body: ChatRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:

@@ -1,45 +1,254 @@
-"""Build the app of a frontend: its routes, and the id of each request."""
+"""Build the app of a frontend. Serve its endpoints that run no model: models, readiness, metrics, stored responses."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
 
-from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.completions import CompletionRequest
+import orjson
+
+from dynamo_trtllm.api.common import model_list, model_object
+from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.discovery.keys import endpoint_of
+from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.api_adapter import StatelessAdapter
-from dynamo_trtllm.frontend.generation.completions import ChatAggregator, ChatSseEncoder, TextAggregator, TextSseEncoder
+from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.generation.preprocess import prepare_chat, prepare_text
-from dynamo_trtllm.frontend.generation.responses.adapter import ResponsesAdapter
+from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
-from dynamo_trtllm.frontend.http.routes import StatusRoutes, docs, openapi, response_routes
+from dynamo_trtllm.http_server.errors import retry_headers
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
-from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
-CHAT = StatelessAdapter(
-    endpoint="chat_completions",
-    id_prefix="chatcmpl-",
-    body=ChatRequest,
-    prompt=frozenset({"messages", "tools"}),
-    prepare=prepare_chat,
-    encoder=ChatSseEncoder,
-    aggregator=ChatAggregator,
+PAGE_MAY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-TEXT = StatelessAdapter(
-    endpoint="completions",
-    id_prefix="cmpl-",
-    body=CompletionRequest,
-    prompt=frozenset({"prompt"}),
-    prepare=prepare_text,
-    encoder=TextSseEncoder,
-    aggregator=TextAggregator,
-)
+NO_WORKER = "no worker has registered yet"
+
+
+class StatusRoutes:
+    """The status endpoints, one method per path."""
+
+    def __init__(
+        self, models: ModelRegistry, metrics: FrontendMetrics, not_ready_reason: Callable[[], str | None]
+    ) -> None:
+        """`not_ready_reason` returns the reason for which `/ready` answers 503, or None."""
+        self._models = models
+        self._metrics = metrics
+        self._not_ready_reason = not_ready_reason
+        self._created = int(time.time())  # models have no creation time: the frontend's start is used
+
+    async def models(self, request: HttpRequest, response: HttpResponse) -> None:
+        cards = [self._models.get(name).card for name in self._models.names()]
+        response.send_json(200, model_list([model_object(card, self._created) for card in cards]))
+
+    async def model(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer with one model, or with all if the name is empty (`/v1/models/`)."""
+        name = request.path_params["name"]
+        if not name:
+            await self.models(request, response)
+        else:
+            response.send_json(200, model_object(self._models.get(name).card, self._created))
+
+    async def ready(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 when the model can be served now, 503 with the reason when not, 404 for an unknown model."""
+        name = request.path_params["name"]
+        try:
+            self._models.get(name)
+            reason = self._models.not_ready_reason(name)
+        except EngineNotReady as error:
+            reason = error.message
+        if reason:
+            body = {"model": name, "status": "not_ready", "message": reason}
+            response.send_json(503, body, retry_headers(503))
+        else:
+            response.send_json(200, {"model": name, "status": "ready"})
+
+    async def health(self, _: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 always, because this process responds. `status` is that of the deployment."""
+        instances = sorted(self._models.instances(), key=lambda instance: (instance.component, instance.id))
+        names = self._models.names()
+        not_ready_reason = [reason for name in names if (reason := self._models.not_ready_reason(name))]
+        if not names:
+            not_ready_reason = [NO_WORKER]
+        body: dict[str, Any] = {
+            "status": "not_ready" if not_ready_reason else "healthy",
+            "endpoints": sorted({str(endpoint_of(instance)) for instance in instances}),
+            "instances": [_instance(instance) for instance in instances],
+            **self._models.readiness(),
+        }
+        response.send_json(200, body | {"message": "; ".join(not_ready_reason)} if not_ready_reason else body)
+
+    async def frontend_ready(self, _: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
+        if not_ready_reason := self._not_ready_reason():
+            response.send_json(503, {"status": "not_ready", "reason": not_ready_reason}, retry_headers(503))
+        else:
+            response.send_json(200, {"status": "ready", "reason": ""})
+
+    async def live(self, _: HttpRequest, response: HttpResponse) -> None:
+        response.send_json(200, {"status": "live"})
+
+    async def metrics(self, _: HttpRequest, response: HttpResponse) -> None:
+        response.send(200, await self._metrics.render_all(), CONTENT_TYPE)
+
+
+async def openapi(_: HttpRequest, response: HttpResponse) -> None:
+    response.send(200, await asyncio.to_thread(_openapi))
+
+
+@cache
+def _openapi() -> bytes:
+    return orjson.dumps(document())
+
+
+async def docs(_: HttpRequest, response: HttpResponse) -> None:
+    """Answer with a page that shows `/openapi.json`. It loads nothing from other servers."""
+    page = files("dynamo_trtllm.frontend").joinpath("docs.html").read_bytes()
+    response.send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": PAGE_MAY})
+
+
+def _instance(instance: Instance) -> dict[str, Any]:
+    return {
+        "component": instance.component,
+        "endpoint": instance.endpoint,
+        "namespace": instance.namespace,
+        "instance_id": instance.id,  # a number, as in Dynamo's /health
+        "id": f"{instance.id:x}",  # as in logs, headers and `pairs`
+        "role": instance.role,
+        "model": instance.card.name,
+        "engine": instance.engine,
+        "transport": {"nats_tcp": instance.subject},
+    }
+
+
+DEFAULT_LIMIT: Final = 20
+MAX_LIMIT: Final = 100
+
+
+def response_routes(responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> list[Route]:
+    """Return the routes below `/v1/responses/`."""
+    routes = ResponseRoutes(responses, store, running)
+    path = "/v1/responses/{id}"
+    return [
+        Route("GET", path, routes.retrieve),
+        Route("DELETE", path, routes.delete),
+        Route("POST", f"{path}/cancel", routes.cancel),
+        Route("GET", f"{path}/input_items", routes.input_items),
+    ]
+
+
+class ResponseRoutes:
+    """The endpoints of existing responses.
+
+    Responses in progress are known only to their own frontend, stored ones to all frontends that share a store.
+    """
+
+    def __init__(self, responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> None:
+        self._responses = responses
+        self._store = store
+        self._running = running
+
+    async def retrieve(self, request: HttpRequest, response: HttpResponse) -> None:
+        _check_query(request, "stream", "include", "include[]")
+        if _last(request, "stream", "false") != "false":
+            raise UnsupportedParameter("stream is not supported for an existing response; leave it out", field="stream")
+        builder = self._running_builder(request)
+        if builder is not None and builder.stored:
+            response.send_json(200, builder.in_progress())
+        else:
+            response.send_json(200, (await self._store.get(_id(request))).response)
+
+    async def input_items(self, request: HttpRequest, response: HttpResponse) -> None:
+        _check_query(request, "limit", "order", "after", "include", "include[]")
+        builder = self._running_builder(request)
+        if builder is not None and builder.stored:
+            items = builder.input_items()
+        else:
+            items = (await self._store.get(_id(request))).items
+        response.send_json(200, _page(items, request))
+
+    async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
+        response_id = _id(request)
+        if self._running_builder(request) is not None:
+            raise InvalidRequest(f"response {response_id!r} is still in progress; cancel it first")
+        await self._store.delete(response_id)
+        response.send_json(200, {"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Cancel a response in progress, prefill and decode. A response that has ended is returned unchanged."""
+        builder = self._running_builder(request)
+        if builder is None or not self._running.cancel(builder.id):
+            response.send_json(200, (await self._store.get(_id(request))).response)
+            return
+        cancelled = builder.cancelled()
+        if (packed := builder.pack(cancelled)) is not None:
+            await self._store.put(builder.id, packed, builder.client)
+        response.send_json(200, cancelled)
+
+    def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
+        response_id = _id(request)
+        return self._responses.builders.get(response_id) if response_id in self._running else None
+
+
+def _id(request: HttpRequest) -> str:
+    return request.path_params["id"]
+
+
+def _last(request: HttpRequest, name: str, default: str) -> str:
+    """Return the last value of a query parameter."""
+    return request.query().get(name, [default])[-1]
+
+
+def _check_query(request: HttpRequest, *known: str) -> None:
+    """Raise UnsupportedParameter for a query parameter or value that is not supported."""
+    query = request.query()
+    for name in query:
+        if name not in known:
+            raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)
+    for name in ("include", "include[]"):
+        for value in query.get(name, ()):
+            if value != LOGPROBS:  # they are included if the original request asked for them
+                raise UnsupportedParameter(f"include of {value!r} is not supported; leave it out", field="include")
+
+
+def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, Any]:
+    """Return the page of items that the query selects. The default order is newest first."""
+    order, limit = _last(request, "order", "desc"), _last(request, "limit", str(DEFAULT_LIMIT))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
+    if not (limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT)) and 1 <= int(limit) <= MAX_LIMIT):
+        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LIMIT}, not {limit!r}", field="limit")
+    listed = list(items)
+    if order == "desc":
+        listed.reverse()
+    if after := request.query().get("after"):
+        places = [index for index, item in enumerate(listed) if item["id"] == after[-1]]
+        if not places:
+            raise ResponseNotFound(
+                f"after is {after[-1]!r}, which is not an input item of this response", field="after"
+            )
+        listed = listed[places[0] + 1 :]
+    page = listed[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(listed) > len(page),
+    }
 
 
 class FrontendApp(NamedTuple):

@@ -12,20 +12,25 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 import msgspec
 
-from dynamo_trtllm.api.common import ResponseMeta
+from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.api_adapter import ApiAdapter, B, PreparedRequest, SseEncoder
-from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan, RequestContext
+from dynamo_trtllm.frontend.generation.preprocess import (
+    B,
+    ChoiceRequest,
+    GenerationPlan,
+    PreparedRequest,
+    RequestContext,
+)
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, check_json, read_body
 from dynamo_trtllm.frontend.http.request_metrics import ChoiceMetrics, RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, internal
@@ -33,12 +38,79 @@ from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, 
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import run_stream
+from dynamo_trtllm.tokenization.base import ServedModel
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so that they delay no other stream
 _LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # limit of such bodies that are processed at the same time
+
+
+class SseEncoder(Protocol):
+    """An encoder of one streamed response as server-sent events. Pure: it returns bytes and sends nothing."""
+
+    def start(self) -> bytes:
+        """Return the events before the first delta. Called once, right before it."""
+        ...
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
+        ...
+
+    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
+        """Return the last events of the stream: totals if the client asked for them, and the end mark."""
+        ...
+
+    def error(self, error: DynamoError) -> bytes:
+        """Return the events that end a stream with an error after its headers were sent."""
+        ...
+
+
+class Aggregator(Protocol):
+    """A builder of one complete response from deltas."""
+
+    def push(self, delta: ChoiceDelta) -> None: ...
+
+    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+        """Return the response body. Called once, after each choice's delta with `finish`."""
+        ...
+
+
+class ApiAdapter(Protocol[B]):
+    """One generating endpoint of the API."""
+
+    @property
+    def endpoint(self) -> str:
+        """The value of the metric label `endpoint`."""
+        ...
+
+    @property
+    def id_prefix(self) -> str: ...
+
+    @property
+    def body(self) -> type[B]: ...
+
+    @property
+    def prompt(self) -> frozenset[str]:
+        """The body's fields that are not needed any more after planning."""
+        ...
+
+    async def plan(self, body: B, served: ServedModel, context: RequestContext, *, off_loop: bool) -> GenerationPlan:
+        """Plan the request. With `off_loop` the body is large and the work is done in a thread.
+
+        Raises:
+            RequestError: the request is wrong or not supported.
+        """
+        ...
+
+    def encoder(self, prepared: PreparedRequest[B]) -> SseEncoder: ...
+
+    def aggregator(self, prepared: PreparedRequest[B]) -> Aggregator: ...
+
+    async def on_complete(self, prepared: PreparedRequest[B], answer: Any) -> None:
+        """Handle a complete response before its last part is sent. `answer`: what `encoder` or `aggregator` gave."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

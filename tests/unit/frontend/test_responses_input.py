@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from dynamo_trtllm.frontend.generation.responses import adapter, response_store
+from dynamo_trtllm.frontend.generation.responses import response_builder, response_store
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.unit.frontend.app_helpers import CALL, REASONING, chunk, front, stop
@@ -161,7 +161,7 @@ async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> N
 
 
 async def test_long_conversation_then_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "THREAD_CHARS", 30)
+    monkeypatch.setattr(response_builder, "THREAD_CHARS", 30)
     served = front(stop("x"))
     rendered_in: list[str] = []
     render = served.catalog.renderer.render
@@ -196,6 +196,6 @@ async def test_references_when_they_are_many_then_each_response_is_read_once_and
     refused = await ask(served, "POST", PATH, json=body(input=references))
     assert "more than 100 bytes" in check_error(refused, 400, "invalid_request", "input[0].id")
     monkeypatch.undo()
-    monkeypatch.setattr(adapter, "MAX_TEXT", 20)
+    monkeypatch.setattr(response_builder, "MAX_TEXT", 20)
     refused = await ask(served, "POST", PATH, json=body(input=references))
     assert "50 characters" in check_error(refused, 400, "invalid_request", "input")

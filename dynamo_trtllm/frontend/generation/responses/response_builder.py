@@ -5,27 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import orjson
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.api.common import Stats
-from dynamo_trtllm.api.responses import JsonSchemaFormat, NamedTool, ResponseRequest, ResponsesAllowedTools
-from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestError
-from dynamo_trtllm.frontend.generation.api_adapter import PreparedRequest
+from dynamo_trtllm.api.request_model import MAX_TEXT
+from dynamo_trtllm.api.responses import (
+    InputItem,
+    ItemReference,
+    JsonSchemaFormat,
+    NamedTool,
+    ResponseRequest,
+    ResponsesAllowedTools,
+)
+from dynamo_trtllm.background import in_thread
+from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.generation.conversation import sampling_of
 from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext, prepare_conversation
-from dynamo_trtllm.frontend.generation.responses.items import Item, messages_of, named
+from dynamo_trtllm.frontend.generation.preprocess import (
+    GenerationPlan,
+    PreparedRequest,
+    RequestContext,
+    prepare_conversation,
+)
+from dynamo_trtllm.frontend.generation.responses.items import Item, characters, messages_of, named, normalized
 from dynamo_trtllm.frontend.generation.responses.output_builder import (
     OutputBuilder,
     OutputEvent,
     TextDelta,
     formatted_head,
 )
-from dynamo_trtllm.frontend.generation.responses.response_store import StoredResponse
+from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
 from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool
 from dynamo_trtllm.tokenization.base import ServedModel
 
@@ -89,52 +103,31 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 
 
 class ResponseBuilder:
-    """The state of one response in progress, for streamed and aggregated responses."""
+    """One response in progress: the encoder of its numbered events if it is streamed, otherwise its aggregator."""
 
     def __init__(self, prepared: PreparedRequest[ResponseRequest], max_stored_bytes: int) -> None:
         assert isinstance(prepared.plan, ResponsePlan)
         self.id = prepared.meta.id
         self.client = prepared.meta.client
         self.stored = prepared.body.store
-        self.output = OutputBuilder(self.id, prepared.renderer)
+        self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
+        self._output = OutputBuilder(self.id, prepared.renderer)
         self._items = prepared.plan.items
         self._base = _echo(prepared)
         self._finish = ""
         self._max_stored_bytes = max_stored_bytes
-        self.final: dict[str, Any] | None = None  # the complete response, set by `close`
-        self.packed: bytes | None = None  # the response as stored; None: it is not stored
-
-    def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
-        self._finish = delta.finish or self._finish
-        return self.output.push(delta)
+        self._next = 0  # sequence number
 
     def in_progress(self) -> dict[str, Any]:
         """Return the response as it is now."""
-        return self._base | {"status": "in_progress", "output": self.output.items("in_progress")}
+        return self._base | {"status": "in_progress", "output": self._output.items("in_progress")}
 
     def cancelled(self) -> dict[str, Any]:
         """Return the response after its cancellation."""
-        return self._base | {"status": "cancelled", "output": self.output.items("incomplete")}
+        return self._base | {"status": "cancelled", "output": self._output.items("incomplete")}
 
-    def failed(self, error: DynamoError) -> dict[str, Any]:
-        event = {"code": _error_code(error), "message": error.message}
-        return self._base | {"status": "failed", "error": event, "output": self.output.items("incomplete")}
-
-    def close(self, usage: Usage, stats: Stats | None) -> list[OutputEvent]:
-        """Set `final` and return the events that close the last item."""
-        is_incomplete = self._finish == "length"
-        events = self.output.finish("incomplete" if is_incomplete else "completed")
-        self.final = self._base | {
-            "status": "incomplete" if is_incomplete else "completed",
-            "completed_at": None if is_incomplete else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
-            "output": self.output.items("completed"),
-            "usage": usage_object(usage),
-        }
-        if stats is not None:
-            self.final["dynamo_trtllm"] = stats
-        self.packed = self.pack(self.final)
-        return events
+    def input_items(self) -> list[Item]:
+        return named(self._items, self.id)
 
     def pack(self, response: dict[str, Any]) -> bytes | None:
         """Serialize the response for the store. None if `store` is false; it is set to false if it is too large."""
@@ -146,74 +139,81 @@ class ResponseBuilder:
         response["store"] = False
         return None
 
-    def input_items(self) -> list[Item]:
-        return named(self._items, self.id)
+    # --- complete ------------------------------------------------------------------------------------------
 
+    def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
+        """Add a delta. Return its events, for the stream."""
+        self._finish = delta.finish or self._finish
+        return self._output.push(delta)
 
-class ResponseSseEncoder:
-    """An encoder of a streamed response as numbered events."""
+    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+        """Return the complete response. Called once, after the last delta."""
+        self._output.finish(self._final_status)
+        is_incomplete = self._final_status == "incomplete"
+        final = self._base | {
+            "status": self._final_status,
+            "completed_at": None if is_incomplete else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
+            "output": self._output.items("completed"),
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+        if stats is not None:
+            final["dynamo_trtllm"] = stats
+        self.packed = self.pack(final)
+        return final
 
-    def __init__(self, builder: ResponseBuilder) -> None:
-        self.builder = builder
-        self._next = 0
+    @property
+    def _final_status(self) -> str:
+        return "incomplete" if self._finish == "length" else "completed"
+
+    # --- streamed ------------------------------------------------------------------------------------------
 
     def start(self) -> bytes:
-        response = orjson.Fragment(orjson.dumps(self.builder.in_progress()))
-        kinds = ("response.created", "response.in_progress")
-        return b"".join(self._encoded({"type": kind, "response": response}) for kind in kinds)
+        response = orjson.Fragment(orjson.dumps(self.in_progress()))
+        return self._encoded(
+            {"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}
+        )
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        return b"".join(map(self._encoded, self.builder.push(delta)))
+        return self._encoded(*self.push(delta))
 
     def finish(self, usage: Usage, stats: Stats | None) -> bytes:
-        events = self.builder.close(usage, stats)
-        final = self.builder.final
-        assert final is not None
-        events.append({"type": f"response.{final['status']}", "response": final})
-        return b"".join(map(self._encoded, events))
+        events = self._output.finish(self._final_status)
+        final = self.body(usage, stats)
+        return self._encoded(*events, {"type": f"response.{final['status']}", "response": final})
 
     def error(self, error: DynamoError) -> bytes:
         """Return the last events after an error. The API has no event for "cancelled", so that is "incomplete"."""
-        events = self.builder.output.finish("incomplete")
+        events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
-            events.append({"type": "response.incomplete", "response": self.builder.cancelled()})
-        else:
-            events.append({"type": "error", "code": error.code, "message": error.message, "param": error.field})
-            events.append({"type": "response.failed", "response": self.builder.failed(error)})
-        return b"".join(map(self._encoded, events))
+            return self._encoded(*events, {"type": "response.incomplete", "response": self.cancelled()})
+        failed = self._base | {
+            "status": "failed",
+            "error": {"code": _error_code(error), "message": error.message},
+            "output": self._output.items("incomplete"),
+        }
+        return self._encoded(
+            *events,
+            {"type": "error", "code": error.code, "message": error.message, "param": error.field},
+            {"type": "response.failed", "response": failed},
+        )
 
-    def _encoded(self, event: OutputEvent) -> bytes:
-        number = self._next
-        self._next += 1
-        if isinstance(event, TextDelta):
-            return event.template.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
-        event["sequence_number"] = number
-        return formatted_head(event) + orjson.dumps(event) + b"\n\n"
-
-
-class ResponseAggregator:
-    """Aggregate deltas into a complete response."""
-
-    def __init__(self, builder: ResponseBuilder) -> None:
-        self.builder = builder
-
-    def push(self, delta: ChoiceDelta) -> None:
-        self.builder.push(delta)
-
-    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
-        self.builder.close(usage, stats)
-        assert self.builder.final is not None
-        return self.builder.final
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+    def _encoded(self, *events: OutputEvent) -> bytes:
+        data = b""
+        for number, event in enumerate(events, self._next):
+            if isinstance(event, TextDelta):
+                data += event.template.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
+            else:
+                event["sequence_number"] = number
+                data += formatted_head(event) + orjson.dumps(event) + b"\n\n"
+        self._next += len(events)
+        return data
 
 
 def _error_code(error: DynamoError) -> str:
@@ -270,3 +270,67 @@ def _format(body: ResponseRequest) -> dict[str, Any]:
 def _tool_choice(body: ResponseRequest) -> str | dict[str, Any]:
     choice = body.tool_choice
     return choice.model_dump() if isinstance(choice, NamedTool | ResponsesAllowedTools) else choice
+
+
+THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so that they delay no other stream
+
+
+class ResponsesAdapter:
+    """The adapter of `/v1/responses`. `builders` has the responses in progress, by id, until their requests end."""
+
+    endpoint = "responses"
+    body = ResponseRequest
+    prompt = frozenset({"input"})
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self.id_prefix = store.id_prefix
+        self.builders: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
+
+    async def plan(
+        self, body: ResponseRequest, served: ServedModel, context: RequestContext, *, off_loop: bool
+    ) -> GenerationPlan:
+        """Plan the request with all items that it refers to.
+
+        Raises:
+            ResponseNotFound: the request refers to a response that is not stored.
+            InvalidRequest: the conversation is too long.
+        """
+        items: list[Item] = []
+        references = References(self._store)
+        if body.previous_response_id is not None:
+            items += await references.conversation(body.previous_response_id, "previous_response_id")
+        items += await _own(body.input, references)
+        size = characters(items)
+        if size > MAX_TEXT:
+            raise InvalidRequest(
+                f"the conversation, with all referenced items, has {size} characters; at most {MAX_TEXT} are allowed",
+                field="input",
+            )
+        if body.store and size + len(body.instructions or "") > self._store.max_bytes:
+            raise InvalidRequest(
+                f"the conversation has {size} characters; a stored response may have at most {self._store.max_bytes} "
+                "bytes of conversation (--response-store-entry-bytes); set store to false",
+                field="store",
+            )
+        if off_loop or size > THREAD_CHARS:
+            return await in_thread(prepare_turn, body, items, served, context)
+        return prepare_turn(body, items, served, context)
+
+    def encoder(self, prepared: PreparedRequest[ResponseRequest]) -> ResponseBuilder:
+        builder = self.builders[prepared.meta.id] = ResponseBuilder(prepared, self._store.max_bytes)
+        return builder
+
+    aggregator = encoder
+
+    async def on_complete(self, prepared: PreparedRequest[ResponseRequest], answer: ResponseBuilder) -> None:
+        if answer.packed is not None:
+            await self._store.put(answer.id, answer.packed, answer.client)
+
+
+async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
+    """Return the request's items with references resolved."""
+    return [
+        await references.item(item.id, f"input[{index}].id") if isinstance(item, ItemReference) else normalized(item)
+        for index, item in enumerate(given)
+    ]
