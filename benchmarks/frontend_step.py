@@ -20,7 +20,7 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT
-from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer
+from dynamo_trtllm.frontend.generation.choice import Detokenizer
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import PreparedRequest, RequestContext, prepare_chat

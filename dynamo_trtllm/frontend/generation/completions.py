@@ -19,7 +19,7 @@ from dynamo_trtllm.api.common import Stats
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.preprocess import (
     B,
     GenerationPlan,

@@ -22,7 +22,7 @@ from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import (
     B,
@@ -32,7 +32,7 @@ from dynamo_trtllm.frontend.generation.preprocess import (
     RequestContext,
 )
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, check_json, read_body
-from dynamo_trtllm.frontend.http.request_metrics import ChoiceMetrics, RequestMetrics
+from dynamo_trtllm.frontend.http.request_context import ChoiceMetrics, RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk
@@ -70,7 +70,7 @@ class SseEncoder(Protocol):
 class Aggregator(Protocol):
     """A builder of one complete response from deltas."""
 
-    def push(self, delta: ChoiceDelta) -> None: ...
+    def push(self, delta: ChoiceDelta) -> object: ...
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
         """Return the response body. Called once, after each choice's delta with `finish`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.generation.detokenizer import Detokenizer, StopStrings
+from dynamo_trtllm.frontend.generation.choice import Detokenizer, StopStrings
 from dynamo_trtllm.tokenization.base import ServedModel
 from tests.unit.frontend.plan_helpers import chat
 

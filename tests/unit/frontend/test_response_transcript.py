@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.responses.items import messages_of
 from dynamo_trtllm.frontend.generation.responses.output_builder import OutputBuilder, TextDelta
 from dynamo_trtllm.messages import TokenLogprob

@@ -1,4 +1,4 @@
-"""Build the response object of `/v1/responses` from deltas: its events, and the complete object."""
+"""Adapt `/v1/responses`: resolve references to stored responses, build a response from deltas, and store it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dynamo_trtllm.api.responses import (
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.generation.conversation import sampling_of
-from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode
 from dynamo_trtllm.frontend.generation.preprocess import (
     GenerationPlan,

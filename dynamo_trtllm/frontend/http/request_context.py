@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dynamo_trtllm.api.common import Stats
 from dynamo_trtllm.errors import DynamoError, RequestError
-from dynamo_trtllm.frontend.generation.detokenizer import ChoiceDelta, Detokenizer, Usage
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Detokenizer, Usage
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.messages import PhaseTimings
