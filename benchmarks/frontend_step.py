@@ -19,13 +19,14 @@ from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.generation.choice import ChoiceState
 from dynamo_trtllm.frontend.generation.completions import CHAT
-from dynamo_trtllm.frontend.generation.choice import Detokenizer
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.frontend.generation.preprocess import PreparedRequest, RequestContext, prepare_chat
+from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
-from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
+from dynamo_trtllm.frontend.http.request_context import AppState
+from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -93,11 +94,9 @@ def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
     body = parse(ChatRequest, make_request(**fields))
 
     def work() -> None:
-        plan = prepare_chat(body, SERVED, RequestContext(request_id="r", deadline=0))
-        events = CHAT.encoder(
-            PreparedRequest(meta=ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan)
-        )
-        outputs = [Detokenizer(prepared, index) for index, prepared in enumerate(plan.choices)]
+        plan = prepare_chat(body, SERVED, "r", 0.0)
+        events = CHAT.encoder(ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body, plan)
+        outputs = [ChoiceState(prepared, index) for index, prepared in enumerate(plan.choices)]
         for chunk in chunks:
             for output in outputs:
                 events.delta(output.push(chunk))

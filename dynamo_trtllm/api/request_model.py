@@ -105,14 +105,6 @@ class RequestModel(BaseModel):
         unsupported(reason, field=name)
 
 
-class GenerationRequest(RequestModel):
-    """The fields that every generation request has."""
-
-    model: Id
-    stream: bool = False
-    timeout: float | None = Field(None, gt=0)  # seconds until the response must be complete; the server caps it
-
-
 @functools.cache
 def _names(model: type[RequestModel]) -> frozenset[str]:
     """Return the names of a model's fields as clients send them."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from dynamo_trtllm.api.request_model import (
-    GenerationRequest,
+    Id,
     Label,
     List,
     Object,
@@ -90,9 +90,14 @@ class NvExt(RequestModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
-class SamplingFields(GenerationRequest):
+class SamplingFields(RequestModel):
+    """The fields that every generating endpoint has."""
+
     hints: ClassVar = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
+    model: Id
+    stream: bool = False
+    timeout: float | None = Field(None, gt=0)  # seconds until the response must be complete; the server caps it
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)

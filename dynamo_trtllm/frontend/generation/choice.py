@@ -1,18 +1,23 @@
-"""Convert engine chunks to deltas for the client: text by channel, stop strings, log-probabilities, finish, usage.
+"""Run one choice of a response: convert its chunks to deltas for the client, with stop strings, finish and usage.
 
-Each choice has one `Detokenizer`. This module knows neither HTTP nor JSON.
+This module knows neither HTTP nor JSON.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest
-from dynamo_trtllm.messages import Chunk, FinishReason, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.errors import DynamoError, StreamIncomplete
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
+from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
 from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
@@ -99,8 +104,8 @@ def _borders(stop: str) -> tuple[int, ...]:
     return tuple(borders)
 
 
-class Detokenizer:
-    """A converter of one choice's chunks to deltas."""
+class ChoiceState:
+    """One choice of a request, as long as the request lives: its stream, its text, its workers, times and finish."""
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request
@@ -109,16 +114,46 @@ class Detokenizer:
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
         self._logprob_sum = 0.0
         self._stops = StopStrings(choice_request.stop) if choice_request.stop else None
-        self.completion_tokens = 0
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
         self._is_plain = choice_request.ends_with_engine and not self._has_logprobs
+        self._stream: StreamHandle | None = None
+        self.num_tokens = 0  # generated
+        self.finish: str | None = None
+        self.trace = RouteTrace()
+        self.first_s: float | None = None  # when its first tokens arrived, and its newest ones; set by the owner
+        self.last_s = 0.0
+
+    def start(self, pipeline: Pipeline, on_delta: Callable[[ChoiceDelta | DynamoError], None]) -> None:
+        """Start the stream. `on_delta` gets its deltas, and then nothing after one with `finish` or an error."""
+        push, request = self.push, self._choice_request.request
+
+        def on_event(event: StreamEvent) -> None:
+            if not isinstance(event, Chunk):
+                on_delta(event)
+                return
+            try:
+                delta = push(event)
+                if delta.finish is not None and event.finish_reason is None:
+                    self.cancel()
+                on_delta(delta)
+            except Exception as exc:  # noqa: BLE001 - a bug, or a stream without its end
+                self.cancel()
+                on_delta(exc if isinstance(exc, DynamoError) else unexpected_error(exc, request.request_id))
+
+        self._stream = pipeline.generate(request, self.trace, on_event)
+
+    def cancel(self) -> None:
+        """End the stream, if it runs."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
 
     def push(self, chunk: Chunk) -> ChoiceDelta:
         """Return the delta of one chunk."""
         tokens = len(chunk.token_ids)
-        self.completion_tokens += tokens
+        self.num_tokens += tokens
         if chunk.finish_reason is None and self._is_plain:  # the fast path of nearly all tokens: only parsing
             delta = self._choice_request.parser.push(chunk.token_ids)
             self._reasoning_tokens += delta.reasoning_tokens
@@ -153,19 +188,29 @@ class Detokenizer:
     @property
     def mean_logprob(self) -> float:
         """The mean over all tokens so far, reasoning and markers included. `best_of` ranks by it."""
-        return self._logprob_sum / max(1, self.completion_tokens)
+        return self._logprob_sum / max(1, self.num_tokens)
 
-    def usage(self, cached_tokens: int) -> Usage:
-        """Return the usage so far.
+    def timings(self) -> PhaseTimings:
+        """Return the sum of both calls' timings. KV bytes count once; cached tokens are those of the prefill call."""
+        prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
+        return PhaseTimings(
+            queue_s=prefill.queue_s + decode.queue_s,
+            prefill_s=prefill.prefill_s + decode.prefill_s,
+            kv_transfer_s=prefill.kv_transfer_s + decode.kv_transfer_s,
+            decode_queue_s=prefill.decode_queue_s + decode.decode_queue_s,
+            cached_tokens=prefill.cached_tokens if self.trace.prefill_stats else decode.cached_tokens,
+            kv_bytes=decode.kv_bytes or prefill.kv_bytes,
+            transport=decode.transport or prefill.transport,
+        )
 
-        `cached_tokens` is the engine's count. After a migration it may include output tokens, because those are part of
-        the new worker's prompt.
-        """
+    def usage(self) -> Usage:
+        """Return the usage so far."""
         prompt_tokens = len(self._choice_request.request.token_ids)
         return Usage(
             prompt_tokens=prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=min(cached_tokens, prompt_tokens),
+            completion_tokens=self.num_tokens,
+            # After a migration the engine counts output tokens, too: they are part of the new worker's prompt.
+            cached_tokens=min(self.timings().cached_tokens, prompt_tokens),
             reasoning_tokens=self._reasoning_tokens,
         )
 
@@ -181,6 +226,7 @@ class Detokenizer:
         if self._stops is not None:
             content, hit = self._stops.push(content)
             if hit:
+                self.finish = "stop"
                 return ChoiceDelta(
                     index=self._index,
                     tokens=tokens,
@@ -198,17 +244,17 @@ class Detokenizer:
             reasoning=delta.reasoning,
             tool_calls=delta.tool_calls,
             logprobs=logprobs,
-            finish=self._finish(finish),
+            finish=self._set_finish(finish),
         )
 
-    def _finish(self, finish: FinishReason | None) -> str | None:
-        if finish is None:
-            return None
+    def _set_finish(self, finish: FinishReason | None) -> str | None:
         if finish is FinishReason.STOP:
-            return "tool_calls" if self._saw_tool_call else "stop"
-        if finish is FinishReason.LENGTH:
-            return "length"
-        raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
+            self.finish = "tool_calls" if self._saw_tool_call else "stop"
+        elif finish is FinishReason.LENGTH:
+            self.finish = "length"
+        elif finish is not None:
+            raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
+        return self.finish
 
     def _push_each(
         self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]
@@ -244,3 +290,22 @@ def merged(first: Delta, second: Delta) -> Delta:
         tool_calls=first.tool_calls + second.tool_calls,
         reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
     )
+
+
+def pick_best_of(
+    deltas: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
+) -> Iterator[ChoiceDelta]:
+    """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
+
+    `likelihood` returns that of the candidate at an index of the plan.
+    """
+    by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
+    for delta in deltas:
+        by_candidate[delta.index].append(delta)
+    answers = itertools.count()
+    for first in range(0, len(by_candidate), plan.candidates):
+        ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
+        for candidate in ranked[: plan.keep]:
+            index = next(answers)
+            for delta in by_candidate[candidate]:
+                yield msgspec.structs.replace(delta, index=index)

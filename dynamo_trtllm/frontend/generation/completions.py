@@ -15,19 +15,13 @@ from typing import Any, Generic, Protocol, TypeAlias
 import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.common import Stats
+from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.preprocess import (
-    B,
-    GenerationPlan,
-    PreparedRequest,
-    RequestContext,
-    prepare_chat,
-    prepare_text,
-)
+from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
@@ -54,12 +48,12 @@ class _Choice(Protocol):
 class CompletionSseEncoder:
     """An encoder of the events of chat and text completions."""
 
-    def __init__(self, kind: str, choice: Callable[..., _Choice], prepared: PreparedRequest[Any]) -> None:
-        self._base = _base(kind, prepared)
-        self._include_usage = prepared.body.include_usage
-        self._choices = [
-            choice(index, echo, self._wrap, prepared.renderer) for index, echo in enumerate(_echoes(prepared))
-        ]
+    def __init__(
+        self, kind: str, choice: Callable[..., _Choice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
+    ) -> None:
+        self._base = _base(kind, meta)
+        self._include_usage = body.include_usage
+        self._choices = [choice(index, echo, self._wrap, plan.renderer) for index, echo in enumerate(_echoes(plan))]
 
     def start(self) -> bytes:
         return b"".join(choice.start() for choice in self._choices)
@@ -106,13 +100,18 @@ class CompletionAggregator:
     """Aggregate deltas into the body of a chat or text completion."""
 
     def __init__(
-        self, kind: str, choice: Callable[[_Output, Renderer], dict[str, Any]], prepared: PreparedRequest[Any]
+        self,
+        kind: str,
+        choice: Callable[[_Output, Renderer], dict[str, Any]],
+        meta: ResponseMeta,
+        body: SamplingFields,
+        plan: GenerationPlan,
     ) -> None:
         """`choice` returns the fields of a choice beside its index and finish reason."""
-        self._base = _base(kind, prepared)
+        self._base = _base(kind, meta)
         self._choice = choice
-        self._renderer = prepared.renderer
-        self._outputs = [_Output([echo]) for echo in _echoes(prepared)]
+        self._renderer = plan.renderer
+        self._outputs = [_Output([echo]) for echo in _echoes(plan)]
 
     def push(self, delta: ChoiceDelta) -> None:
         self._outputs[delta.index].push(delta)
@@ -125,8 +124,7 @@ class CompletionAggregator:
         return _complete(self._base, choices, usage, stats)
 
 
-def _base(kind: str, prepared: PreparedRequest[Any]) -> dict[str, Any]:
-    meta = prepared.meta
+def _base(kind: str, meta: ResponseMeta) -> dict[str, Any]:
     return {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
 
 
@@ -144,9 +142,8 @@ def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage,
     return body if stats is None else body | {"dynamo_trtllm": stats}
 
 
-def _echoes(prepared: PreparedRequest[Any]) -> list[str]:
+def _echoes(plan: GenerationPlan) -> list[str]:
     """Return the text with which each choice of the response begins; "" without `echo`."""
-    plan = prepared.plan
     return [choice_request.echo for choice_request in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
 
 
@@ -303,16 +300,18 @@ class CompletionAdapter(Generic[B]):
     id_prefix: str
     body: type[B]
     prompt: frozenset[str]
-    prepare: Callable[[B, ServedModel, RequestContext], GenerationPlan]
-    encoder: Callable[[PreparedRequest[B]], CompletionSseEncoder]
-    aggregator: Callable[[PreparedRequest[B]], CompletionAggregator]
+    prepare: Callable[[B, ServedModel, str, float], GenerationPlan]
+    encoder: Callable[[ResponseMeta, B, GenerationPlan], CompletionSseEncoder]
+    aggregator: Callable[[ResponseMeta, B, GenerationPlan], CompletionAggregator]
 
-    async def plan(self, body: B, served: ServedModel, context: RequestContext, *, off_loop: bool) -> GenerationPlan:
+    async def plan(
+        self, body: B, served: ServedModel, request_id: str, deadline: float, *, off_loop: bool
+    ) -> GenerationPlan:
         if off_loop:
-            return await in_thread(self.prepare, body, served, context)
-        return self.prepare(body, served, context)
+            return await in_thread(self.prepare, body, served, request_id, deadline)
+        return self.prepare(body, served, request_id, deadline)
 
-    async def on_complete(self, prepared: PreparedRequest[B], answer: object) -> None:
+    async def on_complete(self, answer: object) -> None:
         pass
 
 

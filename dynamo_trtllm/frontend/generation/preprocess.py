@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from dynamo_trtllm.api.request_model import GenerationRequest
-from dynamo_trtllm.api.sampling import SEED_LIMIT
+from dynamo_trtllm.api.sampling import SEED_LIMIT, SamplingFields
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options, render_prompt, sampling_of
 from dynamo_trtllm.frontend.generation.options import (
@@ -26,19 +24,11 @@ from dynamo_trtllm.frontend.generation.options import (
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import OutputParser, Renderer, ServedModel
 
-B = TypeVar("B", bound=GenerationRequest)
+B = TypeVar("B", bound=SamplingFields)
 
 _MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
 _MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
-    """The values that the endpoint adds to a request."""
-
-    request_id: str
-    deadline: float  # seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,36 +62,27 @@ class GenerationPlan:
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest(Generic[B]):
-    """A request that was parsed and planned."""
-
-    meta: ResponseMeta
-    body: B
-    plan: GenerationPlan
-
     @property
     def renderer(self) -> Renderer:
-        return self.plan.choices[0].renderer
+        return self.choices[0].renderer
 
     @property
-    def answers(self) -> int:
+    def num_answers(self) -> int:
         """The number of choices that the client gets."""
-        return len(self.plan.choices) // self.plan.candidates * self.plan.keep
+        return len(self.choices) // self.candidates * self.keep
 
 
-def prepare_chat(body: ChatRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:
-    """Plan a chat request.
+def prepare_chat(body: ChatRequest, served: ServedModel, request_id: str, deadline: float) -> GenerationPlan:
+    """Plan a chat request. `deadline`: in seconds since the epoch.
 
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
     """
-    return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, context)
+    return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, request_id, deadline)
 
 
 def prepare_conversation(
-    conversation: Conversation, options: GenerationOptions, served: ServedModel, context: RequestContext
+    conversation: Conversation, options: GenerationOptions, served: ServedModel, request_id: str, deadline: float
 ) -> GenerationPlan:
     """Plan a conversation of any API. `conversation.tools` are all tools of the request. Raises as `prepare_chat`."""
     renderer, requested = served.renderer, options.sampling
@@ -130,12 +111,12 @@ def prepare_conversation(
             content_logprobs_only=True,
             max_tool_calls=None if options.parallel_tool_calls else 1,
         )
-        for request in _requests([(ids, sampling)] * options.n, served, context, options.cache_salt)
+        for request in _requests([(ids, sampling)] * options.n, served, request_id, deadline, options.cache_salt)
     )
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n)
 
 
-def prepare_text(body: CompletionRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:
+def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, deadline: float) -> GenerationPlan:
     """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
     requested, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
     options = GenerationOptions(sampling=requested, stop=tuple(body.stop), names={"messages": "prompt"})
@@ -171,7 +152,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, context: RequestC
             shows_logprobs=body.logprobs is not None,
             echo=echo,
         )
-        for request, echo in zip(_requests(calls, served, context, body.salt), echoes, strict=True)
+        for request, echo in zip(_requests(calls, served, request_id, deadline, body.salt), echoes, strict=True)
     )
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
@@ -188,7 +169,11 @@ def _text(prompt: str | list[int], served: ServedModel) -> str:
 
 
 def _requests(
-    calls: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, context: RequestContext, cache_salt: str | None
+    calls: Sequence[tuple[TokenIds, Sampling]],
+    served: ServedModel,
+    request_id: str,
+    deadline: float,
+    cache_salt: str | None,
 ) -> list[GenerateRequest]:
     """Return one request per prompt and choice. Choice i uses seed + i, because equal seeds give equal choices."""
     if (tokens := sum(len(ids) for ids, _ in calls)) > _MAX_PROMPT_TOKENS:
@@ -199,13 +184,13 @@ def _requests(
         )
     return [
         GenerateRequest(
-            request_id=context.request_id if len(calls) == 1 else f"{context.request_id}-{index}",
+            request_id=request_id if len(calls) == 1 else f"{request_id}-{index}",
             model=served.card.name,
             token_ids=ids,
             sampling=sampling
             if sampling.seed is None
             else msgspec.structs.replace(sampling, seed=_wrapped(sampling.seed + index)),
-            deadline=context.deadline,
+            deadline=deadline,
             cache_salt=cache_salt,
         )
         for index, (ids, sampling) in enumerate(calls)

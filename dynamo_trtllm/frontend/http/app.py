@@ -23,7 +23,8 @@ from dynamo_trtllm.frontend.generation.responses.response_builder import Respons
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.frontend.http.request_handler import AppState, GenerateEndpoint
+from dynamo_trtllm.frontend.http.request_context import AppState
+from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router

@@ -1,109 +1,141 @@
-"""Measure one request while it runs, and write its metrics, statistics and log line."""
+"""Hold what one request takes and measures, from its arrival to its log line: permits, bytes, times, metrics."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import secrets
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dynamo_trtllm.api.common import Stats
-from dynamo_trtllm.errors import DynamoError, RequestError
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Detokenizer, Usage
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.messages import PhaseTimings
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, read_body
+from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.sanitize import shorten
 
+if TYPE_CHECKING:
+    from dynamo_trtllm.frontend.http.request_handler import SseEncoder
+
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
+_LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # limit of large bodies that are processed at the same time
 
 
-@dataclass(slots=True)
-class ChoiceMetrics:
-    """The measurements of one choice."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppState:
+    """The objects that all requests share."""
 
-    detokenizer: Detokenizer
-    trace: RouteTrace = field(default_factory=RouteTrace)
-    first_s: float | None = None
-    last_s: float = 0.0
-    num_tokens: int = 0
-    finish: str | None = None
-
-    def timings(self) -> PhaseTimings:
-        """Return the sum of both calls' timings. KV bytes count once; cached tokens are those of the prefill call."""
-        prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
-        return PhaseTimings(
-            queue_s=prefill.queue_s + decode.queue_s,
-            prefill_s=prefill.prefill_s + decode.prefill_s,
-            kv_transfer_s=prefill.kv_transfer_s + decode.kv_transfer_s,
-            decode_queue_s=prefill.decode_queue_s + decode.decode_queue_s,
-            cached_tokens=prefill.cached_tokens if self.trace.prefill_stats else decode.cached_tokens,
-            kv_bytes=decode.kv_bytes or prefill.kv_bytes,
-            transport=decode.transport or prefill.transport,
-        )
-
-    def usage(self) -> Usage:
-        return self.detokenizer.usage(self.timings().cached_tokens)
+    config: FrontendConfig
+    models: ModelRegistry
+    pipeline: Pipeline
+    metrics: FrontendMetrics
+    limiter: ConcurrencyLimiter
+    body_budget: BodyBudget
+    running: InFlight
+    large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 
 
-class RequestMetrics:
-    """The measurements of one request. Times count from its creation. Each delta costs one clock reading."""
+class RequestContext:
+    """One request, from its arrival to its log line: its id, deadline, permits, bytes, times and metrics.
 
-    def __init__(
-        self, metrics: FrontendMetrics, endpoint: str, request_id: str, *, path: str, wants_stats: bool
-    ) -> None:
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._wants_stats = wants_stats
-        self._begun_s = time.monotonic()
-        self._request_id = request_id
-        self._path = path
+    Its choices hold what belongs to one choice. Times count from the creation. Each delta costs one clock reading.
+    """
+
+    def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
+        unique = secrets.token_hex(8)  # clients may repeat their ids
+        self.id = f"{request.id}-{unique}" if request.id else unique
+        self.client = request.client
+        self.deadline = 0.0  # seconds since the epoch; known with the body
         self.answer_id = ""  # the id in the response; "" until it is known
+        self.encoder: SseEncoder | None = None  # of a streamed response
+        self.choices: list[ChoiceState] = []
+        self._app_state = app_state
+        self._endpoint = endpoint
+        self._path = request.path
+        self._wants_stats = request.header(b"x-dynamo-stats") == "1"
+        self._body_bytes = app_state.body_budget.body()
+        self._num_permits = 0
+        self._arrived_at = time.time()
+        self._begun_s = time.monotonic()
+        self._queued_s = 0.0
         self._model = ""
         self._candidates = 1
-        self._queued_s = 0.0
-        self.choices: list[ChoiceMetrics] = []
+        app_state.metrics.request_started()
 
-    def set_plan(self, plan: GenerationPlan) -> None:
-        """Create the measurements of each choice."""
-        request = plan.choices[0].request
-        self._model, self._candidates = request.model, plan.candidates
-        self._observe_itl = self._metrics.itl(model=self._model).observe
-        self.choices = [
-            ChoiceMetrics(Detokenizer(choice_request, index)) for index, choice_request in enumerate(plan.choices)
-        ]
+    async def read_body(self, request: HttpRequest) -> bytes:
+        """Return the body, whose bytes are reserved until `release_body`. Raises as `admission.read_body`."""
+        config = self._app_state.config
+        return await read_body(request, config.max_body_bytes, config.receive_timeout_s, self._reserve)
 
-    @contextmanager
-    def measure_queue(self) -> Iterator[None]:
-        """Measure the time for which the context is open as the request's wait in the queue."""
+    async def _reserve(self, count: int) -> None:
+        await self._app_state.body_budget.acquire(count, self._body_bytes)
+
+    def release_body(self) -> None:
+        """Release the bytes of the body. Idempotent."""
+        self._app_state.body_budget.release(self._body_bytes)
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Set the deadline from the client's wish, which the server caps."""
+        max_s = self._app_state.config.request_timeout_s
+        self.deadline = self._arrived_at + (max_s if timeout_s is None else min(timeout_s, max_s))
+
+    async def begin(self, plan: GenerationPlan, answer_id: str) -> None:
+        """Create the choices, and wait for their permits.
+
+        Raises:
+            InvalidRequest: they are more than the limit.
+            Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
+        """
+        metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, len(plan.choices)
+        self._model, self._candidates = plan.choices[0].request.model, plan.candidates
+        self._observe_itl = metrics.itl(model=self._model).observe
+        self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
+        if count > limiter.limit:
+            raise InvalidRequest(
+                f"the request has {count} choices; this server runs at most {limiter.limit} at once, lower n"
+            )
         begun_s = time.monotonic()
         try:
-            yield
+            await limiter.acquire(count, self.deadline - time.time())
         finally:
             self._queued_s = time.monotonic() - begun_s
-            self._metrics.observe_queue(seconds=self._queued_s)
+            metrics.observe_queue(seconds=self._queued_s)
+        self._num_permits = count
+        self.answer_id = answer_id
 
     def observe(self, delta: ChoiceDelta) -> None:
-        """Record a delta. TTFT counts once per request, inter-token latency in each choice."""
-        choice = self.choices[delta.index]
-        if delta.finish is not None:
-            choice.finish = delta.finish
+        """Record a delta when it arrives. TTFT counts once per request, inter-token latency in each choice."""
         if delta.tokens == 0:
             return
-        now = time.monotonic()
+        choice, now = self.choices[delta.index], time.monotonic()
         if choice.first_s is not None:
             self._observe_itl((now - choice.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
         else:
             if self._first_s() is None:
-                self._metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
+                self._app_state.metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
             choice.first_s = now
         choice.last_s = now
-        choice.num_tokens += delta.tokens
+
+    def likelihood(self, index: int) -> float:
+        """Return the mean log-probability so far of the choice at an index of the plan."""
+        return self.choices[index].mean_logprob
+
+    def cancel(self) -> None:
+        """End the streams of all choices that still run."""
+        for choice in self.choices:
+            choice.cancel()
 
     def usage(self) -> Usage:
         """Return the usage so far. A prompt counts once for all its candidates, with the first one's cached tokens."""
@@ -117,10 +149,6 @@ class RequestMetrics:
             cached_tokens=sum(usage.cached_tokens for usage in prompts),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in each),
         )
-
-    def likelihood(self, index: int) -> float:
-        """Return the mean log-probability so far of the choice at an index of the plan."""
-        return self.choices[index].detokenizer.mean_logprob
 
     def served_by(self) -> dict[str, str]:
         """Return response headers with the instances that are known by now."""
@@ -136,7 +164,7 @@ class RequestMetrics:
             stats["choices"] = [self._stats_of([choice]) for choice in self.choices]
         return stats
 
-    def _stats_of(self, choices: list[ChoiceMetrics]) -> Stats:
+    def _stats_of(self, choices: list[ChoiceState]) -> Stats:
         """Return the statistics of some choices. They run in parallel, so each phase takes as long as its longest."""
         timings = [choice.timings() for choice in choices]
         first_s = min((choice.first_s or choice.last_s for choice in choices), default=0.0)
@@ -156,16 +184,17 @@ class RequestMetrics:
             },
         }
 
-    def write(self, outcome: str | DynamoError, status: int) -> None:
-        """Write the metrics and the log line at the end of the request.
+    def end(self, outcome: str | DynamoError, status: int) -> None:
+        """Release all permits and bytes, and write the metrics and the log line.
 
         Args:
             outcome: "ok", "cancelled" or the error.
             status: HTTP status; 0 if no response was started.
         """
+        self.release_body()
+        self._app_state.limiter.release(self._num_permits)
         code = outcome if isinstance(outcome, str) else outcome.code
-        seconds = time.monotonic() - self._begun_s
-        metrics = self._metrics
+        metrics, seconds = self._app_state.metrics, time.monotonic() - self._begun_s
         metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=seconds)
         usage = self.usage() if self.choices else Usage()
         if self.choices:
@@ -174,10 +203,10 @@ class RequestMetrics:
             trace = choice.trace
             if trace.retries or trace.migrations:
                 metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
-            for timings in (choice.trace.prefill_stats, choice.trace.decode_stats):
+            for timings in (trace.prefill_stats, trace.decode_stats):
                 if timings is not None:
                     metrics.observe_call(model=self._model, stats=timings)
-        log.info("request %s ended: %s", short_id(self._request_id), self._summary(outcome, status, usage))
+        log.info("request %s ended: %s", short_id(self.id), self._summary(outcome, status, usage))
 
     def _summary(self, outcome: str | DynamoError, status: int, usage: Usage) -> str:
         """Return the known facts of the request as name=value, without empty values."""
@@ -230,7 +259,7 @@ def _joined(instances: Iterable[int | None]) -> str | None:
     return ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None)) or None
 
 
-def _tokens_per_s(choices: Iterable[ChoiceMetrics]) -> float | None:
+def _tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:
     """Return the sum of the choices' rates after their first token; None if no choice has two."""
     rates = [
         (choice.num_tokens - 1) / (choice.last_s - choice.first_s)

@@ -16,16 +16,16 @@ from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_KEYS,
     MAX_VALUES,
-    GenerationRequest,
     check_size,
     parse,
     request_schemas,
 )
 from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.api.schemas import check_schema
 from dynamo_trtllm.errors import InvalidRequest
 
-BODIES: tuple[type[GenerationRequest], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
+BODIES: tuple[type[SamplingFields], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
 SCHEMAS = request_schemas(*BODIES)
 WRONG = True  # no list and no object of the API holds it
 MANY = 3000
@@ -106,7 +106,7 @@ def test_every_field_then_the_api_reference_has_its_bound(name: str) -> None:
 
 @pytest.mark.parametrize("model", BODIES)
 def test_every_collection_then_it_has_a_bound_and_ends_at_its_first_wrong_element(
-    model: type[GenerationRequest],
+    model: type[SamplingFields],
 ) -> None:
     found = [node for node in nodes(model.__pydantic_core_schema__) if isinstance(node.get("type"), str)]
     collections = [node for node in found if node["type"] in ("list", "dict", "set", "frozenset", "tuple")]
@@ -119,7 +119,7 @@ def test_every_collection_then_it_has_a_bound_and_ends_at_its_first_wrong_elemen
 
 
 @pytest.mark.parametrize("model", BODIES)
-def test_anything_goes_only_where_its_bytes_are_counted(model: type[GenerationRequest]) -> None:
+def test_anything_goes_only_where_its_bytes_are_counted(model: type[SamplingFields]) -> None:
     """A value of any type is bounded by a validator around it, which counts the bytes of its JSON."""
     for node in nodes(model.__pydantic_core_schema__):
         for inner in node.values():
@@ -130,7 +130,7 @@ def test_anything_goes_only_where_its_bytes_are_counted(model: type[GenerationRe
 
 
 @pytest.mark.parametrize("model", BODIES)
-def test_values_beyond_a_bound_then_one_error_is_made(model: type[GenerationRequest]) -> None:
+def test_values_beyond_a_bound_then_one_error_is_made(model: type[SamplingFields]) -> None:
     bodies = list(beyond({"$ref": f"#/components/schemas/{model.__name__}"}))
     assert len(bodies) > 15
     for body in bodies:
@@ -181,7 +181,7 @@ def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None
         (ChatRequest, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["DEEP"]}}}}),
     ],
 )
-def test_deep_nesting_then_refused_wherever_it_is(model: type[GenerationRequest], fields: dict[str, Any]) -> None:
+def test_deep_nesting_then_refused_wherever_it_is(model: type[SamplingFields], fields: dict[str, Any]) -> None:
     body = orjson.dumps(fields | {"model": "m"}).replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
     with pytest.raises(InvalidRequest):
         parse(model, body)

@@ -13,7 +13,7 @@ import orjson
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, RequestContext, prepare_chat, prepare_text
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
@@ -23,7 +23,7 @@ from tests.small_tokenizer import CONTROL, write_tokenizer
 CARD = ModelDeploymentCard(
     name="m", context_length=2000, vocab_size=201088, eos_token_ids=(200002, 200012), renderer="harmony"
 )
-IDENTITY = RequestContext(request_id="id", deadline=5.0)
+REQUEST_ID, DEADLINE = "id", 5.0
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
@@ -59,12 +59,12 @@ class TemplateModels:
 
 def chat(served: ServedModel, **fields: Any) -> GenerationPlan:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return prepare_chat(parse(ChatRequest, orjson.dumps(body)), served, IDENTITY)
+    return prepare_chat(parse(ChatRequest, orjson.dumps(body)), served, REQUEST_ID, DEADLINE)
 
 
 def text(served: ServedModel, **fields: Any) -> GenerationPlan:
     body = {"model": "m", "prompt": "hi"} | fields
-    return prepare_text(parse(CompletionRequest, orjson.dumps(body)), served, IDENTITY)
+    return prepare_text(parse(CompletionRequest, orjson.dumps(body)), served, REQUEST_ID, DEADLINE)
 
 
 def refusing(served: ServedModel, *fields: str) -> ServedModel:

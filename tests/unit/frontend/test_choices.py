@@ -12,10 +12,9 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.request_handler import pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 from tests.memory_http import asgi

@@ -13,7 +13,7 @@ from dynamo_trtllm.frontend.generation.options import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults
 from dynamo_trtllm.tokenization.base import ServedModel
-from tests.unit.frontend.plan_helpers import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
+from tests.unit.frontend.plan_helpers import TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
 
 # --- choices -------------------------------------------------------------------------------------------
 
@@ -261,6 +261,6 @@ def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedMo
         conversation = Conversation(messages=(message,), reasoning_effort=effort)
         with pytest.raises(RequestError) as refused:
             prepare_conversation(
-                conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, IDENTITY
+                conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, "id", 5.0
             )
         assert refused.value.field == field

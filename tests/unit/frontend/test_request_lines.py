@@ -40,7 +40,7 @@ async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_
 async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(chunk("a"), stop()))
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_metrics")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
     assert f"status=200 path=/v1/chat/completions id={response.json()['id']} model={MODEL} " in line
     assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=2" in line
     assert line.endswith("finish=stop")
@@ -52,7 +52,7 @@ async def test_streamed_request_then_its_log_line_has_the_id_that_the_client_got
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(chunk("a"), stop()), stream=True)
     first = json.loads(response.text.split("\n")[0].removeprefix("data: "))
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_metrics")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
     assert f" id={first['id']} " in line
 
 
@@ -82,7 +82,7 @@ async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_field
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(), NAMED, max_tokens=0)
     check_error(response, 400, "invalid_request", "max_tokens")
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_metrics")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
     reason = response.json()["error"]["message"]
     assert re.fullmatch(r"request [0-9a-f]{8} ended", line.split(":")[0])
     line = line.partition(": ")[2]
@@ -92,7 +92,7 @@ async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_field
 async def test_refused_request_when_it_is_large_then_its_log_line_is_short(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(), model="x\n" * 5000)
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_metrics")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
     assert " status=4" in line
     assert len(line) < 500
 
@@ -100,5 +100,5 @@ async def test_refused_request_when_it_is_large_then_its_log_line_is_short(caplo
 async def test_request_that_nobody_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(errors.NoInstances("model 'm' has no decode worker now")))
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_metrics")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]
     assert line.endswith("finish=no_instances: model 'm' has no decode worker now")

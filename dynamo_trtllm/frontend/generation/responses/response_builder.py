@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import orjson
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.api.common import Stats
+from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.request_model import MAX_TEXT
 from dynamo_trtllm.api.responses import (
     InputItem,
@@ -23,15 +23,10 @@ from dynamo_trtllm.api.responses import (
 )
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
-from dynamo_trtllm.frontend.generation.conversation import sampling_of
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.conversation import sampling_of
 from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode
-from dynamo_trtllm.frontend.generation.preprocess import (
-    GenerationPlan,
-    PreparedRequest,
-    RequestContext,
-    prepare_conversation,
-)
+from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_conversation
 from dynamo_trtllm.frontend.generation.responses.items import Item, characters, messages_of, named, normalized
 from dynamo_trtllm.frontend.generation.responses.output_builder import (
     OutputBuilder,
@@ -59,10 +54,10 @@ class ResponsePlan(GenerationPlan):
 
 
 def prepare_turn(
-    body: ResponseRequest, items: Sequence[Item], served: ServedModel, context: RequestContext
+    body: ResponseRequest, items: Sequence[Item], served: ServedModel, request_id: str, deadline: float
 ) -> ResponsePlan:
     """Plan a request. Raises as `prepare_chat`, with this API's field names."""
-    plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, context)
+    plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, request_id, deadline)
     return ResponsePlan(choices=plan.choices, items=tuple(items))
 
 
@@ -105,15 +100,14 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 class ResponseBuilder:
     """One response in progress: the encoder of its numbered events if it is streamed, otherwise its aggregator."""
 
-    def __init__(self, prepared: PreparedRequest[ResponseRequest], max_stored_bytes: int) -> None:
-        assert isinstance(prepared.plan, ResponsePlan)
-        self.id = prepared.meta.id
-        self.client = prepared.meta.client
-        self.stored = prepared.body.store
+    def __init__(self, meta: ResponseMeta, body: ResponseRequest, plan: ResponsePlan, max_stored_bytes: int) -> None:
+        self.id = meta.id
+        self.client = meta.client
+        self.stored = body.store
         self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
-        self._output = OutputBuilder(self.id, prepared.renderer)
-        self._items = prepared.plan.items
-        self._base = _echo(prepared)
+        self._output = OutputBuilder(self.id, plan.renderer)
+        self._items = plan.items
+        self._base = _echo(meta, body, plan)
         self._finish = ""
         self._max_stored_bytes = max_stored_bytes
         self._next = 0  # sequence number
@@ -223,9 +217,9 @@ def _error_code(error: DynamoError) -> str:
     return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
 
 
-def _echo(prepared: PreparedRequest[ResponseRequest]) -> dict[str, Any]:
+def _echo(meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> dict[str, Any]:
     """Return the response as it is at the start: the request's fields and no output."""
-    body, meta, sampling = prepared.body, prepared.meta, prepared.plan.choices[0].request.sampling
+    sampling = plan.choices[0].request.sampling
     return {
         "id": meta.id,
         "object": "response",
@@ -288,7 +282,7 @@ class ResponsesAdapter:
         self.builders: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
 
     async def plan(
-        self, body: ResponseRequest, served: ServedModel, context: RequestContext, *, off_loop: bool
+        self, body: ResponseRequest, served: ServedModel, request_id: str, deadline: float, *, off_loop: bool
     ) -> GenerationPlan:
         """Plan the request with all items that it refers to.
 
@@ -314,16 +308,17 @@ class ResponsesAdapter:
                 field="store",
             )
         if off_loop or size > THREAD_CHARS:
-            return await in_thread(prepare_turn, body, items, served, context)
-        return prepare_turn(body, items, served, context)
+            return await in_thread(prepare_turn, body, items, served, request_id, deadline)
+        return prepare_turn(body, items, served, request_id, deadline)
 
-    def encoder(self, prepared: PreparedRequest[ResponseRequest]) -> ResponseBuilder:
-        builder = self.builders[prepared.meta.id] = ResponseBuilder(prepared, self._store.max_bytes)
+    def encoder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
+        assert isinstance(plan, ResponsePlan)
+        builder = self.builders[meta.id] = ResponseBuilder(meta, body, plan, self._store.max_bytes)
         return builder
 
     aggregator = encoder
 
-    async def on_complete(self, prepared: PreparedRequest[ResponseRequest], answer: ResponseBuilder) -> None:
+    async def on_complete(self, answer: ResponseBuilder) -> None:
         if answer.packed is not None:
             await self._store.put(answer.id, answer.packed, answer.client)
 
