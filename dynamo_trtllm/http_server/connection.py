@@ -242,7 +242,7 @@ class HttpConnection(asyncio.Protocol):
 
     async def _serve(self, request: HttpRequest, response: HttpResponse) -> None:
         """Run the handler, and end the response if the handler did not."""
-        failure: DynamoError = internal()
+        failure: DynamoError | None = None  # None: a bug
         try:
             await self._group.handler(request, response)
             if not (response.ended or request.is_lost):
@@ -256,7 +256,7 @@ class HttpConnection(asyncio.Protocol):
             log.exception("%s %s failed", request.method, request.path)
         finally:
             if not (response.ended or request.is_lost):
-                response.fail(failure)
+                response.fail(failure or internal())
 
     def _on_read(self) -> None:
         """Receive the body of the current request. Called when its handler reads."""

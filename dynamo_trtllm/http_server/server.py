@@ -92,7 +92,7 @@ def _compile(path: str) -> re.Pattern[str]:
     return re.compile(pattern, re.DOTALL)
 
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
@@ -227,7 +227,7 @@ class HttpServer:
                 reason = f"that had not ended within {self._shutdown_s:g} s"
             else:
                 reason = "because the server was cancelled"
-            _log.error("cancelled %d requests %s", len(running), reason)
+            log.error("cancelled %d requests %s", len(running), reason)
             for request in running:
                 request.cancel()
         await asyncio.gather(acceptor.wait_closed(), *running, return_exceptions=True)
@@ -240,7 +240,7 @@ class HttpServer:
             await loop.connect_accepted_socket(lambda: HttpConnection(self.connections), connection)
         except OSError as exc:
             connection.close()
-            _log.debug("client disconnected while it was accepted: %s", exc)
+            log.debug("client disconnected while it was accepted: %s", exc)
 
     def _relieve(self) -> bool:
         return self._limits.closes_least_recent and self.connections.close_least_recent()

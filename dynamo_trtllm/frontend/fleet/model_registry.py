@@ -23,7 +23,7 @@ from dynamo_trtllm.router.policy import differences
 from dynamo_trtllm.router.view import ClusterView, ModelView
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; the size that a worker sends is not trusted
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
@@ -112,19 +112,19 @@ class ModelRegistry:
 
     def _add(self, instance: Instance) -> None:
         name = instance.card.name
-        _log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
+        log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
         self._view.add(instance)
         self._warn_of_another_card(instance)
         self._load_changed()
         self._announce(name)
 
     def _remove(self, instance_id: int) -> None:
-        _log.info("worker %x left", instance_id)
+        log.info("worker %x left", instance_id)
         self._view.remove(instance_id)
         for name in [each for each in self._announced if not self._view.model(each).is_complete]:
             self._announced.discard(name)
             reason = not_ready_reason(self._view.model(name), name, None)
-            _log.info("model %s is not available any more: %s", name, reason)
+            log.info("model %s is not available any more: %s", name, reason)
         # A model without workers stays known, so that its requests get 503 and not 404.
         self._load_changed()  # the card in use may have been this instance's
 
@@ -132,7 +132,7 @@ class ModelRegistry:
         """Log that the model is ready, once its files are loaded and each role has a worker."""
         if name in self._served and name not in self._announced and self._view.model(name).is_complete:
             self._announced.add(name)
-            _log.info("model %s is ready", name)
+            log.info("model %s is ready", name)
 
     def _warn_of_another_card(self, instance: Instance) -> None:
         """Warn if the instance's card differs from the card in use, which changes as workers come and go.
@@ -144,7 +144,7 @@ class ModelRegistry:
         names = [name for name in card.__struct_fields__ if name not in own]
         differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
         if differ:
-            _log.warning(
+            log.warning(
                 "worker %x of model %s differs from the card in use in %s; start all its workers with the same flags",
                 instance.id,
                 card.name,
@@ -172,12 +172,12 @@ class ModelRegistry:
                     self._announce(name)
                     if name not in self._announced:
                         reason = not_ready_reason(self._view.model(name), name, None)
-                        _log.info("model %s is loaded, but not available yet: %s", name, reason)
+                        log.info("model %s is loaded, but not available yet: %s", name, reason)
                 except DynamoError as exc:
                     if exc.message != logged:  # the same error is logged once, not per attempt
                         logged = exc.message
                         unexpected = exc if isinstance(exc, InternalError) else None
-                        _log.error(
+                        log.error(
                             "model %s cannot be loaded yet (%s): %s", name, exc.code, exc.message, exc_info=unexpected
                         )
                     await asyncio.sleep(_RETRY_S)

@@ -43,7 +43,7 @@ from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import run_stream
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _CANCEL_S = 1.0  # for the cancel of a probe to arrive
 
@@ -141,7 +141,7 @@ class PairProbes:
             code = InternalError.code
             if pair not in self._unexpected_failures:
                 self._unexpected_failures.add(pair)
-                _log.error("probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc)
+                log.error("probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc)
             self._record_failure(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}")
         if code in (_PASSED, _INCONCLUSIVE):
             self._unexpected_failures.discard(pair)
@@ -262,7 +262,7 @@ class PairProbes:
         model = selection.decode.card.name
         if text and model not in self._inconclusive:
             self._inconclusive.add(model)
-            _log.info("probes cannot detect wrong KV for model %s: %s", model, text)
+            log.info("probes cannot detect wrong KV for model %s: %s", model, text)
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
         by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
@@ -273,7 +273,7 @@ class PairProbes:
 
     def _record_failure(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
         if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
-            _log.error("%s quarantined: %s", format_pair(pair), reason)
+            log.error("%s quarantined: %s", format_pair(pair), reason)
 
     async def _restart_suspects(self, plane: Plane) -> None:
         by_id = {instance.id: instance for instance in self._view.instances()}
@@ -282,11 +282,11 @@ class PairProbes:
             instance = by_id.get(instance_id)
             if instance is None:
                 continue
-            _log.error("%s worker %x fails with every peer; requesting restart", instance.role, instance_id)
+            log.error("%s worker %x fails with every peer; requesting restart", instance.role, instance_id)
             try:
                 await plane.control(instance.subject, Restart("KV transfer fails with every peer"))
             except DynamoError as exc:
-                _log.warning(
+                log.warning(
                     "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
                 )
 

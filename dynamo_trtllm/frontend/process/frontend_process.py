@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROG = "python -m dynamo_trtllm.frontend.process.frontend_process"
 _METRICS_TIMEOUT_S = 5.0  # for the totals of all processes; the parent's wait per process is shorter
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class FrontendProcess:
@@ -49,7 +49,7 @@ class FrontendProcess:
         """Exchange messages until the parent exits, then stop this process."""
         try:
             await self._pipe.run()
-            _log.error("parent process exited; shutting down")
+            log.error("parent process exited; shutting down")
         finally:
             self._stop()
 
@@ -89,7 +89,7 @@ def main() -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
-        _log.error("%s: %s", exc.code, exc.message)
+        log.error("%s: %s", exc.code, exc.message)
         raise SystemExit(1) from exc
 
 

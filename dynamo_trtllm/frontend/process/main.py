@@ -33,7 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's ma
 PROG = "python -m dynamo_trtllm.frontend"
 DESCRIPTION = "OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers, streams output."
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _STARTING = "this frontend is starting"
 _EARLY = {
@@ -102,7 +102,7 @@ def main() -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
-        _log.error("%s: %s", exc.code, exc.message)
+        log.error("%s: %s", exc.code, exc.message)
         raise SystemExit(1) from exc
 
 
@@ -145,7 +145,7 @@ async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendPr
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         loop.add_signal_handler(signal.SIGINT, server.interrupt)
-        _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
+        log.info("listening on http://%s:%d", *sock.getsockname()[:2])
         try:
             await server.serve(sock)
         finally:

@@ -30,7 +30,7 @@ _MODULE = "dynamo_trtllm.frontend.process.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
 _METRICS_TIMEOUT_S = 1.0  # per process; after that its last metrics are used
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def reserve_port(config: FrontendConfig) -> socket.socket:
@@ -77,7 +77,7 @@ class ProcessGroup:
         self._pipes: dict[str, ControlPipe] = {}
         self._ready: set[str] = set()
         self._aggregator = MetricsAggregator()
-        self._supervisor = Supervisor(RestartConfig(), partial(_log.error, "%s"))
+        self._supervisor = Supervisor(RestartConfig(), partial(log.error, "%s"))
 
     async def run(self) -> int:
         """Run until a signal or until a process can't be restarted. Return the exit status; no process is left."""
@@ -129,7 +129,7 @@ class ProcessGroup:
         try:
             snapshot = await pipe.request_snapshot(_METRICS_TIMEOUT_S)
         except (DeadlineExceeded, Disconnected) as exc:
-            _log.warning("no metrics from %s, using its last ones: %s", name, exc.message)
+            log.warning("no metrics from %s, using its last ones: %s", name, exc.message)
             return
         if name in self._pipes:  # it may have exited meanwhile
             self._aggregator.update(name, snapshot)

@@ -31,7 +31,7 @@ from dynamo_trtllm.router.view import ClusterView
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
 _SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted
@@ -100,7 +100,7 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
     try:
         await tasks.until_failed()
     except DynamoError as failure:
-        _log.error("shutting down after running requests: %s", tasks.reason)
+        log.error("shutting down after running requests: %s", tasks.reason)
         try:
             await asyncio.sleep(_SHOWN_S)
             stop()

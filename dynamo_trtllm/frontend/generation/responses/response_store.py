@@ -25,7 +25,7 @@ from dynamo_trtllm.frontend.generation.responses.items import (
 )
 from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 30.0  # longest write of one response
 _CLOSE_S: Final = 5.0  # longest wait for pending writes when the frontend exits
@@ -211,7 +211,7 @@ class PendingWrites:
         if error is None:
             return
         code = error.code if isinstance(error, DynamoError) else InternalError.code
-        _log.warning(
+        log.warning(
             "%s was not stored (%s): %s", key, code, error, exc_info=None if isinstance(error, DynamoError) else error
         )
         self._on_failed(code)
