@@ -137,7 +137,7 @@ class PairProbes:
             code = await self._probe(pair)
         # A probe uses data that workers send. An exception would end the probes of all pairs and the frontend. The
         # traceback is logged once per pair until its probe passes.
-        except Exception as exc:  # noqa: BLE001
+        except Exception as exc:
             code = InternalError.code
             if pair not in self._unexpected_failures:
                 self._unexpected_failures.add(pair)

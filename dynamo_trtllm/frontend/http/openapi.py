@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import dynamo_trtllm
 from dynamo_trtllm.api.chat import ChatRequest
@@ -36,127 +36,88 @@ MEANINGS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """One method of one path."""
 
     method: str
     path: str
     id: str
     about: str
-    answer: str  # schema of the 200 response
-    media: str = JSON
+    answer: str  # schema of the 200 response; "": text
+    errors: frozenset[int] = frozenset()
     body: str | None = None  # schema of the request
     event: str | None = None  # schema of one event, if the response may be streamed
-    query: tuple[tuple[str, Schema], ...] = ()
-    errors: frozenset[int] = frozenset()
-    otherwise: tuple[tuple[int, str], ...] = ()  # statuses whose body is not an Error, with its schema
+    query: Mapping[str, Schema] = {}
+    is_503_answer: bool = False  # the body of a 503 is `answer` and no error
 
 
-_LIMIT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}
-_ORDER: Final[Schema] = {"enum": ["asc", "desc"], "default": "desc"}
+_CHAT, _TEXT, _RESPONSES, _RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{id}"
+_PAGE: Final[Mapping[str, Schema]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": TEXT,
+}
+_CREATE_CHAT = "Create the next message of a conversation."
+_CREATE_RESPONSE = "Create a response. Later responses can continue it."
+_MODEL_READY = "Check whether the model can be served now, and if not, what is missing."
+_HEALTH = "Get the state of the deployment: instances, and what is missing. Always 200."
+_READY = "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
+_NOT_FOUND: Final = frozenset({404})
 
 OPERATIONS: Final = (
     Operation(
-        method="post",
-        path="/v1/chat/completions",
-        id="createChatCompletion",
-        about="Create the next message of a conversation.",
-        body="ChatRequest",
-        answer="ChatCompletion",
-        event="ChatCompletionChunk",
-        errors=ANY_ERROR,
+        "post",
+        _CHAT,
+        "createChatCompletion",
+        _CREATE_CHAT,
+        "ChatCompletion",
+        ANY_ERROR,
+        "ChatRequest",
+        "ChatCompletionChunk",
     ),
     Operation(
-        method="post",
-        path="/v1/completions",
-        id="createCompletion",
-        about="Complete a plain prompt.",
-        body="CompletionRequest",
-        answer="TextCompletion",
-        event="TextCompletion",
-        errors=ANY_ERROR,
+        "post",
+        _TEXT,
+        "createCompletion",
+        "Complete a plain prompt.",
+        "TextCompletion",
+        ANY_ERROR,
+        "CompletionRequest",
+        "TextCompletion",
     ),
     Operation(
-        method="post",
-        path="/v1/responses",
-        id="createResponse",
-        about="Create a response. Later responses can continue it.",
-        body="ResponseRequest",
-        answer="Response",
-        event="ResponseEvent",
-        errors=ANY_ERROR,
+        "post",
+        _RESPONSES,
+        "createResponse",
+        _CREATE_RESPONSE,
+        "Response",
+        ANY_ERROR,
+        "ResponseRequest",
+        "ResponseEvent",
+    ),
+    Operation("get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", LOOKED_UP),
+    Operation("delete", _RESPONSE, "deleteResponse", "Delete a stored response.", "ResponseDeleted", LOOKED_UP),
+    Operation(
+        "post", f"{_RESPONSE}/cancel", "cancelResponse", "Cancel a response that is in progress.", "Response", LOOKED_UP
     ),
     Operation(
-        method="get",
-        path="/v1/responses/{id}",
-        id="retrieveResponse",
-        about="Get a stored response.",
-        answer="Response",
-        errors=LOOKED_UP,
+        "get",
+        f"{_RESPONSE}/input_items",
+        "listInputItems",
+        "List the input items of a response.",
+        "ResponseItems",
+        LOOKED_UP,
+        query=_PAGE,
     ),
+    Operation("get", "/v1/models", "listModels", "List the available models.", "ModelList"),
     Operation(
-        method="delete",
-        path="/v1/responses/{id}",
-        id="deleteResponse",
-        about="Delete a stored response.",
-        answer="ResponseDeleted",
-        errors=LOOKED_UP,
+        "get", "/v1/models/{id}", "retrieveModel", "Get one model. Its id may contain slashes.", "Model", _NOT_FOUND
     ),
-    Operation(
-        method="post",
-        path="/v1/responses/{id}/cancel",
-        id="cancelResponse",
-        about="Cancel a response that is in progress.",
-        answer="Response",
-        errors=LOOKED_UP,
-    ),
-    Operation(
-        method="get",
-        path="/v1/responses/{id}/input_items",
-        id="listInputItems",
-        about="List the input items of a response.",
-        answer="ResponseItems",
-        query=(("limit", _LIMIT), ("order", _ORDER), ("after", TEXT)),
-        errors=LOOKED_UP,
-    ),
-    Operation(method="get", path="/v1/models", id="listModels", about="List the available models.", answer="ModelList"),
-    Operation(
-        method="get",
-        path="/v1/models/{id}",
-        id="retrieveModel",
-        about="Get one model. Its id may contain slashes.",
-        answer="Model",
-        errors=frozenset({404}),
-    ),
-    Operation(
-        method="get",
-        path="/v1/models/{id}/ready",
-        id="modelReady",
-        about="Check whether the model can be served now, and if not, what is missing.",
-        answer="Ready",
-        errors=frozenset({404}),
-        otherwise=((503, "Ready"),),
-    ),
-    Operation(
-        method="get",
-        path="/health",
-        id="health",
-        about="Get the state of the deployment: instances, and what is missing. Always 200.",
-        answer="Health",
-    ),
-    Operation(
-        method="get",
-        path="/ready",
-        id="ready",
-        about="Check whether this frontend accepts requests, and if not, why. Does not depend on workers.",
-        answer="FrontendReady",
-        otherwise=((503, "FrontendReady"),),
-    ),
-    Operation(method="get", path="/live", id="live", about="Check that this process responds.", answer="Live"),
-    Operation(
-        method="get", path="/metrics", id="metrics", about="Get Prometheus metrics.", answer="", media="text/plain"
-    ),
+    Operation("get", "/v1/models/{id}/ready", "modelReady", _MODEL_READY, "Ready", _NOT_FOUND, is_503_answer=True),
+    Operation("get", "/health", "health", _HEALTH, "Health"),
+    Operation("get", "/ready", "ready", _READY, "FrontendReady", is_503_answer=True),
+    Operation("get", "/live", "live", "Check that this process responds.", "Live"),
+    Operation("get", "/metrics", "metrics", "Get Prometheus metrics.", ""),
 )
 
 
@@ -196,7 +157,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
     ]
-    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
     if operation.body is not None:
         parameters += [
             {"name": name, "in": "header", "description": about, "schema": TEXT}
@@ -209,14 +170,15 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
-    content: dict[str, Any] = {operation.media: {"schema": ref(operation.answer) if operation.answer else TEXT}}
+    answer = ref(operation.answer)
+    content: dict[str, Any] = {JSON: {"schema": answer}} if operation.answer else {"text/plain": {"schema": TEXT}}
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event, ends=operation.event != "ResponseEvent")}
     answers = {200: _answer(200, content)}
     for status in operation.errors | {500}:
         answers[status] = _answer(status, {JSON: {"schema": ref("Error")}})
-    for status, name in operation.otherwise:
-        answers[status] = _answer(status, {JSON: {"schema": ref(name)}})
+    if operation.is_503_answer:
+        answers[503] = _answer(503, {JSON: {"schema": answer}})
     if operation.event is not None:
         for name in ("x-prefill-instance", "x-decode-instance"):
             answers[200]["headers"][name] = {"schema": TEXT}
