@@ -42,10 +42,10 @@ def test_readme_when_read_then_it_has_launch_lines_of_each_process() -> None:
 @pytest.mark.parametrize(("module", "words"), LINES)
 def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> None:
     loaded = load(CONFIGS[module], prog="x", description="x", argv=shlex.split(words), environ={})
-    if isinstance(loaded.config, WorkerConfig) and loaded.config.engine is None:
-        assert trtllm_args(loaded.config, LIBRARY.newest).get("tensor_parallel_size") == 4
-    elif isinstance(loaded.config, WorkerConfig):
-        assert engine_arguments(loaded.config, FLAGS[loaded.config.engine], loaded.config.engine)
+    if isinstance(loaded, WorkerConfig) and loaded.engine is None:
+        assert trtllm_args(loaded, LIBRARY.newest).get("tensor_parallel_size") == 4
+    elif isinstance(loaded, WorkerConfig):
+        assert engine_arguments(loaded, FLAGS[loaded.engine], loaded.engine)
 
 
 def test_scripts_when_named_then_they_are_there_and_executable() -> None:
