@@ -5,7 +5,7 @@ Nothing is downloaded. The module also wraps tiktoken's encoder.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import functools
 import gzip
 import hashlib
@@ -177,8 +177,8 @@ def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
 
 
 def _parse_ranks(data: bytes) -> dict[bytes, int]:
-    pairs = (line.split() for line in data.splitlines() if line)
-    return {base64.b64decode(token): int(rank) for token, rank in pairs}
+    words = data.split()
+    return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
 
 
 def _packaged_ranks() -> bytes:
