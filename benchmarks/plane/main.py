@@ -71,6 +71,13 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="run our workers with the mock engine instead of the runner that vLLM and TensorRT-LLM use",
     )
+    parser.add_argument(
+        "--frontends",
+        type=lambda text: [int(number) for number in text.split(",")],
+        default=[1],
+        metavar="N,N",
+        help="numbers of frontend processes to measure, e.g. 1,2,4 (default: 1)",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args()
     names = [name for name in args.points.split(",") if name]
@@ -88,7 +95,7 @@ def main() -> None:
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    sides: list[Recipe] = [Ours(uses_mock=args.mock_engine)]
+    sides: list[Recipe] = [Ours(uses_mock=args.mock_engine, num_frontends=number) for number in args.frontends]
     if args.beside is not None:
         sides.append(Ours(args.beside.resolve(), uses_mock=args.mock_engine))
     if args.what == "against-dynamo":

@@ -18,7 +18,6 @@ from benchmarks.summary import LoadSummary
 from dynamo_trtllm.subprocesses.child import spawn
 
 _MAX_WARMUP = 256
-_STREAMS_PER_CLIENT = 1024
 _TIMEOUT_S = 300.0
 
 
@@ -62,7 +61,7 @@ def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
         words = ["benchmarks.client", "--json", "--concurrency", str(point.streams), "--requests", str(point.requests)]
         words += ["--warmup", str(max(4, min(point.streams, _MAX_WARMUP))), "--timeout-s", "200"]
         words += ["--isl", str(point.isl), "--osl", str(point.osl)]
-        words += ["--processes", str(-(-point.streams // _STREAMS_PER_CLIENT))]
+        words += ["--processes", str(point.clients)]
         words += ["--fresh-connections"] if point.fresh else []
     words += ["--url", url, "--model", MODEL]
     return ["-m", *words, *(word for name, pid in pids.items() for word in ("--pid", f"{name}={pid}"))]

@@ -20,6 +20,7 @@ class Point:
     fresh: bool = False  # open a connection for every request
     idle_s: float = 0.0  # above 0: measure open streams without tokens for this long
     pairs: int = 1  # number of prefill and decode workers
+    clients: int = 1  # client processes
 
 
 STEP_S = 0.0057  # step time of Dynamo's mock engine at its default speed
@@ -38,8 +39,9 @@ POINTS = (
     Point(name="start-32", pace_s=0.0, streams=32, requests=3000, osl=2),
     Point(name="churn-32", pace_s=0.0, streams=32, requests=1500, osl=8, fresh=True),
     Point(name="crowd-1024", pace_s=0.002, streams=1024, requests=4096, pairs=4),
+    Point(name="scale-2048", pace_s=0.002, streams=2048, requests=8192, pairs=8, clients=8),
     Point(name="slow-1024", pace_s=0.040, streams=1024, requests=2048),
-    Point(name="slow-3600", pace_s=0.058, streams=3600, requests=3600),
+    Point(name="slow-3600", pace_s=0.058, streams=3600, requests=3600, clients=4),
     Point(name="idle-1000", pace_s=IDLE_STEP_S, streams=1000, requests=1000, osl=8, idle_s=10.0),
 )
 COMPARED = ("paced-1", "paced-32", "paced-128", "paced-256", "burst-1", "burst-32", "burst-256", "long-32")
