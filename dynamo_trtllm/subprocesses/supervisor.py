@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.deployment import RestartConfig
@@ -22,23 +21,18 @@ Running: TypeAlias = Callable[[], AbstractAsyncContextManager[C]]
 BeforeRestart: TypeAlias = Callable[[C, int], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecision:
-    """The decision to restart a process after `pause_s` seconds, or to stop all processes with `exit_status`.
+class RunFailed(Exception):
+    """The supervised programs can't go on. `exit_status` is that of this process."""
 
-    `text` gives the reason for the log.
-    """
-
-    is_restart: bool
-    exit_status: int
-    text: str
-    pause_s: float = 0.0
+    def __init__(self, text: str, exit_status: int = _FAILED) -> None:
+        super().__init__(text)
+        self.exit_status = exit_status
 
 
 def decide(
     config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_status_2_final: bool = True
-) -> RestartDecision:
-    """Decide whether to restart a process that has ended.
+) -> tuple[str, float]:
+    """Decide whether to restart a process that has ended. Return the text for the log and the pause before, in seconds.
 
     Args:
         config: limits of restarts.
@@ -46,26 +40,19 @@ def decide(
         restarts: times of the process's earlier restarts, in seconds on the clock of `now`.
         now: current time in seconds.
         is_status_2_final: Exit status 2 means an invalid configuration, as it does for programs of this package.
+
+    Raises:
+        RunFailed: the process must not be restarted, so all processes must be stopped.
     """
     ended = describe(status)
     if status == BAD_CONFIG and is_status_2_final:
-        return RestartDecision(is_restart=False, exit_status=BAD_CONFIG, text=ended)
+        raise RunFailed(ended, BAD_CONFIG)
     recent = len([time for time in restarts if now - time < config.window_s])
     if recent >= config.max_restarts:
-        text = f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit"
-        return RestartDecision(is_restart=False, exit_status=_FAILED, text=text)
+        raise RunFailed(f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit")
     pause_s = config.pause_s * 2 ** (recent - 1) if recent else 0.0
     when = f" in {pause_s:g} s" if pause_s else ""
-    text = f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in {config.window_s:g} s)"
-    return RestartDecision(is_restart=True, exit_status=0, text=text, pause_s=pause_s)
-
-
-class RunFailed(Exception):
-    """The supervised programs can't go on. `exit_status` is that of this process."""
-
-    def __init__(self, text: str, exit_status: int = _FAILED) -> None:
-        super().__init__(text)
-        self.exit_status = exit_status
+    return f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in {config.window_s:g} s)", pause_s
 
 
 class _Stopped(Exception):
@@ -153,18 +140,18 @@ class Supervisor:
             if child.is_terminating:
                 self._say(f"{name} {describe(status)} as requested; restarting")
                 continue
-            decision = decide(
-                self._config, status, restarts, time.monotonic(), is_status_2_final=child.is_status_2_final
-            )
-            if not decision.is_restart:
+            now, is_final = time.monotonic(), child.is_status_2_final
+            try:
+                text, pause_s = decide(self._config, status, restarts, now, is_status_2_final=is_final)
+            except RunFailed as exc:
                 hint = f"; last line: {child.last_line}" if child.last_line else ""
-                raise RunFailed(f"{name} {decision.text}{hint}", decision.exit_status)
-            self._say(f"{name} {decision.text}")
+                raise RunFailed(f"{name} {exc}{hint}", exc.exit_status) from None
+            self._say(f"{name} {text}")
             restarts.append(time.monotonic())
             if before_restart is not None:
                 await before_restart(child, status)
             with suppress(TimeoutError):
-                async with asyncio.timeout(decision.pause_s):
+                async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
 
     def _on_signal(self) -> None:
