@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -137,28 +137,6 @@ TABLE = (
 )
 
 
-class EngineSnapshot(Protocol):
-    """Statistics of an engine at a scrape."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_blocks_used(self) -> int: ...
-    @property
-    def kv_blocks_total(self) -> int: ...
-    @property
-    def tickets_held(self) -> int: ...
-    @property
-    def ticket_kv_blocks(self) -> int: ...
-    @property
-    def kv_checksum_mismatches(self) -> int: ...
-
-
-_SNAPSHOT = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets_held", "ticket_kv_blocks")
-
-
 def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
     # Without this, each counter also exports the time at which it was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -167,15 +145,14 @@ def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
         if row.process != process:
             continue
         name = PREFIX + row.name
-        if row.kind == "counter":
-            metrics[row.name] = Counter(name, row.help, row.labels, registry=registry)
-        elif row.kind == "gauge":
-            metrics[row.name] = Gauge(name, row.help, row.labels, registry=registry)
+        if row.kind == "weighted":
+            metrics[row.name] = WeightedHistogram(name, row.help, row.labels, buckets=row.buckets)
+            registry.register(metrics[row.name])
         elif row.kind == "histogram":
             metrics[row.name] = Histogram(name, row.help, row.labels, buckets=row.buckets, registry=registry)
         else:
-            metrics[row.name] = WeightedHistogram(name, row.help, row.labels, buckets=row.buckets)
-            registry.register(metrics[row.name])
+            kind = Counter if row.kind == "counter" else Gauge
+            metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
     ProcessCollector(registry=registry)
     return metrics
 
@@ -322,15 +299,16 @@ class WorkerMetrics:
         self._metrics["legs"].set_function(active)
         self._metrics["reserved"].set_function(reserved)
 
-    def render(self, engine: EngineSnapshot | None = None) -> bytes:
+    def render(self, engine: Mapping[str, int] | None = None) -> bytes:
         """Return the metrics in the Prometheus text format (CONTENT_TYPE).
 
         Args:
-            engine: statistics of the engine; None: leave its metrics unchanged.
+            engine: statistics of the engine by name; None: leave its metrics unchanged.
         """
-        if engine is not None:
-            for name in _SNAPSHOT:
-                self._metrics[name].set(getattr(engine, name))
-            self._metrics["kv_checksum_mismatches_total"].inc(engine.kv_checksum_mismatches - self._mismatches)
-            self._mismatches = engine.kv_checksum_mismatches
+        for name, value in (engine or {}).items():
+            if name == "kv_checksum_mismatches":
+                self._metrics["kv_checksum_mismatches_total"].inc(value - self._mismatches)
+                self._mismatches = value
+            else:
+                self._metrics[name].set(value)
         return generate_latest(self._registry)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -279,4 +280,4 @@ class Worker:
         self._health.phase = "stopped"
 
     def _render_metrics(self, engine: Engine) -> bytes:
-        return self._metrics.render(engine.stats() if isinstance(engine, HasStats) else None)
+        return self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None)

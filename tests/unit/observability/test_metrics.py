@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -73,20 +71,20 @@ def test_tokens_and_first_token_when_observed_then_they_are_counted_by_model():
 def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     metrics = WorkerMetrics()
     metrics.call_finished(phase="prefill", code="ok", output_tokens=1)
-    engine = SimpleNamespace(
-        running=1,
-        waiting=2,
-        kv_blocks_used=3,
-        kv_blocks_total=4,
-        tickets_held=5,
-        ticket_kv_blocks=6,
-        kv_checksum_mismatches=7,
-    )
+    engine = {
+        "running": 1,
+        "waiting": 2,
+        "kv_blocks_used": 3,
+        "kv_blocks_total": 4,
+        "tickets_held": 5,
+        "ticket_kv_blocks": 6,
+        "kv_checksum_mismatches": 7,
+    }
     for _ in range(2):  # a counter counts nothing twice
         metrics.render(engine)
     found = samples(metrics.render())
-    assert found["kv_checksum_mismatches_total", ()] == vars(engine).pop("kv_checksum_mismatches")
-    for name, value in vars(engine).items():
+    assert found["kv_checksum_mismatches_total", ()] == engine.pop("kv_checksum_mismatches")
+    for name, value in engine.items():
         assert found[name, ()] == value
     assert found["requests_total", (("code", "ok"), ("phase", "prefill"))] == 1
 
