@@ -69,35 +69,6 @@ class Generator(Protocol):
         ...
 
 
-class _StreamEnd:
-    """Passes the chunks of a stream on, and completes `future` at its end."""
-
-    __slots__ = ("_on_chunk", "future", "is_terminal")
-
-    def __init__(self, on_chunk: OnChunk) -> None:
-        self._on_chunk = on_chunk
-        self.future: asyncio.Future[None] | None = asyncio.get_running_loop().create_future()
-        self.is_terminal = False  # ended by the stream itself
-
-    def on_event(self, event: StreamEvent) -> None:
-        future = self.future
-        if future is None or future.done():
-            return
-        if not isinstance(event, Chunk):
-            self.is_terminal = True
-            future.set_exception(event)
-            return
-        try:
-            goes_on = self._on_chunk(event)
-        except Exception as exc:  # noqa: BLE001 - raised to the caller of `run_stream`
-            # a future accepts no StopIteration
-            future.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
-            return
-        self.is_terminal = event.finish_reason is not None
-        if self.is_terminal or not goes_on:
-            future.set_result(None)
-
-
 async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk) -> None:
     """Start a stream and wait for its end. Cancelling this cancels the stream.
 
@@ -109,17 +80,32 @@ async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk
         DynamoError: the error that ended the stream.
         Exception: an exception of `on_chunk`, which cancels the stream.
     """
-    end = _StreamEnd(on_chunk)
-    handle = start(end.on_event)
+    future: asyncio.Future[bool] | None = asyncio.get_running_loop().create_future()  # True: ended by the stream itself
+
+    def on_event(event: StreamEvent) -> None:
+        if future is None or future.done():
+            return
+        if not isinstance(event, Chunk):
+            future.set_exception(event)
+            return
+        try:
+            goes_on = on_chunk(event)
+        except Exception as exc:  # noqa: BLE001 - raised to the caller of `run_stream`
+            # a future accepts no StopIteration
+            future.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
+            return
+        if event.finish_reason is not None or not goes_on:
+            future.set_result(event.finish_reason is not None)
+
+    handle = start(on_event)
     is_received = False
     try:
-        assert end.future is not None
-        await end.future
-        is_received = end.is_terminal
+        assert future is not None
+        is_received = await future
     finally:
         if not is_received:
             handle.cancel()  # nothing happens if the stream has ended in an error
-        end.future = None  # its error refers to this frame: a cycle that would keep the request in memory
+        future = None  # its error refers to this frame: a cycle that would keep the request in memory
 
 
 async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

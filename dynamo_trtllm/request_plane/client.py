@@ -94,8 +94,8 @@ class Plane:
         self._num_pings = 0  # sent to all workers
         self._num_unreadable = 0  # messages
         self._heartbeat = Heartbeat(
-            transport,
-            limits.ping_interval_s,
+            transport=transport,
+            interval_s=limits.ping_interval_s,
             peers=self._running.keys,
             message=self._ping_message,
             heard=self._frames_from,

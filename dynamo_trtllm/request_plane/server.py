@@ -47,15 +47,9 @@ from dynamo_trtllm.streams import Generator, StreamEvent, StreamHandle
 
 log = logging.getLogger(__name__)
 
-_LONGEST_INBOX = 255
+_LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _REPORTS_SINCE = 2  # wire version
 _REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
-
-
-def _check_inbox(inbox: str) -> None:
-    """Raise BadFrame for an overlong inbox name, because NATS disconnects a client that publishes to one."""
-    if len(inbox) > _LONGEST_INBOX:
-        raise BadFrame(f"the inbox name has {len(inbox)} characters; the limit is {_LONGEST_INBOX}")
 
 
 def control_subject(subject: str) -> str:
@@ -122,8 +116,8 @@ class EndpointServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Unsubscribe] = []
         self._heartbeat = Heartbeat(
-            transport,
-            ping_interval_s,
+            transport=transport,
+            interval_s=ping_interval_s,
             peers=self._callers.keys,
             message=self._ping_message,
             heard=self._heard_from,
@@ -178,7 +172,8 @@ class EndpointServer:
             return
         try:
             body = decode(data, ClientMessage).body
-            _check_inbox(body.inbox)
+            if len(body.inbox) > _LONGEST_INBOX:
+                raise BadFrame(f"the inbox name has {len(body.inbox)} characters; the limit is {_LONGEST_INBOX}")
             caller = self._callers.get(body.inbox)
             if caller is not None:
                 caller.num_messages += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.background import BackgroundTasks
@@ -76,49 +77,29 @@ def no_reply(subject: str, timeout_s: float) -> Unreachable:
     )
 
 
+@dataclass(kw_only=True, eq=False)
 class Heartbeat:
-    """Heartbeat to each peer with open streams, because a message transport does not report when a peer dies.
+    """Heartbeat to each peer with open streams, because a message transport does not report when a peer dies."""
 
-    Args:
-        transport: sends the heartbeats.
-        interval_s: seconds between two heartbeats to a peer, and time-out of each.
-        peers: returns the peers with open streams.
-        message: returns the heartbeat message for a peer.
-        heard: returns a number that changes with each message from a peer.
-        on_peer_lost: is called when a peer neither replied nor sent anything else.
-        tasks: owner of the background task.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        interval_s: float,
-        *,
-        peers: Callable[[], Collection[str]],
-        message: Callable[[str], bytes],
-        heard: Callable[[str], int],
-        on_peer_lost: Callable[[str, DynamoError], None],
-        tasks: BackgroundTasks,
-    ) -> None:
-        self._transport = transport
-        self._tasks = tasks
-        self._interval_s = interval_s
-        self._peers = peers
-        self._message = message
-        self._heard = heard
-        self._on_peer_lost = on_peer_lost
-        self._asking: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
+    transport: Transport
+    interval_s: float  # between two heartbeats to a peer, and time-out of each
+    peers: Callable[[], Collection[str]]  # with open streams
+    message: Callable[[str], bytes]  # returns the heartbeat message for a peer
+    heard: Callable[[str], int]  # returns a number that changes with each message from a peer
+    on_peer_lost: Callable[[str, DynamoError], None]  # is called when a peer neither replied nor sent anything else
+    tasks: BackgroundTasks  # owner of the background task
+    _asking: set[str] = field(default_factory=set, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Start the heartbeats."""
-        self._task = self._tasks.start(self._run(), "plane-heartbeat")
+        self._task = self.tasks.start(self._run(), "plane-heartbeat")
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:  # a silent peer must not delay the others
             while True:
-                await asyncio.sleep(self._interval_s)
-                for peer in set(self._peers()) - self._asking:
+                await asyncio.sleep(self.interval_s)
+                for peer in set(self.peers()) - self._asking:
                     group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
     async def _ask(self, peer: str) -> None:
@@ -130,19 +111,19 @@ class Heartbeat:
         self._asking.add(peer)
         try:
             for is_last in (False, True):
-                heard = self._heard(peer)
+                heard = self.heard(peer)
                 try:
-                    await self._transport.request(peer, self._message(peer), timeout_s=self._interval_s)
+                    await self.transport.request(peer, self.message(peer), timeout_s=self.interval_s)
                     return
                 except PlaneError as exc:
-                    if self._heard(peer) != heard:
+                    if self.heard(peer) != heard:
                         return
                     if is_last or isinstance(exc, Disconnected):
-                        self._on_peer_lost(peer, exc)
+                        self.on_peer_lost(peer, exc)
                         return
         finally:
             self._asking.discard(peer)
 
     async def aclose(self) -> None:
         """Stop all heartbeats. Idempotent."""
-        await self._tasks.cancel(self._task)
+        await self.tasks.cancel(self._task)

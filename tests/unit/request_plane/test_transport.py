@@ -47,8 +47,8 @@ async def test_peer_when_it_does_not_answer_twice_and_sends_nothing_then_it_is_l
     lost: list[tuple[str, DynamoError]] = []
     transport = Failing(failures, sends_something_else)
     heartbeat = Heartbeat(
-        transport,
-        5.0,
+        transport=transport,
+        interval_s=5.0,
         peers=lambda: ["p"],
         message=lambda _: b"",
         heard=lambda _: transport.heard,
