@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dynamo_trtllm.errors import DynamoError, InternalError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class BackgroundTasks:
             failure, reason = error, f"background task {name} failed: {error.message}"
         else:
             reason = f"background task {name} " + ("ended" if error is None else f"failed: {error!r}")
-            _log.error("%s", reason, exc_info=error)
+            log.error("%s", reason, exc_info=error)
             failure = InternalError(f"{reason}; see the log")
             failure.__cause__ = error
         if self.failure is None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 StreamEvent: TypeAlias = Chunk | DynamoError
 """A chunk, or the error that ended the stream. An error or a chunk with `finish_reason` is terminal."""
@@ -133,9 +133,9 @@ async def as_stream(generator: Generator, request: GenerateRequest) -> AsyncGene
 def unexpected_error(exc: Exception, stream: str) -> DynamoError:
     """Log an exception that is a bug, and return the error that ends its stream. `stream`: its name, for the log."""
     if isinstance(exc, MemoryError):
-        _log.error("request failed: %s: out of memory", stream)  # a traceback would take more memory
+        log.error("request failed: %s: out of memory", stream)  # a traceback would take more memory
         return Overloaded("the process is out of memory for this request; try again later or send a shorter one")
-    _log.error("request failed: %s", stream, exc_info=exc)
+    log.error("request failed: %s", stream, exc_info=exc)
     error = InternalError(f"an unexpected error ended the request: {type(exc).__name__}; see the log")
     error.__cause__ = exc
     return error

@@ -10,7 +10,7 @@ from dynamo_trtllm.discovery.base import Added, Rejected, Removed
 from dynamo_trtllm.discovery.keys import instance_id_of, shown_key
 from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 CacheEvent = Added | Removed | Rejected
 
@@ -116,14 +116,14 @@ class InstanceCache:
             if len(self._rejected) >= MOST_REJECTED:
                 self._log_full()
                 return []
-            logger.warning("etcd record rejected: %s (key %s)", reason, shown)
+            log.warning("etcd record rejected: %s (key %s)", reason, shown)
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
 
     def _log_full(self) -> None:
         if not self._has_logged_full:
             self._has_logged_full = True
-            logger.warning(
+            log.warning(
                 "%d etcd records rejected, not logging further ones; check which client writes them", MOST_REJECTED
             )
 

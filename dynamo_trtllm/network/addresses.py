@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from dynamo_trtllm.errors import ConfigError
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
 _ANY_PORT = 4222  # for a URL without a port; nothing is sent to it
@@ -36,7 +36,7 @@ def address_towards(urls: Iterable[str]) -> str:
                 probe.connect(target[4])  # chooses a route
                 address = ipaddress.ip_address(probe.getsockname()[0])
         except (OSError, ValueError) as exc:
-            _log.warning("no local address on the route to %s: %s", parts.hostname, exc)
+            log.warning("no local address on the route to %s: %s", parts.hostname, exc)
             continue
         if not address.is_loopback and not (address.version == 6 and address.is_link_local):
             return str(address)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.network.addresses import LOOPBACK
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
@@ -76,7 +76,7 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
     except ValueError:
         is_local = host == "localhost"
     if not is_local:
-        _log.warning(
+        log.warning(
             "port %d is open to other machines without authentication: every client can %s; to restrict it to this "
             "machine, set %s %s",
             port,
@@ -138,11 +138,11 @@ class Acceptor:
         self._loop.remove_reader(self._sock)
         if exc.errno in _UNUSABLE:
             self.broken = exc
-            _log.error("port %s accepts no more connections: %s; restart this process", self._port(), exc)
+            log.error("port %s accepts no more connections: %s; restart this process", self._port(), exc)
             return
         self._failures += 1
         if self._loop.time() >= self._logged_at + _LOG_EVERY_S:
-            _log.warning(
+            log.warning(
                 "port %s can't accept connections, retrying: %s (%d failed attempts); check the limit of open files",
                 self._port(),
                 exc,
@@ -161,7 +161,7 @@ class Acceptor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("connection failed", exc_info=error)
+            log.error("connection failed", exc_info=error)
 
     @property
     def num_connections(self) -> int:
@@ -201,7 +201,7 @@ def allow_files(wanted: int, hint: str) -> None:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        _log.warning(
+        log.warning(
             "open files are limited to %d; raise the limit to %d (ulimit -n)%s",
             most,
             wanted,
