@@ -1,17 +1,20 @@
-"""Define the values that processes exchange: requests, chunks, KV transfer parameters, instances, control verbs.
+"""Define and encode the values that processes exchange: requests, chunks, KV transfer parameters, instances, verbs.
 
-They are msgspec structs because `codec` encodes them on the hot path. Decoding skips unknown fields, so an older
-process can read what a newer one sends. This module imports nothing else of the project.
+They are msgspec structs, encoded as MessagePack with token ids packed as 32-bit little-endian integers. Decoding skips
+unknown fields, so an older process can read what a newer one sends.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+
+from dynamo_trtllm.errors import BadFrame
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]
@@ -344,3 +347,51 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning_effort: str = "medium"  # low, medium, high
     template_args: Mapping[str, Any] = {}  # extra variables of a chat template
     answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it
+
+
+# --- encoding ------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def _pack(value: Any) -> bytes:
+    if isinstance(value, array):
+        return _little_endian(value).tobytes()
+    raise TypeError(f"{type(value).__name__} has no wire form")
+
+
+def _unpack(wanted: Any, value: Any) -> Any:
+    if wanted is array:
+        return _little_endian(array("I", value))  # ValueError unless whole 32-bit words
+    raise TypeError(f"{wanted} has no wire form")
+
+
+def _little_endian(ids: TokenIds) -> TokenIds:
+    if sys.byteorder == "big":
+        ids = array("I", ids)
+        ids.byteswap()
+    return ids
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(value: Any) -> bytes:
+    """Encode a value, such as one of these structs."""
+    return _encoder.encode(value)
+
+
+def decode(data: bytes | memoryview, wanted: type[T]) -> T:
+    """Decode `data` as a value of type `wanted`.
+
+    Raises:
+        BadFrame: `data` is not such a value.
+    """
+    decoder = _decoders.get(wanted)
+    if decoder is None:
+        decoder = _decoders[wanted] = msgspec.msgpack.Decoder(wanted, dec_hook=_unpack)
+    try:
+        return decoder.decode(data)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as exc:  # the last: nested too deeply
+        raise BadFrame(f"not a {getattr(wanted, '__name__', wanted)}: {exc}") from exc

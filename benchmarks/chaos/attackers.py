@@ -21,12 +21,11 @@ from benchmarks.chaos.load import build_load, run_load
 from benchmarks.chaos.scrape import fetch
 from benchmarks.hostile import CASES, MAX_BODY, Request, repeat_item, repeat_text, send
 from benchmarks.stream import StreamConnection
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role, decode, encode
 from dynamo_trtllm.request_plane.frames import PING, Batch, ClientMessage, Frame, OpenStream
 from dynamo_trtllm.request_plane.nats import NatsTransport
 from dynamo_trtllm.request_plane.server import control_subject

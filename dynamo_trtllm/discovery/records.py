@@ -10,10 +10,9 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.errors import BadFrame, ConfigError
-from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelDeploymentCard, wire_mismatch
+from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelDeploymentCard, decode, encode, wire_mismatch
 
 MOST_RECORD_BYTES: Final = 256 << 10
 MOST_MODEL_NAME_CHARACTERS: Final = 256
@@ -57,7 +56,7 @@ def read_instance(key: str, record: bytes) -> Instance:
     if len(record) > MOST_RECORD_BYTES:
         raise BadRecord(f"the record has {len(record)} bytes; the limit is {MOST_RECORD_BYTES}")
     try:
-        instance = codec.decode(record, Instance)
+        instance = decode(record, Instance)
     except BadFrame as exc:
         raise BadRecord(f"the record can't be read: {exc.message}") from exc
     if mismatch := wire_mismatch(instance.wire):
@@ -76,7 +75,7 @@ def written(instance: Instance) -> tuple[str, bytes]:
     Raises:
         ConfigError: frontends would reject the record.
     """
-    key, record = keys.instance_key(keys.endpoint_of(instance), instance.id), codec.encode(instance)
+    key, record = keys.instance_key(keys.endpoint_of(instance), instance.id), encode(instance)
     try:
         read_instance(key, record)
     except BadRecord as exc:

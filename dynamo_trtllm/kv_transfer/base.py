@@ -11,8 +11,8 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, TransferFailed
+from dynamo_trtllm.messages import decode
 
 if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
@@ -143,7 +143,7 @@ def decode_offer(form: type[T], offer: bytes, transfer_id: str, backend: str) ->
         TransferFailed: Another backend created it.
     """
     try:
-        return codec.decode(offer, form)
+        return decode(offer, form)
     except BadFrame as exc:
         raise TransferFailed(
             f"KV transfer {transfer_id}: the offer was not created by transfer backend {backend}"

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_cpu, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, ended, results
 from dynamo_trtllm.kv_transfer.host import HostBackend, PublishedRegions
+from dynamo_trtllm.messages import encode
 
 
 class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class LoopbackBackend(HostBackend):
         self._publish(transfer_id, regions, ready)
         sizes_bytes = [region.num_bytes for region in regions]
         method = self.checksums.method(regions)
-        return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
+        return encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
     async def read(
         self,

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, blocks, combined, ended, results
 from dynamo_trtllm.kv_transfer.host import HostBackend, PublishedRegions
+from dynamo_trtllm.messages import encode
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor
 
@@ -130,7 +130,7 @@ class TcpBackend(HostBackend):
         entry = self._publish(transfer_id, regions, ready)
         entry.token = secrets.token_bytes(_TOKEN_BYTES)
         assert self._listener is not None
-        return codec.encode(
+        return encode(
             _TcpOffer(
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeVar
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
     DeadlineExceeded,
@@ -27,6 +26,8 @@ from dynamo_trtllm.messages import (
     Instance,
     ReleaseKv,
     ReleaseSlot,
+    decode,
+    encode,
 )
 from dynamo_trtllm.request_plane.frames import (
     PING,

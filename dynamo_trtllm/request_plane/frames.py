@@ -12,7 +12,6 @@ from itertools import chain
 
 import msgspec
 
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
     Disconnected,
@@ -22,7 +21,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     from_code,
 )
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, token_ids
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, decode, encode, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend

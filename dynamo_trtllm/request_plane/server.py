@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
     DeadlineExceeded,
@@ -27,7 +26,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, Control, wire_mismatch
+from dynamo_trtllm.messages import Chunk, Control, decode, encode, wire_mismatch
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
@@ -30,6 +29,7 @@ from dynamo_trtllm.messages import (
     ReserveSlot,
     Restart,
     Role,
+    encode,
 )
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
@@ -259,7 +259,7 @@ class WorkerService:
                     self._engine.release(transfer_id, outcome)
                 return b""
             case GetFile(sha256, offset):
-                return codec.encode(self._file_chunk(sha256, offset))
+                return encode(self._file_chunk(sha256, offset))
             case ReserveSlot(reservation_id, expires_at):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance
 from tests.waiting import SOON_S
 
@@ -246,7 +245,7 @@ async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_i
     real = make_instance(1, namespace=world.namespace)
     ghost_key = key_of(make_instance(0xAAAA, namespace=world.namespace))
     await world.join().register(real)
-    await world.write(ghost_key, codec.encode(real))
+    await world.write(ghost_key, encode(real))
     async with aclosing(world.join().watch(world.namespace)) as events:
         there = await take(events, 3)
         reason = "id is aaaa in the key and 1 in the record"
@@ -262,7 +261,7 @@ async def test_watch_when_a_record_names_another_subject_then_it_is_rejected(wor
     intruder = msgspec.structs.replace(make_instance(2, namespace=world.namespace), subject=real.subject)
     async with aclosing(world.join().watch(world.namespace)) as events:
         await take(events, 1)
-        await world.write(key_of(intruder), codec.encode(intruder))
+        await world.write(key_of(intruder), encode(intruder))
         reason = await take_rejected(events, key_of(intruder))
     assert reason is not None
     assert reason.startswith(f"subject is '{real.subject}'; instance 2 must have ")
@@ -291,7 +290,7 @@ async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -
         await take(events, 1)
         await world.write(key_of(instance), b"garbage")
         assert await take_rejected(events, key_of(instance)) is not None
-        await world.write(key_of(instance), codec.encode(instance))
+        await world.write(key_of(instance), encode(instance))
         assert await take(events, 2) == [Rejected(key_of(instance), None), Added(instance)]
 
 

@@ -19,13 +19,12 @@ from itertools import zip_longest
 
 import pytest
 
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
+from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, decode, encode, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame

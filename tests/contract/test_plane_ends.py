@@ -10,7 +10,6 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.codec import encode
 from dynamo_trtllm.errors import (
     TransferExpired,
 )
@@ -20,6 +19,7 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     ReleaseKv,
     ReleaseOutcome,
+    encode,
 )
 from dynamo_trtllm.request_plane.frames import PING, ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject

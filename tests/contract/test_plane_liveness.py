@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 import pytest
 
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
     DeadlineExceeded,
@@ -17,7 +16,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     Unreachable,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, decode, encode, token_ids
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,

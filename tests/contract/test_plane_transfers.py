@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from dynamo_trtllm.codec import decode
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseKv, ReleaseOutcome
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseKv, ReleaseOutcome, decode
 from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
 from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.contract.plane_helpers import (

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import BadFrame, InternalError, StreamIncomplete, VersionMismatch
 from dynamo_trtllm.messages import (
     WIRE_VERSION,
@@ -18,6 +17,8 @@ from dynamo_trtllm.messages import (
     FinishReason,
     GenerateRequest,
     Instance,
+    decode,
+    encode,
     token_ids,
     wire_mismatch,
 )

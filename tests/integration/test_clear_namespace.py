@@ -12,12 +12,12 @@ from functools import partial
 
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.cli import clear_namespace
 from dynamo_trtllm.discovery.base import Added
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.messages import encode
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_info
 from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.instances import make_instance
@@ -38,7 +38,7 @@ class Deployment:
         """A record that nobody renews."""
         instance = make_instance(number, namespace=self.namespace)
         key = instance_key(endpoint_of(instance), number)
-        await self.store.put(key, codec.encode(instance), lease)
+        await self.store.put(key, encode(instance), lease)
         return key
 
     async def keys(self) -> list[str]:

@@ -16,13 +16,12 @@ import pytest
 from etcd3aio.kv import KVService
 
 from benchmarks.chaos.relay import Relay
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.errors import Unreachable
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance
 from tests.servers import TestServer
 from tests.waiting import SOON_S
@@ -86,7 +85,7 @@ async def etcd_keys(server: TestServer) -> list[tuple[str, int]]:
 async def put_without_lease(server: TestServer, instance: Instance) -> None:
     key = instance_key(endpoint_of(instance), instance.id)
     async with grpc.aio.insecure_channel(server.address) as channel:
-        await KVService(channel).put(key, codec.encode(instance), timeout=SOON_S)
+        await KVService(channel).put(key, encode(instance), timeout=SOON_S)
 
 
 async def revision(server: TestServer) -> int:
@@ -377,10 +376,10 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
     ]
     async with grpc.aio.insecure_channel(server.address) as channel, joined(server) as discovery:
         kv = KVService(channel)
-        await kv.put(early, codec.encode(ONE), timeout=SOON_S)
+        await kv.put(early, encode(ONE), timeout=SOON_S)
         async with following(discovery) as follower:
             assert follower.told == [rejections[0], Synced()]
-            await kv.put(late, codec.encode(ONE), timeout=SOON_S)
+            await kv.put(late, encode(ONE), timeout=SOON_S)
             await discovery.register(ONE)
             await follower.until(rejections[1], Added(ONE))
             assert set((await discovery._store.leases(namespace_prefix("dynamo"))).values()) > {None}

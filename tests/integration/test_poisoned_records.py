@@ -11,9 +11,8 @@ import httpx
 import msgspec
 from etcd3aio.kv import KVService
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
+from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role, decode, encode
 from tests.instances import make_instance
 from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
@@ -38,7 +37,7 @@ class Intruder:
         prefix = namespace_prefix(self.namespace).encode()
         reply = await self._call(partial(KVService.get, key=prefix, range_end=prefix[:-1] + b"0"))
         (kv,) = [kv for kv in reply.kvs if kv.key.endswith(f"/{instance_id}".encode())]
-        return kv.key, codec.decode(kv.value, Instance)
+        return kv.key, decode(kv.value, Instance)
 
     async def delete_all(self) -> None:
         while self._written:
@@ -71,7 +70,7 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
     await intruder.put(prefix.encode() + b"\xff\xfe", b"")
     card = ModelDeploymentCard(name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony")
     odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
-    await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), codec.encode(odd))
+    await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), encode(odd))
     start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
@@ -89,8 +88,8 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
         thief = msgspec.structs.replace(real, component="zzz", subject="intruder.generate-1")
         thief_key = instance_key(endpoint_of(thief), thief.id)
         deep_key = f"{prefix}tensorrt_llm/generate/d"
-        await intruder.put(ghost_key.encode(), codec.encode(real))
-        await intruder.put(thief_key.encode(), codec.encode(thief))
+        await intruder.put(ghost_key.encode(), encode(real))
+        await intruder.put(thief_key.encode(), encode(thief))
         await intruder.put(deep_key.encode(), b"\x81\xa1x" + b"\x91" * 100_000)
         reasons = await until_rejected(client, {ghost_key, thief_key, deep_key})
         assert reasons[ghost_key] == f"id is aaaa in the key and {number} in the record"

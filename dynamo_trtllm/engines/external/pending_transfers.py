@@ -14,10 +14,17 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, RequestRejected, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
-from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, ReleaseOutcome, TokenLogprob, token_ids
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    KvLayout,
+    KvTransferParams,
+    ReleaseOutcome,
+    TokenLogprob,
+    decode,
+    token_ids,
+)
 
 _log = logging.getLogger(__name__)
 _ITEM_BYTES = {"fp8": 1, "nvfp4": 1, "float32": 4}
@@ -189,7 +196,7 @@ def decode_state(kv_params: KvTransferParams, form: type[F], version: int) -> F:
         TransferMismatch: the state has another type or version.
     """
     try:
-        engine_state = codec.decode(kv_params.engine_state, form)
+        engine_state = decode(kv_params.engine_state, form)
     except BadFrame as exc:
         raise TransferMismatch(
             f"KV transfer {kv_params.transfer_id}: its engine state can't be decoded: {exc}", field="opaque"

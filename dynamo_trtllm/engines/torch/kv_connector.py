@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
 from dynamo_trtllm.errors import BadFrame, DynamoError, RequestRejected, TransferFailed, TransferMismatch
@@ -28,6 +27,8 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     KvLayout,
     KvTransferParams,
+    decode,
+    encode,
     token_ids,
 )
 
@@ -135,7 +136,7 @@ class KvConnector:
             first_logprobs=prefill_done.first.logprobs,
             transport=self._backend.name,
             kv_bytes=kv_bytes,
-            engine_state=codec.encode(_TorchState(offer, seq.seed, REGION_BYTES[device])),
+            engine_state=encode(_TorchState(offer, seq.seed, REGION_BYTES[device])),
         )
         stats = prefill_done.first.stats
         if stats is not None:
@@ -259,7 +260,7 @@ def _kv_params(request: GenerateRequest) -> KvTransferParams:
 
 def _engine_state(kv_params: KvTransferParams) -> _TorchState:
     try:
-        return codec.decode(kv_params.engine_state, _TorchState)
+        return decode(kv_params.engine_state, _TorchState)
     except BadFrame as exc:
         raise TransferMismatch(
             f"KV transfer {kv_params.transfer_id} was not created by a torch engine", field="opaque"

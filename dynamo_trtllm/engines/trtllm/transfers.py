@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.errors import RequestRejected, TransferMismatch
-from dynamo_trtllm.messages import KvTransferParams
+from dynamo_trtllm.messages import KvTransferParams, encode
 
 ENGINE_STATE_VERSION = 1
 
@@ -56,7 +55,7 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
             field="cache_transceiver_config.backend",
         )
     plain = {name: _plain(name, value) for name, value in params.items() if value is not None}
-    return codec.encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=plain))
+    return encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=plain))
 
 
 def unpack(kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, FetchedKv
 from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import KvTransferParams
+from dynamo_trtllm.messages import KvTransferParams, encode
 
 ENGINE_STATE_VERSION = 1
 
@@ -53,7 +52,7 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
         raise RequestRejected(
             f"vLLM {release} returned unknown kv_transfer_params: {exc}", field="kv_transfer_config"
         ) from exc
-    return codec.encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=typed, seed=seed))
+    return encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=typed, seed=seed))
 
 
 def unpack(kv_params: KvTransferParams) -> FetchedKv:

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Final, TypedDict
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
-from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role
+from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.pair_breakers import PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import differences
@@ -210,7 +209,7 @@ class ModelRegistry:
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
             reply = await self._plane.control(worker.subject, GetFile(sha256, len(data)))
-            chunk = codec.decode(reply, FileChunk)
+            chunk = decode(reply, FileChunk)
             if total_bytes is None:
                 total_bytes = chunk.total_bytes
             if wrong := _wrong_size(chunk, len(data), total_bytes, most_bytes):

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
+from dynamo_trtllm.messages import decode, encode
 from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 
 _LENGTH: Final = struct.Struct("<I")
@@ -124,14 +124,14 @@ class ControlPipe:
         self._send(MetricsReply(number, await self._snapshot()))
 
     def _send(self, body: Ready | MetricsRequest | MetricsReply) -> None:
-        data = codec.encode(_Message(body))
+        data = encode(_Message(body))
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
     async def _next(self) -> Ready | MetricsRequest | MetricsReply | None:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return codec.decode(await self._reader.readexactly(length), _Message).body
+            return decode(await self._reader.readexactly(length), _Message).body
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 

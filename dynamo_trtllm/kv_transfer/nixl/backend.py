@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import EngineFailed, TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
@@ -31,6 +30,7 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
 from dynamo_trtllm.kv_transfer.nixl.fetch import FetchDriver, FetchRequest
 from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
+from dynamo_trtllm.messages import encode
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class NixlBackend:
         except TransferFailed:
             self._discard(transfer_id)
             raise
-        return codec.encode(
+        return encode(
             NixlOffer(
                 agent=self._agent_name,
                 connection=self._connection,

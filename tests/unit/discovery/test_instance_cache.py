@@ -7,17 +7,16 @@ import logging
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery import instance_cache as mirror_module
 from dynamo_trtllm.discovery.base import Added, Rejected, Removed
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance
 
 
 def entry(instance: Instance) -> tuple[str, bytes]:
-    return instance_key(endpoint_of(instance), instance.id), codec.encode(instance)
+    return instance_key(endpoint_of(instance), instance.id), encode(instance)
 
 
 ONE, TWO, THREE = (make_instance(number) for number in (1, 2, 3))

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.keys import EndpointId, instance_key, subject
 from dynamo_trtllm.discovery.records import (
     MOST_RECORD_BYTES,
@@ -18,7 +17,7 @@ from dynamo_trtllm.discovery.records import (
     written,
 )
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, Limits, Role, SamplingDefaults
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, Limits, Role, SamplingDefaults, encode
 from tests.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
@@ -114,7 +113,7 @@ def test_record_when_it_is_of_another_key_then_rejected_with_both(key: str, said
 @pytest.mark.parametrize("name", ["", "a.b", "a*", "a>", "a b", "a\tb", "a\x1b[2J", "a\u2028b", "a\x00", "x" * 257])
 def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(name: str) -> None:
     key, instance = named(name)
-    said = reason(key, codec.encode(instance))
+    said = reason(key, encode(instance))
     assert said.startswith("endpoint: name ")
     assert said.isprintable()
 
@@ -175,7 +174,7 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_record_when_a_field_is_not_sound_then_rejected_by_its_name_and_value(instance: Instance, said: str) -> None:
-    found = reason(KEY, codec.encode(instance))
+    found = reason(KEY, encode(instance))
     assert said in found
     assert len(found) < 500
     assert found.isprintable()
@@ -184,7 +183,7 @@ def test_record_when_a_field_is_not_sound_then_rejected_by_its_name_and_value(in
 def test_record_when_its_id_has_64_bits_then_rejected() -> None:
     instance = make_instance(1 << 63)
     key = instance_key(EndpointId("dynamo", "tensorrt_llm", "generate"), 1 << 63)
-    assert "id is 9223372036854775808" in reason(key, codec.encode(instance))
+    assert "id is 9223372036854775808" in reason(key, encode(instance))
 
 
 def raw(**fields: Any) -> bytes:
@@ -234,5 +233,5 @@ def test_record_when_its_worker_speaks_a_neighboring_version_then_its_instance(w
 
 
 def test_record_when_its_worker_speaks_a_version_too_far_away_then_both_versions_are_named() -> None:
-    record = codec.encode(replace(ONE, wire=WIRE_VERSION + 2))
+    record = encode(replace(ONE, wire=WIRE_VERSION + 2))
     assert reason(KEY, record).startswith(f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)")

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.external.pending_transfers import (
     EngineState,
     PendingTransfers,
@@ -26,6 +25,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Sampling,
     TokenLogprob,
+    encode,
     token_ids,
 )
 
@@ -123,11 +123,11 @@ async def test_transfer_when_late_or_not_there_then_said() -> None:
 
 async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatch() -> None:
     book, form = Book(), Form(version=3, release="1.2", number=4)
-    kv_params = book.written(codec.encode(form))
+    kv_params = book.written(encode(form))
     assert decode_state(kv_params, Form, 3) == form
     with pytest.raises(TransferMismatch, match="3 at prefill and 4 at decode") as caught:
         decode_state(kv_params, Form, 4)
     assert caught.value.field == "opaque.version"
     with pytest.raises(TransferMismatch, match="its engine state can't be decoded"):
-        decode_state(book.written(codec.encode({"version": 3})), Form, 3)
+        decode_state(book.written(encode({"version": 3})), Form, 3)
     book.close()

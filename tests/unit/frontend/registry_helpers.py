@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.engines.base import EngineInfo
@@ -22,6 +21,8 @@ from dynamo_trtllm.messages import (
     GetFile,
     ModelDeploymentCard,
     Role,
+    decode,
+    encode,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.inproc import InprocPlane
@@ -75,8 +76,8 @@ class FileService:
         reply = await self._service.control(verb)
         if not self.garbled:
             return reply
-        region = codec.decode(reply, FileChunk)
-        return codec.encode(FileChunk(data=b"?" * len(region.data), total_bytes=region.total_bytes))
+        region = decode(reply, FileChunk)
+        return encode(FileChunk(data=b"?" * len(region.data), total_bytes=region.total_bytes))
 
 
 class Frontend:

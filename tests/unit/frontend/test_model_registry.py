@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
 from dynamo_trtllm.discovery.memory import MemoryDiscovery
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
@@ -20,6 +19,7 @@ from dynamo_trtllm.messages import (
     Conversation,
     Message,
     Role,
+    encode,
 )
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
@@ -213,7 +213,7 @@ async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_
     assert row["key"] == key
     assert row["reason"].startswith("the record can't be read: ")
     assert frontend.models.instances() == []
-    frontend.store.put(key, codec.encode(instance))
+    frontend.store.put(key, encode(instance))
     await until(lambda: len(frontend.models.instances()) == 1)
     assert frontend.models.readiness()["rejected_records"] == []
 

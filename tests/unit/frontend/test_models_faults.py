@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import EngineNotReady
 from dynamo_trtllm.frontend.fleet import model_registry as models_module
 from dynamo_trtllm.frontend.fleet.model_registry import MOST_FILES_BYTES
@@ -22,6 +21,7 @@ from dynamo_trtllm.messages import (
     GetFile,
     ModelDeploymentCard,
     Role,
+    encode,
 )
 from dynamo_trtllm.tokenization.base import Renderer
 from tests.streaming import ChunkSource
@@ -42,7 +42,7 @@ class Sizes(ChunkSource):
     async def control(self, verb: Control) -> bytes:
         assert isinstance(verb, GetFile)
         self.offsets.append(verb.offset)
-        return codec.encode(self._piece(verb.offset))
+        return encode(self._piece(verb.offset))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from contextlib import aclosing
 
 import pytest
 
-from dynamo_trtllm.codec import decode
 from dynamo_trtllm.errors import Disconnected, DynamoError
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.inproc import InprocTransport

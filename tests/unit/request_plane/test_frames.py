@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 
-from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
     Disconnected,
@@ -16,7 +15,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     error_classes,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, Sampling, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, Sampling, decode, encode, token_ids
 from dynamo_trtllm.request_plane.frames import (
     Ack,
     Batch,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dynamo_trtllm.codec import decode
-from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import Batch
 from dynamo_trtllm.request_plane.inproc import InprocTransport

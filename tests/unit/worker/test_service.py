@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
@@ -33,6 +32,7 @@ from dynamo_trtllm.messages import (
     Restart,
     Role,
     Sampling,
+    decode,
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
@@ -235,7 +235,7 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
     bench = MeteredService(PlainEngine(), files={sha256: path})
     data, chunks = b"", 0
     while True:
-        chunk = codec.decode(await bench.service.control(GetFile(sha256, len(data))), FileChunk)
+        chunk = decode(await bench.service.control(GetFile(sha256, len(data))), FileChunk)
         assert chunk.total_bytes == size_bytes
         assert len(chunk.data) <= FILE_CHUNK_BYTES
         data, chunks = data + chunk.data, chunks + 1
@@ -249,7 +249,7 @@ async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     bench = MeteredService(PlainEngine(), files={"f": path})
-    assert codec.decode(await bench.service.control(GetFile("f", 9)), FileChunk) == FileChunk(b"", 3)
+    assert decode(await bench.service.control(GetFile("f", 9)), FileChunk) == FileChunk(b"", 3)
 
 
 @pytest.mark.parametrize(("verb", "field"), [(GetFile("f", -1), "offset"), (GetFile("unknown"), "sha256")])

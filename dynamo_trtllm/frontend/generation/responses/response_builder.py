@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.request_model import MAX_TEXT
 from dynamo_trtllm.api.responses import (
@@ -35,7 +34,7 @@ from dynamo_trtllm.frontend.generation.responses.output_builder import (
     formatted_head,
 )
 from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
-from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool
+from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool, encode
 from dynamo_trtllm.tokenization.base import ServedModel
 
 _NAMES = {
@@ -127,7 +126,7 @@ class ResponseBuilder:
         """Serialize the response for the store. None if `store` is false; it is set to false if it is too large."""
         if not self.stored:
             return None
-        packed = codec.encode(StoredResponse(response=response, items=self.input_items()))
+        packed = encode(StoredResponse(response=response, items=self.input_items()))
         if len(packed) <= self._max_stored_bytes:
             return packed
         response["store"] = False

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
 from dynamo_trtllm.frontend.generation.responses.items import (
@@ -23,6 +22,7 @@ from dynamo_trtllm.frontend.generation.responses.items import (
     is_response_id,
     response_of,
 )
+from dynamo_trtllm.messages import decode
 from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class ResponseStore:
             ResponseNotFound: it is not stored. `field` is the request's field that contains the id.
             Disconnected, Unreachable: the store cannot be reached.
         """
-        return codec.decode(await self.read(response_id, field), StoredResponse)
+        return decode(await self.read(response_id, field), StoredResponse)
 
     async def delete(self, response_id: str) -> None:
         """Delete a stored response. Raises as `get`."""
@@ -264,5 +264,5 @@ class References:
                     "themselves",
                     field=field,
                 )
-            self._read[response_id] = _Conversation(codec.decode(data, StoredResponse).conversation)
+            self._read[response_id] = _Conversation(decode(data, StoredResponse).conversation)
         return self._read[response_id]

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import KvTransferParams, token_ids
+from dynamo_trtllm.messages import KvTransferParams, decode, encode, token_ids
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.release import LINE, VERSION
@@ -40,7 +39,7 @@ def context_answer(
         fields["disagg_request_id"] = asked.disagg_request_id
         fields["ctx_usage"] = {"prompt_tokens": kv_params.prompt_tokens}
     expected = {name: value for name, value in fields.items() if name not in ("request_type", "ctx_usage")}
-    state = codec.encode(_State(VERSION, kv_params, expected))
+    state = encode(_State(VERSION, kv_params, expected))
     if LINE >= (1, 3) and first[0][1] is not None:
         fields["first_gen_log_probs"] = [[entry] for _, entry in first]
     return DisaggregatedParams(**fields, opaque_state=state)
@@ -51,7 +50,7 @@ def transfer_params_of(params: Any) -> KvTransferParams:
     if not isinstance(params.opaque_state, bytes):
         raise ValueError(f"opaque_state must be bytes, not {type(params.opaque_state)}")
     try:
-        state = codec.decode(params.opaque_state, _State)
+        state = decode(params.opaque_state, _State)
     except BadFrame as exc:
         raise ValueError("opaque_state was not made by a context request") from exc
     if state.version != VERSION:

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.errors import RequestRejected, TransferMismatch
-from dynamo_trtllm.messages import KvTransferParams
+from dynamo_trtllm.messages import KvTransferParams, decode, encode
 from tests.instances import make_transfer_params
 
 OLD = frozenset({"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"})
@@ -36,7 +35,7 @@ def with_state(engine_state: bytes) -> KvTransferParams:
 def sent(**changes: Any) -> KvTransferParams:
     """Return KV transfer parameters that have crossed the wire."""
     kv_params = with_state(wire.pack(params(**changes), release="1.2.1"))
-    return codec.decode(codec.encode(kv_params), KvTransferParams)
+    return decode(encode(kv_params), KvTransferParams)
 
 
 def test_transfer_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
@@ -56,8 +55,8 @@ def test_transfer_when_it_holds_a_field_that_decode_lacks_then_the_field_is_name
 
 
 def test_transfer_when_its_inside_is_of_another_version_then_refused() -> None:
-    inside = codec.decode(sent().engine_state, dict)
-    for engine_state in (codec.encode({**inside, "version": 9}), b"nonsense"):
+    inside = decode(sent().engine_state, dict)
+    for engine_state in (encode({**inside, "version": 9}), b"nonsense"):
         with pytest.raises(TransferMismatch):
             wire.unpack(with_state(engine_state), known=OLD, logprob=None)
 
