@@ -254,24 +254,21 @@ class WorkerService:
 
     async def control(self, verb: Control) -> bytes:
         match verb:
+            case GetFile(sha256, offset):
+                return encode(self._file_chunk(sha256, offset))
             case ReleaseKv(transfer_id, outcome):
                 if isinstance(self._engine, KvHolder):
                     self._engine.release(transfer_id, outcome)
-                return b""
-            case GetFile(sha256, offset):
-                return encode(self._file_chunk(sha256, offset))
             case ReserveSlot(reservation_id, expires_at):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
                 self._admission.reserve(reservation_id, expires_at)
-                return b""
             case ReleaseSlot(reservation_id):
                 self._admission.unreserve(reservation_id)
-                return b""
             case Restart(reason):
                 self._restart_reason = reason
                 self._restart_asked.set()
-                return b""
+        return b""
 
     async def until_failed(self) -> None:
         """Wait until the engine fails or a restart is requested, and raise EngineFailed, which ends the worker."""
