@@ -300,23 +300,23 @@ class EtcdStore:
 
 
 class Backoff:
-    """Delays that double from `first_s` to `cap_s`, with jitter of up to half so that clients don't retry together."""
+    """Delays that double up to a limit, with jitter of up to half so that clients don't retry together."""
 
-    def __init__(self, *, first_s: float = 0.05, cap_s: float = 1.0, rng: random.Random | None = None) -> None:
-        self._first_s = first_s
-        self._cap_s = cap_s
-        self._rng = rng or random.Random()
-        self._full_s = first_s
+    FIRST_S = 0.05
+    LONGEST_S = 1.0
+
+    def __init__(self) -> None:
+        self._full_s = self.FIRST_S
 
     def next_s(self) -> float:
         """Return the next delay in seconds."""
-        delay = self._full_s * self._rng.uniform(0.5, 1.0)
-        self._full_s = min(2 * self._full_s, self._cap_s)
+        delay = self._full_s * random.uniform(0.5, 1.0)
+        self._full_s = min(2 * self._full_s, self.LONGEST_S)
         return delay
 
     def reset(self) -> None:
         """Start again with the first delay. Call it after a success."""
-        self._full_s = self._first_s
+        self._full_s = self.FIRST_S
 
 
 class LeaseKeeper:
