@@ -29,6 +29,7 @@ from dynamo_trtllm.sanitize import mask_address
 
 log = logging.getLogger(__name__)
 
+CONNECT_TIMEOUT_S: Final = 5.0
 _TIMEOUT_S: Final = 2.0  # of one call: a response waits this long if JetStream is unavailable
 _HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
 _COUNT: Final = struct.Struct("<I")  # header of the first chunk: the number of further chunks
@@ -56,16 +57,13 @@ class JetStreamStore:
         self._chunk_bytes = client.max_payload - _HEADROOM_BYTES
 
     @classmethod
-    async def connect(
-        cls, url: str, namespace: str, limits: StoreLimits, *, connect_timeout_s: float = 5.0
-    ) -> JetStreamStore:
+    async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
         """Connect to the NATS server at `url` and open the deployment's bucket; create it if it does not exist.
 
         Args:
             url: address of the NATS server.
             namespace: namespace of the deployment.
             limits: limits of the values, and of the bucket if it is created.
-            connect_timeout_s: time-out in seconds.
 
         Raises:
             Unreachable: no server answers at `url`, or it has no JetStream.
@@ -73,7 +71,7 @@ class JetStreamStore:
         client = Client()
         fix = "start nats-server with -js, or use --response-store memory with --workers 1"
         with _unreachable_on_error(url, fix):
-            async with connect_or_abort(client, connect_timeout_s):
+            async with connect_or_abort(client, CONNECT_TIMEOUT_S):
                 await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
                 context = client.jetstream(timeout=_TIMEOUT_S)
                 bucket = await _bucket(context, bucket_of(namespace), limits)
@@ -142,13 +140,13 @@ class BucketInfo:
     size_bytes: int
 
 
-async def bucket_info(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> BucketInfo | None:
+async def bucket_info(url: str, namespace: str) -> BucketInfo | None:
     """Return the size of a deployment's bucket, or None if there is no bucket or no JetStream.
 
     Raises:
         Unreachable: no server answers at `url`.
     """
-    async with _jetstream(url, connect_timeout_s) as context:
+    async with _jetstream(url) as context:
         name = bucket_of(namespace)
         try:
             state = (await context.stream_info(f"KV_{name}")).state
@@ -157,22 +155,22 @@ async def bucket_info(url: str, namespace: str, *, connect_timeout_s: float = 5.
         return BucketInfo(bucket=name, messages=state.messages, size_bytes=state.bytes)
 
 
-async def delete_bucket(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> None:
+async def delete_bucket(url: str, namespace: str) -> None:
     """Delete a deployment's bucket if it exists.
 
     Raises:
         Unreachable: no server answers at `url`.
     """
-    async with _jetstream(url, connect_timeout_s) as context:
+    async with _jetstream(url) as context:
         with suppress(js_errors.NotFoundError):
             await context.delete_stream(f"KV_{bucket_of(namespace)}")
 
 
 @asynccontextmanager
-async def _jetstream(url: str, connect_timeout_s: float) -> AsyncIterator[JetStreamContext]:
+async def _jetstream(url: str) -> AsyncIterator[JetStreamContext]:
     client = Client()
     with _unreachable_on_error(url, "check --nats-server and that NATS runs"):
-        async with connect_or_abort(client, connect_timeout_s):
+        async with connect_or_abort(client, CONNECT_TIMEOUT_S):
             await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
             yield client.jetstream(timeout=_TIMEOUT_S)
         await close_client(client)

@@ -14,6 +14,7 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
 from dynamo_trtllm.launch.servers import _nats_binary
+from dynamo_trtllm.request_plane import jetstream
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store, StoreLimits
 from dynamo_trtllm.subprocesses.child import spawn
@@ -193,11 +194,14 @@ async def test_connect_when_there_is_no_jetstream_then_says_how_to_start_it(plai
         await JetStreamStore.connect(plain_nats, "n", limits())
 
 
-async def test_connect_when_nobody_is_there_then_unreachable(own_nats: Callable[[], TestServer]) -> None:
+async def test_connect_when_nobody_is_there_then_unreachable(
+    own_nats: Callable[[], TestServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.3)
     server = own_nats()
     server.kill()
     with pytest.raises(Unreachable, match="--response-store memory"):
-        await JetStreamStore.connect(server.address, "n", limits(), connect_timeout_s=0.3)
+        await JetStreamStore.connect(server.address, "n", limits())
 
 
 async def test_jetstream_when_the_server_is_frozen_then_calls_and_close_are_bounded(

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 
@@ -18,6 +17,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.messages import encode
+from dynamo_trtllm.request_plane import jetstream
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_info
 from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.instances import make_instance
@@ -163,7 +163,7 @@ async def test_clear_when_nobody_can_answer_then_status_2_and_nothing_goes(
 async def test_clear_when_nats_is_not_there_then_status_1_and_nothing_goes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(clear_namespace, "bucket_info", partial(bucket_info, connect_timeout_s=0.2))
+    monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.2)
     await deployment.leave(6)
     assert await deployment.run("--yes", nats="nats://127.0.0.1:1") == 1
     assert "can't be used (TimeoutError); check --nats-server and that NATS runs" in capsys.readouterr().err
