@@ -1,4 +1,4 @@
-"""Own the background tasks of a process and report when one ends; run work on a thread.
+"""Own the background tasks of a process and report when one ends; run work on a thread; wait for the first of several.
 
 A task that serves one model or one pair of workers handles its own failures. A task started here serves the whole
 process: when it ends, `/ready` gives the reason and the process exits.
@@ -93,3 +93,15 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     finally:
         # An error refers to this frame and the task to the error. Such a cycle would keep the arguments in memory.
         del running
+
+
+async def first_of(*work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of the coroutine that ends first, or raise its error. The others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

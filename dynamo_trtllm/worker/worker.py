@@ -8,14 +8,13 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
@@ -102,18 +101,6 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
     return config.model_copy(update={"kv_transfer_host": host})
 
 
-async def _first_of(*work: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of the coroutine that ends first, or raise its error. The others are cancelled."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(task for task in tasks if task.done()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class Worker:
     """A worker process with one engine. Run it with `Worker(config).run()`, or await `serve()` in an event loop."""
 
@@ -173,13 +160,13 @@ class Worker:
             DynamoError: like `run`.
         """
         async with AsyncExitStack() as stack:
-            parts = await _first_of(self._start(stack), self._stop.wait(), self._tasks.until_failed())
+            parts = await first_of(self._start(stack), self._stop.wait(), self._tasks.until_failed())
             if not isinstance(parts, _RunningWorker):
                 log.info("stopped during start-up")
                 return
             log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
-                await _first_of(
+                await first_of(
                     self._stop.wait(),
                     parts.service.until_failed(),
                     parts.plane.until_ended(),

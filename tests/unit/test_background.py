@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.errors import Disconnected, DynamoError, InternalError
 from tests.waiting import SOON_S
 
@@ -62,3 +62,21 @@ async def test_task_when_cancelled_by_another_then_that_is_a_failure() -> None:
     tasks.start(asyncio.sleep(3600), "t").cancel()
     with pytest.raises(InternalError, match="task t failed: CancelledError"):
         await asyncio.wait_for(tasks.until_failed(), SOON_S)
+
+
+async def test_first_of_when_one_ends_then_its_outcome_counts_and_the_others_are_cancelled() -> None:
+    ends: list[str] = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ends.append("cancelled")
+
+    async def answer() -> int:
+        return 7
+
+    assert await first_of(forever(), answer(), forever()) == 7
+    with pytest.raises(Disconnected):
+        await first_of(forever(), away())
+    assert ends == ["cancelled"] * 3
