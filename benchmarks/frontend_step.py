@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.common import ResponseMeta
 from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.choice import ChoiceState

@@ -39,7 +39,7 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 _NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))
 _SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
 _LISTED: Final = 4  # maximum values that an error lists one by one
-_REF = "#/components/schemas/{model}"
+REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
@@ -188,19 +188,19 @@ def check_size(value: Any, most: int) -> None:
 
 def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:
     """Return the JSON Schemas of the models and of all models they contain, by name, with OpenAPI references."""
-    _, together = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    _, together = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, JsonSchemaValue] = together["$defs"]
-    return {name: _plain(schema) for name, schema in schemas.items()}
+    return {name: without_pydantic_extras(schema) for name, schema in schemas.items()}
 
 
-def _plain(schema: Any) -> Any:
+def without_pydantic_extras(schema: Any) -> Any:
     """Return the schema without two things that pydantic adds: titles, and defaults that mean "absent"."""
     if isinstance(schema, list):
-        return [_plain(each) for each in schema]
+        return [without_pydantic_extras(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _plain(value)
+        key: without_pydantic_extras(value)
         for key, value in schema.items()
         if not (key == "title" and isinstance(value, str)) and not (key == "default" and (value is None or value == {}))
     }

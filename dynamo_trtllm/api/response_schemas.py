@@ -1,273 +1,376 @@
-"""Define the JSON Schemas of all responses, by name, for `/openapi.json`. Tests validate responses against them."""
+"""Define the JSON objects of all responses: for type checks, and as schemas for `/openapi.json`.
+
+Tests validate responses against the schemas.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
+
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from dynamo_trtllm.api.request_model import REF, without_pydantic_extras
+from dynamo_trtllm.messages import ModelDeploymentCard
+from dynamo_trtllm.sanitize import shorten
+
+OWNER = "dynamo_trtllm"
+LONGEST = 1000  # characters of an error message: it may quote a request of several megabytes
 
 Schema: TypeAlias = dict[str, Any]
+Count = Annotated[int, Field(ge=0)]
+Time = Annotated[int, Field(ge=0, description="Seconds since the epoch.")]
+Octet = Annotated[int, Field(ge=0, le=255)]
+ErrorType: TypeAlias = Literal["invalid_request_error", "rate_limit_error", "service_unavailable_error", "server_error"]
+Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
+Readiness: TypeAlias = Literal["ready", "not_ready"]
+Reasoning = Annotated[str, Field(description="The model's reasoning. An extension of OpenAI's API.")]
+_OPEN: Final = ConfigDict(extra="allow")
 
-TEXT: Final[Schema] = {"type": "string"}
-COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
-NUMBER: Final[Schema] = {"type": "number"}
-TIME: Final[Schema] = {"type": "integer", "minimum": 0, "description": "Seconds since the epoch."}
+
+class ErrorDetail(TypedDict):
+    message: Annotated[str, Field(description="What is wrong and what to change.")]
+    type: ErrorType
+    param: Annotated[str | None, Field(description="The field that is wrong, if any.")]
+    code: Annotated[str, Field(description="Stable error code; docs/api.md lists all.")]
 
 
-def ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
+class ErrorObject(TypedDict):
+    """The body of every error response."""
+
+    error: ErrorDetail
 
 
-def _obj(fields: dict[str, Schema], optional: dict[str, Schema] | None = None, about: str = "") -> Schema:
-    """Return the schema of an object that has these fields and no others."""
-    schema: Schema = {
-        "type": "object",
-        "properties": fields | (optional or {}),
-        "required": list(fields),
-        "additionalProperties": False,
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: Time
+    owned_by: str
+    max_model_len: Annotated[int, Field(ge=0, description="Prompt and output tokens together.")]  # the name is vLLM's
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class ReadyObject(TypedDict):
+    model: str
+    status: Readiness
+    message: NotRequired[str]
+
+
+class FrontendReady(TypedDict):
+    status: Literal["ready", "loading", "not_ready"]
+    reason: str
+
+
+class LiveObject(TypedDict):
+    status: Literal["live"]
+
+
+class PairObject(TypedDict):
+    """One pair of workers. Ids are hexadecimal, as in NATS subjects."""
+
+    model: str
+    prefill: Annotated[str | None, Field(description="null: the instance serves aggregated requests.")]
+    decode: str
+    state: Annotated[str, Field(json_schema_extra={"enum": ["untried", "working", "failing", "quarantined"]})]
+    reason: str
+    age_s: Annotated[float | None, Field(description="Seconds since the last outcome.")]
+
+
+class RejectedRecord(TypedDict):
+    key: Annotated[str, Field(description="Escaped and shortened.")]
+    reason: str
+
+
+class ReadinessReport(TypedDict):
+    """The parts of /health beside the instances."""
+
+    pairs: Annotated[list[PairObject], Field(description="State of KV transfer per pair, from requests and probes.")]
+    mismatched: Annotated[list[str], Field(description="Instances that match no instance of the other role, and why.")]
+    rejected_records: Annotated[
+        list[RejectedRecord], Field(description="Rejected etcd records and the reasons; at most 100.")
+    ]
+
+
+class InstanceTransport(TypedDict):
+    nats_tcp: str
+
+
+class InstanceObject(TypedDict):
+    component: str
+    endpoint: str
+    namespace: str
+    instance_id: Count  # a number, as in Dynamo's /health
+    id: Annotated[str, Field(description="instance_id in hexadecimal, as in logs, headers and pairs.")]
+    role: str
+    model: str
+    engine: str
+    transport: InstanceTransport
+
+
+class HealthObject(ReadinessReport):
+    """Health of the deployment. The frontend itself is healthy if it responds."""
+
+    status: Literal["healthy", "not_ready"]
+    endpoints: list[str]
+    instances: list[InstanceObject]
+    message: NotRequired[str]
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: Count
+
+
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: Count
+
+
+class UsageObject(TypedDict):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+class Phases(TypedDict):
+    """The time a request spent in each phase, in seconds."""
+
+    queue: float
+    prefill: float
+    handoff: float
+    decode_wait: float
+
+
+class Stats(TypedDict):
+    """The workers and timings of a request. Present if the request has the header x-dynamo-stats: 1."""
+
+    prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
+    decode_instance: str | None
+    kv_bytes: Count
+    transport: str
+    queued_s: float  # in the frontend's queue; included in `ttft_s`
+    ttft_s: float
+    tokens_per_s: float | None
+    phase_s: Phases
+    choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them
+
+
+class Completion(TypedDict):
+    id: str
+    created: Time
+    model: str
+    dynamo_trtllm: NotRequired[Stats]
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: Annotated[str, Field(description="JSON as generated by the model.")]
+
+
+class ToolCallObject(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDeltaObject(TypedDict):
+    """A part of a call. The first one has its id, type and name."""
+
+    index: Count
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[Octet] | None
+
+
+class ContentLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class ChatMessageObject(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[Reasoning]
+    tool_calls: NotRequired[list[ToolCallObject]]
+
+
+class ChatChoice(TypedDict):
+    index: Count
+    message: ChatMessageObject
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class ChatCompletion(Completion):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageObject
+
+
+class ChatDelta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+    reasoning_content: Reasoning
+    tool_calls: list[ToolCallDeltaObject]
+
+
+class ChatChunkChoice(TypedDict):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+
+
+class ChatCompletionChunk(Completion):
+    """One event of a stream. An Error may take its place. The last event is [DONE]."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[UsageObject | None]
+
+
+class TextLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class TextChoice(TypedDict):
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Annotated[Literal["stop", "length"] | None, Field(description="null in a stream until the end.")]
+
+
+class TextCompletion(Completion):
+    """A complete response, which always has usage, or one event of a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: NotRequired[UsageObject | None]
+
+
+@with_config(_OPEN)
+class ResponseObject(TypedDict):
+    """OpenAI's Response object. It repeats the request's fields."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Time
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    output: list[dict[str, Any]]
+    error: NotRequired[dict[str, Any] | None]
+    incomplete_details: NotRequired[dict[str, Any] | None]
+    usage: NotRequired[dict[str, Any] | None]
+    dynamo_trtllm: NotRequired[Stats]
+
+
+@with_config(_OPEN)
+class ResponseEvent(TypedDict):
+    """One numbered event of a stream. The last event contains the finished response."""
+
+    type: str
+    sequence_number: Count
+
+
+class ResponseItems(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class ResponseDeleted(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+_ROOTS: Final = (
+    ErrorObject,
+    ModelList,
+    ReadyObject,
+    FrontendReady,
+    LiveObject,
+    HealthObject,
+    ChatCompletion,
+    ChatCompletionChunk,
+    TextCompletion,
+    ResponseObject,
+    ResponseEvent,
+    ResponseItems,
+    ResponseDeleted,
+)
+
+
+def response_schemas() -> dict[str, Schema]:
+    """Return the JSON Schemas of all objects by name, which is that of the class without "Object"."""
+    _, together = TypeAdapter.json_schemas(
+        [(root.__name__, "validation", TypeAdapter(root)) for root in _ROOTS], ref_template=REF
+    )
+    return {
+        name.removesuffix("Object"): _closed(schema)
+        for name, schema in without_pydantic_extras(together["$defs"]).items()
     }
-    return schema | {"description": about} if about else schema
 
 
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
+def _closed(value: Any) -> Any:
+    """Return the schema with closed objects, and with the names that it has in the document."""
+    if isinstance(value, list):
+        return [_closed(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "$ref" in value:
+        return value | {"$ref": value["$ref"].removesuffix("Object")}
+    closed = {key: _closed(each) for key, each in value.items()}
+    return {"additionalProperties": False} | closed if "properties" in value else closed
 
 
-def _null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
+def error_body(message: str, *, type: ErrorType, param: str | None = None, code: str) -> ErrorObject:
+    return {"error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}}
 
 
-def _one(*values: str) -> Schema:
-    return {"enum": list(values)}
+def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
+    """Return the `/v1/models` entry of a model. `created` is in seconds since the epoch."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "max_model_len": card.context_length,
+    }
 
 
-_FINISH = _one("stop", "length", "tool_calls")
-_TEXT_FINISH = _one("stop", "length")
-_STATS = {"dynamo_trtllm": ref("Stats")}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseMeta:
+    """The fields with which every object of a response begins. `created`: seconds since the epoch."""
 
-_TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": _null(_list({"type": "integer", "minimum": 0, "maximum": 255}))}
-_CALLED = _obj({"name": TEXT, "arguments": {"type": "string", "description": "JSON as generated by the model."}})
-_REASONING = {"type": "string", "description": "The model's reasoning. An extension of OpenAI's API."}
-_STATUS = _one("in_progress", "completed", "incomplete", "failed", "cancelled")
-
-_BASICS: dict[str, Schema] = {
-    "Error": _obj(
-        {
-            "error": _obj(
-                {
-                    "message": {"type": "string", "description": "What is wrong and what to change."},
-                    "type": _one(
-                        "invalid_request_error", "rate_limit_error", "service_unavailable_error", "server_error"
-                    ),
-                    "param": {"type": ["string", "null"], "description": "The field that is wrong, if any."},
-                    "code": {"type": "string", "description": "Stable error code; docs/api.md lists all."},
-                }
-            )
-        },
-        about="The body of every error response.",
-    ),
-    "Model": _obj(
-        {
-            "id": TEXT,
-            "object": {"const": "model"},
-            "created": TIME,
-            "owned_by": TEXT,
-            "max_model_len": COUNT | {"description": "Prompt and output tokens together."},
-        }
-    ),
-    "ModelList": _obj({"object": {"const": "list"}, "data": _list(ref("Model"))}),
-    "Ready": _obj({"model": TEXT, "status": _one("ready", "not_ready")}, {"message": TEXT}),
-    "FrontendReady": _obj({"status": _one("ready", "loading", "not_ready"), "reason": TEXT}),
-    "Live": _obj({"status": {"const": "live"}}),
-    "Health": _obj(
-        {
-            "status": _one("healthy", "not_ready"),
-            "endpoints": _list(TEXT),
-            "instances": _list(
-                _obj(
-                    {
-                        "component": TEXT,
-                        "endpoint": TEXT,
-                        "namespace": TEXT,
-                        "instance_id": COUNT,
-                        "id": TEXT | {"description": "instance_id in hexadecimal, as in logs, headers and pairs."},
-                        "role": TEXT,
-                        "model": TEXT,
-                        "engine": TEXT,
-                        "transport": _obj({"nats_tcp": TEXT}),
-                    }
-                )
-            ),
-            "pairs": _list(ref("Pair")) | {"description": "State of KV transfer per pair, from requests and probes."},
-            "mismatched": _list(TEXT) | {"description": "Instances that match no instance of the other role, and why."},
-            "rejected_records": _list(_obj({"key": TEXT, "reason": TEXT}))
-            | {"description": "Rejected etcd records and the reasons; at most 100. Keys are escaped."},
-        },
-        {"message": TEXT},
-        "Health of the deployment. The frontend itself is healthy if it responds.",
-    ),
-    "Pair": _obj(
-        {
-            "model": TEXT,
-            "prefill": {"type": ["string", "null"], "description": "null: the instance serves aggregated requests."},
-            "decode": TEXT,
-            "state": _one("untried", "working", "failing", "quarantined"),
-            "reason": TEXT,
-            "age_s": _null(NUMBER) | {"description": "Seconds since the last outcome."},
-        }
-    ),
-    "Usage": _obj(
-        {
-            "prompt_tokens": COUNT,
-            "completion_tokens": COUNT,
-            "total_tokens": COUNT,
-            "prompt_tokens_details": _obj({"cached_tokens": COUNT}),
-            "completion_tokens_details": _obj({"reasoning_tokens": COUNT}),
-        }
-    ),
-    "Stats": _obj(
-        {
-            "prefill_instance": {"type": ["string", "null"]},
-            "decode_instance": {"type": ["string", "null"]},
-            "kv_bytes": COUNT,
-            "transport": TEXT,
-            "queued_s": NUMBER,
-            "ttft_s": NUMBER,
-            "tokens_per_s": _null(NUMBER),
-            "phase_s": _obj({"queue": NUMBER, "prefill": NUMBER, "handoff": NUMBER, "decode_wait": NUMBER}),
-        },
-        {"choices": _list(ref("Stats"))},
-        "Present if the request has the header x-dynamo-stats: 1.",
-    ),
-}
-
-_CHAT: dict[str, Schema] = {
-    "ToolCall": _obj({"id": TEXT, "type": {"const": "function"}, "function": _CALLED}),
-    "ToolCallDelta": _obj(
-        {"index": COUNT, "function": _obj({"arguments": TEXT}, {"name": TEXT})},
-        {"id": TEXT, "type": {"const": "function"}},
-        "The first delta of a call has its id, type and name.",
-    ),
-    "ChatLogprobs": _obj(
-        {"content": _list(_obj(_TOKEN | {"top_logprobs": _list(_obj(_TOKEN))})), "refusal": {"type": "null"}}
-    ),
-    "ChatCompletion": _obj(
-        {
-            "id": TEXT,
-            "object": {"const": "chat.completion"},
-            "created": TIME,
-            "model": TEXT,
-            "choices": _list(
-                _obj(
-                    {
-                        "index": COUNT,
-                        "message": _obj(
-                            {"role": {"const": "assistant"}, "content": _null(TEXT), "refusal": {"type": "null"}},
-                            {"reasoning_content": _REASONING, "tool_calls": _list(ref("ToolCall"))},
-                        ),
-                        "logprobs": _null(ref("ChatLogprobs")),
-                        "finish_reason": _FINISH,
-                    }
-                )
-            ),
-            "usage": ref("Usage"),
-        },
-        _STATS,
-    ),
-    "ChatCompletionChunk": _obj(
-        {
-            "id": TEXT,
-            "object": {"const": "chat.completion.chunk"},
-            "created": TIME,
-            "model": TEXT,
-            "choices": _list(
-                _obj(
-                    {
-                        "index": COUNT,
-                        "delta": _obj(
-                            {},
-                            {
-                                "role": {"const": "assistant"},
-                                "content": TEXT,
-                                "refusal": {"type": "null"},
-                                "reasoning_content": _REASONING,
-                                "tool_calls": _list(ref("ToolCallDelta")),
-                            },
-                        ),
-                        "logprobs": _null(ref("ChatLogprobs")),
-                        "finish_reason": _null(_FINISH),
-                    }
-                )
-            ),
-        },
-        {"usage": _null(ref("Usage"))} | _STATS,
-        "One event of a stream. An Error may take its place. The last event is [DONE].",
-    ),
-}
-
-_COMPLETIONS: dict[str, Schema] = {
-    "TextLogprobs": _obj(
-        {
-            "tokens": _list(TEXT),
-            "token_logprobs": _list(NUMBER),
-            "top_logprobs": _list({"type": "object", "additionalProperties": NUMBER}),
-            "text_offset": _list(COUNT),
-        }
-    ),
-    "TextCompletion": _obj(
-        {
-            "id": TEXT,
-            "object": {"const": "text_completion"},
-            "created": TIME,
-            "model": TEXT,
-            "choices": _list(
-                _obj(
-                    {
-                        "index": COUNT,
-                        "text": TEXT,
-                        "logprobs": _null(ref("TextLogprobs")),
-                        "finish_reason": _null(_TEXT_FINISH) | {"description": "null in a stream until the end."},
-                    }
-                )
-            ),
-        },
-        {"usage": _null(ref("Usage"))} | _STATS,
-        "A complete response, which always has usage, or one event of a stream.",
-    ),
-}
-
-_RESPONSES: dict[str, Schema] = {
-    "Response": {
-        "type": "object",
-        "description": "OpenAI's Response object. It repeats the request's fields.",
-        "properties": {
-            "id": TEXT,
-            "object": {"const": "response"},
-            "created_at": TIME,
-            "model": TEXT,
-            "status": _STATUS,
-            "output": _list({"type": "object"}),
-            "error": {"type": ["object", "null"]},
-            "incomplete_details": {"type": ["object", "null"]},
-            "usage": {"type": ["object", "null"]},
-        }
-        | _STATS,
-        "required": ["id", "object", "created_at", "model", "status", "output"],
-    },
-    "ResponseEvent": {
-        "type": "object",
-        "description": "One numbered event of a stream. The last event contains the finished response.",
-        "properties": {"type": TEXT, "sequence_number": COUNT},
-        "required": ["type", "sequence_number"],
-    },
-    "ResponseItems": _obj(
-        {
-            "object": {"const": "list"},
-            "data": _list({"type": "object"}),
-            "first_id": TEXT,
-            "last_id": TEXT,
-            "has_more": {"type": "boolean"},
-        }
-    ),
-    "ResponseDeleted": _obj({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
-}
-
-ANSWERS: Final = _BASICS | _CHAT | _COMPLETIONS | _RESPONSES
+    id: str
+    model: str
+    created: int
+    client: str = ""  # the client's network address; "" if unknown

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.api.common import ErrorBody, error_body
+from dynamo_trtllm.api.response_schemas import ErrorObject, ErrorType, error_body
 from dynamo_trtllm.errors import DynamoError
 
-INVALID = "invalid_request_error"
-LIMITED = "rate_limit_error"
-UNAVAILABLE = "service_unavailable_error"
-SERVER = "server_error"
+INVALID: Final = "invalid_request_error"
+LIMITED: Final = "rate_limit_error"
+UNAVAILABLE: Final = "service_unavailable_error"
+SERVER: Final = "server_error"
 RETRY_AFTER_S = 1
 RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
 
 class ErrorSpec(NamedTuple):
     status: int
-    type: str
+    type: ErrorType
 
 
 TABLE: dict[type[DynamoError], ErrorSpec] = {
@@ -64,7 +64,7 @@ TABLE: dict[type[DynamoError], ErrorSpec] = {
 
 class ErrorResponse(NamedTuple):
     status: int
-    body: ErrorBody
+    body: ErrorObject
     headers: dict[str, str]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamo_trtllm.api.common import error_body
+from dynamo_trtllm.api.response_schemas import error_body
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server.connection import HttpConnection

@@ -11,8 +11,9 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Final, TypedDict
+from typing import Final
 
+from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport, RejectedRecord
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
@@ -262,32 +263,6 @@ MOST_REJECTED_SHOWN: Final = 100
 WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
 
 
-class PairRow(TypedDict):
-    """One pair in /health. Ids are hexadecimal, as in NATS subjects."""
-
-    model: str
-    prefill: str | None  # null: the instance runs aggregated requests
-    decode: str
-    state: str  # untried, working, failing, quarantined
-    reason: str
-    age_s: float | None  # since the last outcome of a request or probe; null: none yet
-
-
-class RejectedRow(TypedDict):
-    """One rejected etcd record."""
-
-    key: str  # escaped and shortened
-    reason: str
-
-
-class ReadinessReport(TypedDict):
-    """The parts of /health beside the instances."""
-
-    pairs: list[PairRow]
-    mismatched: list[str]
-    rejected_records: list[RejectedRow]
-
-
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
     """Return why the model cannot be served now; None if it can. With `breakers`, one pair must have worked."""
     if missing := view.missing_roles():
@@ -318,14 +293,14 @@ def mismatches(view: ModelView) -> list[str]:
     return lines
 
 
-def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
+def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRecord]:
     """Return the first rejected records, sorted by key. The number is limited to keep /health small."""
     return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
 
 
-def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairRow]:
+def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairObject]:
     """Return the state of every pair of a model. `now` is a time of the breakers' clock."""
-    rows: list[PairRow] = []
+    rows: list[PairObject] = []
     for pair in pairs_of(view):
         status, (prefill, decode) = breakers.status(pair), pair
         rows.append(

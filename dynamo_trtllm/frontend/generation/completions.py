@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeAlias
 import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DynamoError

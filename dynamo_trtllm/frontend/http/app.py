@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from dynamo_trtllm.api.common import model_list, model_object
+from dynamo_trtllm.api.response_schemas import model_object
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.keys import endpoint_of
@@ -53,7 +53,8 @@ class StatusRoutes:
 
     async def models(self, request: HttpRequest, response: HttpResponse) -> None:
         cards = [self._models.get(name).card for name in self._models.names()]
-        response.send_json(200, model_list([model_object(card, self._created) for card in cards]))
+        data = [model_object(card, self._created) for card in cards]
+        response.send_json(200, {"object": "list", "data": data})
 
     async def model(self, request: HttpRequest, response: HttpResponse) -> None:
         """Answer with one model, or with all if the name is empty (`/v1/models/`)."""

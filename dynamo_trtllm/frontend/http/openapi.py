@@ -9,11 +9,12 @@ from typing import Any, Final, NamedTuple
 import dynamo_trtllm
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.request_model import request_schemas
-from dynamo_trtllm.api.response_schemas import ANSWERS, TEXT, Schema, ref
+from dynamo_trtllm.api.request_model import REF, request_schemas
+from dynamo_trtllm.api.response_schemas import Schema, response_schemas
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.http_server.errors import RETRY_LATER, TABLE
 
+TEXT: Final[Schema] = {"type": "string"}
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
@@ -136,8 +137,14 @@ def document() -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": request_schemas(ChatRequest, CompletionRequest, ResponseRequest) | ANSWERS},
+        "components": {
+            "schemas": request_schemas(ChatRequest, CompletionRequest, ResponseRequest) | response_schemas()
+        },
     }
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": REF.format(model=name)}
 
 
 def _operation(operation: Operation) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Generic, Protocol
 
-from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage, pick_best_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from dynamo_trtllm.frontend.fleet.model_registry import RejectedRow
+from dynamo_trtllm.api.response_schemas import RejectedRecord
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.memory_http import asgi
@@ -69,7 +69,7 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
 async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what() -> None:
     served = front()
     served.catalog.lacks = "model lab/tiny has no worker"
-    rejected: list[RejectedRow] = [{"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}]
+    rejected: list[RejectedRecord] = [{"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}]
     served.catalog.shown = {
         "pairs": [],
         "mismatched": ["instance 3 (decode): strategy differs"],

@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from dynamo_trtllm.api.common import ResponseMeta, Stats
 from dynamo_trtllm.api.request_model import MAX_TEXT
+from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.api.responses import (
     InputItem,
     ItemReference,
