@@ -16,7 +16,7 @@ from tests.e2e.cluster import Cluster, Process, events, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
-MOST_FILES = 60
+MOST_FILES = 48
 ASKED = {"model": "mock", "stream": True, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
 
 

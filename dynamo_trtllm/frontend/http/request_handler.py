@@ -114,6 +114,11 @@ class GenerateEndpoint(Generic[B]):
             outcome = "ok"
         except ClientDisconnected:
             raise
+        except MemoryError:
+            # A traceback would take more memory.
+            log.error("request %s failed: out of memory; lower --max-total-body-bytes", context.id)
+            outcome = Overloaded("the server is out of memory for this request; try again later or send a shorter one")
+            await self._fail(outcome, response, context)
         except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
             outcome = error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
             await self._fail(outcome, response, context)
