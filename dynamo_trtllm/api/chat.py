@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -34,10 +35,10 @@ MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may support fewer
 
 
-def _text(value: Any) -> Any:
-    """Return the text of `content`: a string, or a list of text parts, which are joined with newlines."""
+def part_texts(value: Any, types: Sequence[str], fields: Set[str]) -> list[str]:
+    """Return the texts of `value`: a string, or a list of text parts of these types with no other fields than these."""
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         invalid(f"must be a string or a list of text parts, not {kind_of(value)}")
     if len(value) > MAX_ITEMS:
@@ -45,15 +46,22 @@ def _text(value: Any) -> Any:
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in types:
             unsupported(f"holds a part of type {shown(kind)} at index {index}; only text is supported")
         text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            invalid(f'must hold parts of the form {{"type": "text", "text": "…"}}; the part at index {index} does not')
-        for name in part.keys() - {"type", "text"} - TextPart.hints:
+        if not isinstance(kind, str) or not isinstance(text, str):
+            form = f'{{"type": "{types[0]}", "text": "…"}}'
+            invalid(f"must hold parts of the form {form}; the part at index {index} does not")
+        for name in part.keys() - fields:
             unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")
+        if part.get("annotations"):
+            unsupported(f"holds a part with annotations at index {index}, which are not supported; leave them out")
         texts.append(text)
-    return "\n".join(texts)
+    return texts
+
+
+def _text(value: Any) -> str:
+    return "\n".join(part_texts(value, ("text",), {"type", "text", *TextPart.hints}))
 
 
 class TextPart(RequestModel):

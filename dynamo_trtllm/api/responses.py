@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from dynamo_trtllm.api.chat import MAX_TOOLS, MAX_TOOLS_BYTES, Arguments, Description, Effort, Name, check_tools
+from dynamo_trtllm.api.chat import (
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    Arguments,
+    Description,
+    Effort,
+    Name,
+    check_tools,
+    part_texts,
+)
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_TEXT,
@@ -31,30 +40,8 @@ _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cac
 _TYPES = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 
 
-def texts(value: Any) -> Any:
-    """Return the texts of `value`, which is a string or a list of text parts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        invalid(f"must be a string or a list of parts, not {kind_of(value)}")
-    if len(value) > MAX_ITEMS:
-        invalid(f"may hold {MAX_ITEMS} parts at most, not {len(value)}")
-    return [_text(part, index) for index, part in enumerate(value)]
-
-
-def _text(part: Any, index: int) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        invalid(f'must hold parts of the form {{"type": "input_text", "text": "…"}}; part {index} does not')
-    if part["type"] not in _TEXT_PARTS:
-        unsupported(f"holds a part of type {shown(part['type'])} at index {index}; only text is supported")
-    for name in part.keys() - _PART_FIELDS:
-        unsupported(f"holds a part with the field {shown(name)} at index {index}, which is not supported; leave it out")
-    if part.get("annotations"):
-        unsupported(f"holds a part with annotations at index {index}, which are not supported; leave them out")
-    text = part.get("text")
-    if not isinstance(text, str):
-        invalid(f"must hold parts with text; the one at index {index} has {kind_of(text)}")
-    return text
+def _texts(value: Any) -> list[str]:
+    return part_texts(value, _TEXT_PARTS, _PART_FIELDS)
 
 
 class Part(RequestModel):
@@ -69,7 +56,7 @@ class Part(RequestModel):
 
 _Parts = Annotated[List[Part], Field(max_length=MAX_ITEMS)]
 Texts = Annotated[
-    List[LongText], Field(max_length=MAX_ITEMS), BeforeValidator(texts, json_schema_input_type=LongText | _Parts)
+    List[LongText], Field(max_length=MAX_ITEMS), BeforeValidator(_texts, json_schema_input_type=LongText | _Parts)
 ]
 
 
