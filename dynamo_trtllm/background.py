@@ -78,6 +78,22 @@ class BackgroundTasks:
                 self._on_failure(reason)
 
 
+async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+    """Return the result of the coroutine that ends first, or raise its error. The others are cancelled.
+
+    Returns None when `timeout_s` seconds have passed.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        ended = next((task for task in tasks if task.done()), None)
+        return None if ended is None else ended.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Run `work` on a thread. When cancelled, return after it has ended: it uses what was reserved for it."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
@@ -93,15 +109,3 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
     finally:
         # An error refers to this frame and the task to the error. Such a cycle would keep the arguments in memory.
         del running
-
-
-async def first_of(*work: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of the coroutine that ends first, or raise its error. The others are cancelled."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(task for task in tasks if task.done()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

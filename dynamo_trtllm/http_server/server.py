@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dynamo_trtllm.api.response_schemas import error_body
+from dynamo_trtllm.background import first_of
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server.connection import HttpConnection
@@ -203,20 +204,9 @@ class HttpServer:
                 acceptor.close()
                 sock.close()
             self.connections.drain()
-            await self._until_ended()
+            await first_of(self.connections.until_ended(), self._interrupted.wait(), timeout_s=self._shutdown_s)
         finally:
             await self._end(acceptor)
-
-    async def _until_ended(self) -> None:
-        """Wait for the running requests, but not too long, and not after an interrupt."""
-        ended, interrupted = (
-            asyncio.create_task(each) for each in (self.connections.until_ended(), self._interrupted.wait())
-        )
-        try:
-            await asyncio.wait((ended, interrupted), timeout=self._shutdown_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (ended, interrupted):
-                task.cancel()
 
     async def _end(self, acceptor: Acceptor) -> None:
         """Cancel the requests that still run, and close all connections."""

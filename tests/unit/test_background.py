@@ -64,19 +64,23 @@ async def test_task_when_cancelled_by_another_then_that_is_a_failure() -> None:
         await asyncio.wait_for(tasks.until_failed(), SOON_S)
 
 
-async def test_first_of_when_one_ends_then_its_outcome_counts_and_the_others_are_cancelled() -> None:
-    ends: list[str] = []
+async def test_first_of_when_one_ends_then_its_result_is_returned_and_the_others_are_cancelled() -> None:
+    cancelled = asyncio.Event()
 
-    async def forever() -> None:
+    async def wait() -> None:
         try:
-            await asyncio.sleep(3600)
+            await asyncio.Event().wait()
         finally:
-            ends.append("cancelled")
+            cancelled.set()
 
-    async def answer() -> int:
-        return 7
+    assert await first_of(wait(), asyncio.sleep(0, "result")) == "result"
+    assert cancelled.is_set()
 
-    assert await first_of(forever(), answer(), forever()) == 7
-    with pytest.raises(Disconnected):
-        await first_of(forever(), away())
-    assert ends == ["cancelled"] * 3
+
+async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_time_limit() -> None:
+    async def fail() -> None:
+        raise InternalError("broken")
+
+    with pytest.raises(InternalError, match="broken"):
+        await first_of(asyncio.Event().wait(), fail())
+    assert await first_of(asyncio.Event().wait(), timeout_s=0.0) is None

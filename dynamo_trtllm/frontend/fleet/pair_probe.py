@@ -13,11 +13,11 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from dynamo_trtllm.background import first_of
 from dynamo_trtllm.errors import (
     CapacityError,
     Disconnected,
@@ -107,7 +107,8 @@ class PairProbes:
                     group.create_task(self._probe_one(pair, models[pair], plane, metrics), name="pair probe")
                 waiting = [pair for pair in idle if pair not in self._probing]
                 next_at = self._breakers.next_due_at(waiting, self._options.interval_s)
-                await _first_of((changed, self._probed), None if next_at is None else next_at - time.monotonic())
+                timeout_s = None if next_at is None else max(0.0, next_at - time.monotonic())
+                await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
     def _pairs(self) -> dict[Pair, str]:
         return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name))}
@@ -289,16 +290,3 @@ class PairProbes:
                 log.warning(
                     "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
                 )
-
-
-async def _first_of(events: Iterable[asyncio.Event], seconds: float | None) -> None:
-    """Return when one of `events` is set or `seconds` have passed."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(
-            waits, timeout=None if seconds is None else max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED
-        )
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)

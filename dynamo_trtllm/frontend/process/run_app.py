@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
@@ -88,7 +88,7 @@ async def run_app(
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
-        await _first(_wait_for_models(models), tasks.until_failed())
+        await first_of(_wait_for_models(models), tasks.until_failed())
         tune_gc()
         open_gate(app.router)
         if process is not None:
@@ -123,19 +123,6 @@ async def _wait_for_models(models: ModelRegistry) -> None:
             await models.wait_until_loaded()
     except TimeoutError:
         return  # the gate is opened anyway, because other models may be ready
-
-
-async def _first(*works: Coroutine[Any, Any, None]) -> None:
-    """Return when one of the coroutines has ended, and cancel the others. Raises its error."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:
