@@ -153,8 +153,7 @@ class FunctionTool(RequestModel):
 
 def check_tools(value: Any) -> Any:
     """Check the size of the tools and return them unchanged. The limit exists because the prompt contains all tools."""
-    check_size(value, MAX_TOOLS_BYTES)
-    return value
+    return check_size(value, MAX_TOOLS_BYTES)
 
 
 Tools = Annotated[
@@ -165,8 +164,7 @@ Tools = Annotated[
 
 
 def _template_args(value: Any) -> Any:
-    check_size(value, MAX_TEMPLATE_BYTES)
-    return value
+    return check_size(value, MAX_TEMPLATE_BYTES)
 
 
 TemplateArgs = Annotated[

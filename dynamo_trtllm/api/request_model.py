@@ -176,14 +176,15 @@ def _check_count(body: bytes) -> None:
             raise InvalidRequest(f"the request body has {count} {what}; at most {most} are allowed, send fewer")
 
 
-def check_size(value: Any, most: int) -> None:
-    """Reject, in a validator, a value whose JSON has more than `most` bytes or is nested deeper than 254 levels."""
+def check_size(value: Any, most: int) -> Any:
+    """Return the value. A validator rejects it if its JSON has more than `most` bytes or over 254 levels."""
     try:
         size = len(orjson.dumps(value))
     except orjson.JSONEncodeError:
         invalid("is nested too deeply")
     if size > most:
         invalid(f"may have {most} bytes of JSON at most, not {size}")
+    return value
 
 
 def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:

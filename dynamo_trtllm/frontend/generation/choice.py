@@ -222,39 +222,32 @@ class ChoiceState:
     def _choice_delta(
         self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, tokens: int
     ) -> ChoiceDelta:
-        content, hit = delta.content, False
+        content, tool_calls, hit = delta.content, delta.tool_calls, False
         if self._stops is not None:
             content, hit = self._stops.push(content)
-            if hit:
-                self.finish = "stop"
-                return ChoiceDelta(
-                    index=self._index,
-                    tokens=tokens,
-                    content=content,
-                    reasoning=delta.reasoning,
-                    logprobs=logprobs,
-                    finish="stop",
-                )
-            if finish is not None:
+            if not hit and finish is not None:
                 content += self._stops.flush()
+        if hit:
+            tool_calls, self.finish = (), "stop"
+        else:
+            self._set_finish(finish)
         return ChoiceDelta(
             index=self._index,
             tokens=tokens,
             content=content,
             reasoning=delta.reasoning,
-            tool_calls=delta.tool_calls,
+            tool_calls=tool_calls,
             logprobs=logprobs,
-            finish=self._set_finish(finish),
+            finish=self.finish,
         )
 
-    def _set_finish(self, finish: FinishReason | None) -> str | None:
+    def _set_finish(self, finish: FinishReason | None) -> None:
         if finish is FinishReason.STOP:
             self.finish = "tool_calls" if self._saw_tool_call else "stop"
         elif finish is FinishReason.LENGTH:
             self.finish = "length"
         elif finish is not None:
             raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
-        return self.finish
 
     def _push_each(
         self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]
@@ -275,11 +268,7 @@ class ChoiceState:
             self._in_content = bool(delta.content)
             return self._in_content
         # The token gave no text: part of a character inside content counts, a marker does not.
-        return self._in_content and "\ufffd" in self._choice_request.renderer.decode(_single(token_id))
-
-
-def _single(token_id: int) -> TokenIds:
-    return token_ids((token_id,))
+        return self._in_content and "\ufffd" in self._choice_request.renderer.decode(token_ids((token_id,)))
 
 
 def merged(first: Delta, second: Delta) -> Delta:

@@ -140,18 +140,6 @@ DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
 
 
-def response_routes(responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> list[Route]:
-    """Return the routes below `/v1/responses/`."""
-    routes = ResponseRoutes(responses, store, running)
-    path = "/v1/responses/{id}"
-    return [
-        Route("GET", path, routes.retrieve),
-        Route("DELETE", path, routes.delete),
-        Route("POST", f"{path}/cancel", routes.cancel),
-        Route("GET", f"{path}/input_items", routes.input_items),
-    ]
-
-
 class ResponseRoutes:
     """The endpoints of existing responses.
 
@@ -296,11 +284,15 @@ def build_app(
         on_write_failed=metrics.response_not_stored,
     )
     responses = ResponsesAdapter(response_store)
+    stored = ResponseRoutes(responses, response_store, app_state.running)
     routes = [
         Route("POST", "/v1/chat/completions", GenerateEndpoint(CHAT, app_state)),
         Route("POST", "/v1/completions", GenerateEndpoint(TEXT, app_state)),
         Route("POST", "/v1/responses", GenerateEndpoint(responses, app_state)),
-        *response_routes(responses, response_store, app_state.running),
+        Route("GET", "/v1/responses/{id}", stored.retrieve),
+        Route("DELETE", "/v1/responses/{id}", stored.delete),
+        Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
+        Route("GET", "/v1/responses/{id}/input_items", stored.input_items),
         Route("GET", "/v1/models", status_routes.models),
         Route("GET", "/v1/models/{name:path}/ready", status_routes.ready),
         Route("GET", "/v1/models/{name:path}", status_routes.model),

@@ -57,31 +57,11 @@ def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOu
     match item:
         case MessageItem():
             return _message(item)
-        case ReasoningItem():
-            return {
-                "id": item.id,
-                "type": "reasoning",
-                "status": item.status or "completed",
-                "summary": [part.model_dump() for part in item.summary],
-                "content": [part.model_dump() for part in item.content],
-            }
-        case FunctionCallItem():
-            return {
-                "id": item.id,
-                "type": "function_call",
-                "status": item.status or "completed",
-                "call_id": item.call_id,
-                "name": item.name,
-                "arguments": item.arguments,
-            }
         case FunctionOutputItem():
-            return {
-                "id": item.id,
-                "type": "function_call_output",
-                "status": item.status or "completed",
-                "call_id": item.call_id,
-                "output": "\n".join(item.output),
-            }
+            output = {"output": "\n".join(item.output)}
+        case _:
+            output = {}
+    return item.model_dump() | {"status": item.status or "completed"} | output
 
 
 def _message(item: MessageItem) -> Item:

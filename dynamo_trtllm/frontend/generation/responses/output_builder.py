@@ -6,7 +6,6 @@ An event is a JSON object without its sequence number. Events that occur per tok
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import orjson
@@ -48,30 +47,23 @@ def formatted_head(event: Event) -> bytes:
 OutputEvent: TypeAlias = Event | TextDelta
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TextKind:
+class _TextKind(NamedTuple):
     """The differences between reasoning items and messages on the wire."""
 
     prefix: str
     head: Mapping[str, Any]
-    event: str
     part: Mapping[str, Any]
     has_logprobs: bool
 
+    @property
+    def event(self) -> str:
+        kind: str = self.part["type"]
+        return kind
 
-_REASONING: Final = _TextKind(
-    prefix="rs",
-    head={"type": "reasoning", "summary": []},
-    event="reasoning_text",
-    part={"type": "reasoning_text"},
-    has_logprobs=False,
-)
+
+_REASONING: Final = _TextKind("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text"}, False)
 _MESSAGE: Final = _TextKind(
-    prefix="msg",
-    head={"type": "message", "role": "assistant"},
-    event="output_text",
-    part={"type": "output_text", "annotations": []},
-    has_logprobs=True,
+    "msg", {"type": "message", "role": "assistant"}, {"type": "output_text", "annotations": []}, True
 )
 
 
