@@ -147,8 +147,8 @@ async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
 
 def _inject_nan(engine: TorchEngine) -> None:
     """Put one NaN into the KV of each further prompt before it is copied to the transfer buffer."""
-    assert engine._memory is not None
-    pool, transfer_buffer = engine._memory
+    assert engine._scheduler is not None
+    pool, transfer_buffer = engine._scheduler.pool, engine._scheduler.transfer_buffer
     assert transfer_buffer is not None
     gather = transfer_buffer.gather
 

@@ -43,6 +43,10 @@ class EngineStats:
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
 
 
+NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
+"""The counters of an engine that has not been started."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One problem that preflight reports. An error stops the worker before it loads the model."""

@@ -42,8 +42,8 @@ def torch_engine(folder: Path, role: Role, **args: Any) -> TorchEngine:
 
 
 def pool_of(engine: TorchEngine) -> KvPool:
-    assert engine._memory is not None
-    return engine._memory.pool
+    assert engine._scheduler is not None
+    return engine._scheduler.pool
 
 
 def prompt(length: int, seed: int = 1) -> array[int]:
@@ -176,11 +176,11 @@ class Poison:
         for engine in (prefill, decode):
             step = scheduler.Scheduler._step.__get__(engine._scheduler)
             monkeypatch.setattr(engine._scheduler, "_step", lambda step=step, engine=engine: self._before(engine, step))
-        assert prefill._memory is not None
-        assert prefill._memory.transfer_buffer is not None
-        gather = prefill._memory.transfer_buffer.gather
+        assert prefill._scheduler is not None
+        assert prefill._scheduler.transfer_buffer is not None
+        gather = prefill._scheduler.transfer_buffer.gather
         monkeypatch.setattr(
-            prefill._memory.transfer_buffer,
+            prefill._scheduler.transfer_buffer,
             "gather",
             lambda allocation, rows: (self._in_kv(prefill, rows), gather(allocation, rows))[1],
         )

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.base import NO_STATS, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 60.0
 _WARM_UP_S = 600.0
-_NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
 
 V = TypeVar("V")
 
@@ -142,4 +141,4 @@ class ExternalEngine:
 
     def stats(self) -> EngineStats:
         """See `HasStats`."""
-        return _NO_STATS if self._runner is None else self._runner.stats()
+        return NO_STATS if self._runner is None else self._runner.stats()

@@ -16,28 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats
+from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sampler import logits_processor_for
-from dynamo_trtllm.engines.torch.scheduler import BatchLimits, KvMemory, Scheduler
+from dynamo_trtllm.engines.torch.scheduler import BatchLimits, Scheduler
 from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Event, Freed, PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.messages import (
-    Chunk,
-    GenerateRequest,
-    Limits,
-    Phase,
-    ReleaseOutcome,
-    Role,
-    Sampling,
-    token_ids,
-)
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, Sampling, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream, as_stream
 
 if TYPE_CHECKING:
@@ -65,11 +56,12 @@ class _TorchStream(TaskStream):
         if seq.request.sampling.guided is not None:
             self.run(self._compile_and_submit(seq, scheduler), f"torch-grammar-{seq.request.request_id}")
         else:
-            seq.logits_processor = logits_processor_for(seq.request, None)
-            scheduler.post(partial(scheduler.submit, seq))
+            self._submit(seq, scheduler, None)
 
     async def _compile_and_submit(self, seq: TorchSequence, scheduler: Scheduler) -> None:
-        matcher = await self._engine.compile_grammar(seq.request.sampling, seq)
+        self._submit(seq, scheduler, await self._engine.compile_grammar(seq.request.sampling, seq))
+
+    def _submit(self, seq: TorchSequence, scheduler: Scheduler, matcher: grammar.GrammarMatcher | None) -> None:
         seq.logits_processor = logits_processor_for(seq.request, matcher)
         scheduler.post(partial(scheduler.submit, seq))
 
@@ -78,12 +70,11 @@ class _TorchStream(TaskStream):
         if isinstance(event, (Chunk, DynamoError)):
             self.emit(event)
         elif self._seq is not None and not self.has_ended:
+            name = self._seq.request.request_id
             if isinstance(event, PrefillDone):
-                self.run(self._export_kv(self._seq, event), f"torch-export-{self._seq.request.request_id}")
+                self.run(self._export_kv(self._seq, event), f"torch-export-{name}")
             else:
-                self.run(
-                    self._engine.fetch_and_install(self._seq, event), f"torch-fetch-{self._seq.request.request_id}"
-                )
+                self.run(self._engine.fetch_and_install(self._seq, event), f"torch-fetch-{name}")
 
     async def _export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
         export = self._engine.export_kv(seq, prefill_done)
@@ -122,7 +113,6 @@ class TorchEngine:
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
-        self._memory: KvMemory | None = None
         self._grammar_compiler: grammar.GrammarCompiler | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
@@ -134,11 +124,11 @@ class TorchEngine:
     async def start(self) -> EngineInfo:
         """Load the model, start the scheduler and run one request. See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
-        self._info = info = self._prepare(model)
-        if self._kv_connector is not None and self._memory is not None and self._memory.transfer_buffer is not None:
-            await self._kv_connector.start(self._memory.transfer_buffer)
-        if self._scheduler is not None:
-            self._scheduler.start()
+        info, scheduler = self._prepare(model)
+        self._info, self._scheduler = info, scheduler
+        if self._kv_connector is not None and scheduler.transfer_buffer is not None:
+            await self._kv_connector.start(scheduler.transfer_buffer)
+        scheduler.start()
         await self._warm_up()
         _log.info(
             "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
@@ -154,7 +144,7 @@ class TorchEngine:
 
         return load(self._model_path, self._args)
 
-    def _prepare(self, model: LoadedModel) -> EngineInfo:
+    def _prepare(self, model: LoadedModel) -> tuple[EngineInfo, Scheduler]:
         from dynamo_trtllm.engines.torch import load
 
         args = self._args
@@ -179,16 +169,16 @@ class TorchEngine:
             transfer_buffer = TransferBuffer(
                 pool, load.transfer_buffer_bytes(model, args, layout, num_blocks, context_length)
             )
-        self._memory = KvMemory(pool, transfer_buffer)
         loop = asyncio.get_running_loop()
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             model.module,
-            self._memory,
+            pool,
+            transfer_buffer,
             limits,
             deliver=partial(_call_soon, loop, self._receive),
             on_end=partial(_call_soon, loop, self._end),
         )
-        return EngineInfo(
+        info = EngineInfo(
             engine="torch",
             context_length=context_length,
             vocab_size=model.vocab_size,
@@ -202,6 +192,7 @@ class TorchEngine:
             files=model.files,
             can_aggregate=True,
         )
+        return info, scheduler
 
     async def _warm_up(self) -> None:
         request = GenerateRequest(
@@ -253,7 +244,7 @@ class TorchEngine:
         stream = _TorchStream(self, on_event)
         try:
             scheduler, info = self._ready()
-            stream.start(self._new_sequence(request, info, stream.receive), scheduler)
+            stream.start(self._new_sequence(request, info, scheduler.pool, stream.receive), scheduler)
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
         except BaseException:  # a bug
@@ -275,16 +266,16 @@ class TorchEngine:
     async def fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
         request, (scheduler, _) = seq.request, self._ready()
-        if self._kv_connector is None or self._memory is None or self._memory.transfer_buffer is None:
+        if self._kv_connector is None or scheduler.transfer_buffer is None:
             raise RuntimeError(
                 f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
             )
-        scatter = partial(self._memory.transfer_buffer.scatter, reserved.allocation, reserved.rows)
+        scatter = partial(scheduler.transfer_buffer.scatter, reserved.allocation, reserved.rows)
         await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_region=scatter)
         scheduler.post(partial(scheduler.install, seq))
 
     def _new_sequence(
-        self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]
+        self, request: GenerateRequest, info: EngineInfo, pool: KvPool, inbox: Callable[[Event], None]
     ) -> TorchSequence:
         """Create the sequence of a request.
 
@@ -318,9 +309,9 @@ class TorchEngine:
         )
         if request.sampling.seed is not None:
             seq.seed = request.sampling.seed & _MASK_64
-        if request.phase is Phase.DECODE and self._kv_connector is not None and self._memory is not None:
-            kv_bytes = self._memory.pool.moved_bytes(prompt_tokens)
-            seq.seed, seq.region_bytes = self._kv_connector.validate(request, info.layout, kv_bytes=kv_bytes)
+        if request.phase is Phase.DECODE and self._kv_connector is not None:
+            state = self._kv_connector.validate(request, info.layout, kv_bytes=pool.moved_bytes(prompt_tokens))
+            seq.seed, seq.region_bytes = state.seed, state.region_bytes
         return seq
 
     async def compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher:
@@ -358,9 +349,7 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:
-            return EngineStats(
-                running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
-            )
+            return NO_STATS
         mismatches = 0 if self._kv_connector is None else self._kv_connector.checksum_mismatches
         return dataclasses.replace(self._scheduler.stats(), kv_checksum_mismatches=mismatches)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class _TorchState(msgspec.Struct, frozen=True):
+class TorchState(msgspec.Struct, frozen=True):
     """The engine's part of the KV transfer parameters."""
 
     offer: bytes  # from `TransferBackend.publish`
@@ -50,13 +50,6 @@ class _TorchState(msgspec.Struct, frozen=True):
 class _ExportedKv(NamedTuple):
     seq: TorchSequence
     expiry: asyncio.TimerHandle
-
-
-class TransferTerms(NamedTuple):
-    """The values of KV transfer parameters that the decode sequence needs."""
-
-    seed: int
-    region_bytes: int
 
 
 class KvConnector:
@@ -115,7 +108,6 @@ class KvConnector:
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         self._awaiting_fetch[transfer_id] = _ExportedKv(seq, expiry)
         regions = [_region(region) for region in prefill_done.allocation.regions]
-        kv_bytes = sum(region.num_bytes for region in regions)
         try:
             offer = await self._backend.publish(transfer_id, regions, ready=0 if prefill_done.copied else None)
         except BaseException:
@@ -135,8 +127,8 @@ class KvConnector:
             first_token_ids=token_ids(prefill_done.first.token_ids),
             first_logprobs=prefill_done.first.logprobs,
             transport=self._backend.name,
-            kv_bytes=kv_bytes,
-            engine_state=encode(_TorchState(offer, seq.seed, REGION_BYTES[device])),
+            kv_bytes=sum(region.num_bytes for region in regions),
+            engine_state=encode(TorchState(offer, seq.seed, REGION_BYTES[device])),
         )
         stats = prefill_done.first.stats
         if stats is not None:
@@ -155,8 +147,8 @@ class KvConnector:
 
             self._copying.submit(follow).add_done_callback(_log_copy_error)
 
-    def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
-        """Check the request's KV transfer parameters against this engine.
+    def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TorchState:
+        """Check the request's KV transfer parameters against this engine, and return the engine's part of them.
 
         Raises:
             TransferMismatch: They do not fit this engine or the request. The error names the field.
@@ -165,10 +157,8 @@ class KvConnector:
         """
         kv_params = _kv_params(request)
         params.check_params(kv_params, engine="torch", model=self._model, layout=layout, now=time.time())
-        here = {"prompt_tokens": len(request.token_ids), "kv_bytes": kv_bytes}
-        for name, ours in here.items():
-            if getattr(kv_params, name) != ours:
-                theirs = getattr(kv_params, name)
+        for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
+            if (theirs := getattr(kv_params, name)) != ours:
                 raise TransferMismatch(
                     f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours} at decode",
                     field=name,
@@ -180,7 +170,7 @@ class KvConnector:
             raise TransferMismatch(
                 f"KV transfer {kv_params.transfer_id} has regions of {engine_state.region_bytes} bytes", field="opaque"
             )
-        return TransferTerms(engine_state.seed, engine_state.region_bytes)
+        return engine_state
 
     async def fetch(
         self, request: GenerateRequest, allocation: Allocation, timeout_s: float, *, on_region: Callable[[int], None]
@@ -258,9 +248,9 @@ def _kv_params(request: GenerateRequest) -> KvTransferParams:
     return request.kv_params
 
 
-def _engine_state(kv_params: KvTransferParams) -> _TorchState:
+def _engine_state(kv_params: KvTransferParams) -> TorchState:
     try:
-        return decode(kv_params.engine_state, _TorchState)
+        return decode(kv_params.engine_state, TorchState)
     except BadFrame as exc:
         raise TransferMismatch(
             f"KV transfer {kv_params.transfer_id} was not created by a torch engine", field="opaque"

@@ -104,10 +104,11 @@ class SampledToken(NamedTuple):
 
 def uniform(seed: int, index: int) -> float:
     """Return the random number in [0, 1) for output token `index` under `seed` (SplitMix64 over a mixed seed)."""
-    return (_mix(_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
+    return (split_mix(split_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
 
 
-def _mix(state: int) -> int:
+def split_mix(state: int) -> int:
+    """Return the number that SplitMix64 generates in this state, unsigned 64 bits."""
     state = (state + 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK

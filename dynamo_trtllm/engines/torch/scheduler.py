@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from dynamo_trtllm.engines.torch.sequence import (
     TorchSequence,
     phase_timings,
 )
-from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
@@ -48,26 +48,26 @@ class BatchLimits:
     num_threads: int | None  # None: PyTorch's default
 
 
-class KvMemory(NamedTuple):
-    pool: KvPool
-    transfer_buffer: TransferBuffer | None  # None: an aggregated engine
-
-
 class Scheduler:
     """The thread that runs the model. `post` and `stats` are thread-safe; all else runs on its thread."""
 
     def __init__(
         self,
         module: Any,
-        memory: KvMemory,
+        pool: KvPool,
+        transfer_buffer: TransferBuffer | None,
         limits: BatchLimits,
         *,
         deliver: Callable[[Delivery], None],
         on_end: Callable[[EngineFailed], None],
     ) -> None:
-        """Both callbacks run on the thread: `deliver` with a step's events, `on_end` with why no step follows."""
+        """Create the thread. An aggregated engine has no transfer buffer.
+
+        Both callbacks run on the thread: `deliver` with a step's events, `on_end` with why no step follows.
+        """
         self._module = module
-        self._pool, self._transfer_buffer = memory
+        self.pool = pool
+        self.transfer_buffer = transfer_buffer
         self._limits = limits
         self._deliver = deliver
         self._on_end = on_end
@@ -116,15 +116,14 @@ class Scheduler:
         kv_params = seq.request.kv_params
         if seq not in self._reserved or seq.blocks is None or kv_params is None:
             return  # it was dropped in the meantime
-        self._reserved.remove(seq)
-        self._free_allocation(seq)
-        if not self._pool.is_finite(seq.blocks, seq.prompt_tokens):
-            self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
+        if not self.pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._drop(seq)
             worker = kv_params.prefill_instance_id
             text = f"KV transfer {kv_params.transfer_id}: the KV has NaN or infinity; check prefill worker {worker:x}"
             self._events.append((seq, NonFiniteKv(text)))
             return
+        self._reserved.remove(seq)
+        self._free_allocation(seq)
         seq.num_computed_tokens = seq.prompt_tokens
         seq.last_token = kv_params.first_token_ids[-1]
         seq.num_output_tokens = len(kv_params.first_token_ids)
@@ -147,7 +146,7 @@ class Scheduler:
 
     def _drop(self, seq: TorchSequence) -> None:
         if seq in self._reserved and seq.blocks is not None:  # parts of its KV may have been written
-            self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
+            self.pool.scrub(seq.blocks[: self.pool.blocks_for(seq.prompt_tokens)])
         for group in (self._reserved, self._awaiting_fetch):
             group.discard(seq)
         for seqs in (self._waiting, self._prefilling, self._decoding):
@@ -156,12 +155,12 @@ class Scheduler:
         self._awaiting_buffer = deque(entry for entry in self._awaiting_buffer if entry[0] is not seq)
         self._free_allocation(seq)
         if seq.blocks is not None:
-            self._pool.free(seq.blocks)
+            self.pool.free(seq.blocks)
             seq.blocks = None
 
     def _free_allocation(self, seq: TorchSequence) -> None:
-        if seq.allocation is not None and self._transfer_buffer is not None:
-            self._transfer_buffer.free(seq.allocation)
+        if seq.allocation is not None and self.transfer_buffer is not None:
+            self.transfer_buffer.free(seq.allocation)
             seq.allocation = None
 
     def stop(self) -> None:
@@ -174,8 +173,8 @@ class Scheduler:
         try:
             if self._limits.num_threads is not None:
                 torch.set_num_threads(self._limits.num_threads)  # a setting of the thread
-            if self._pool.device.type == "cuda":
-                torch.cuda.set_device(self._pool.device)  # some kernels use the current device
+            if self.pool.device.type == "cuda":
+                torch.cuda.set_device(self.pool.device)  # some kernels use the current device
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_iteration()
@@ -218,8 +217,8 @@ class Scheduler:
         return EngineStats(
             running=self._running(),
             waiting=len(self._waiting),
-            kv_blocks_used=self._pool.used,
-            kv_blocks_total=self._pool.num_blocks,
+            kv_blocks_used=self.pool.used,
+            kv_blocks_total=self.pool.num_blocks,
             tickets_held=len(self._awaiting_fetch),
             ticket_kv_blocks=sum(len(_blocks(seq)) for seq in self._awaiting_fetch),
         )
@@ -228,19 +227,19 @@ class Scheduler:
         """Start queued sequences in order of arrival, while there is space in the batch and the KV pool."""
         while self._waiting and self._running() < self._limits.max_batch_size:
             seq = self._waiting[0]
-            is_fetched = seq.request.phase is Phase.DECODE and self._transfer_buffer is not None
-            if is_fetched and seq.allocation is None:
-                seq.allocation = self._allocate(seq, seq.region_bytes)
+            buffer = self.transfer_buffer
+            if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
+                seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
                 if seq.allocation is None:
                     return
-            seq.blocks = self._pool.reserve(seq.kv_tokens)
+            seq.blocks = self.pool.reserve(seq.kv_tokens)
             if seq.blocks is None:
                 return
             self._waiting.popleft()
             seq.admitted_at = time.monotonic()
             if seq.allocation is not None:
                 self._reserved.add(seq)
-                rows = self._pool.rows(seq.blocks, seq.prompt_tokens)
+                rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append((seq, BlocksReserved(seq.allocation, rows)))
             else:
                 self._prefilling.append(seq)
@@ -248,20 +247,16 @@ class Scheduler:
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
 
-    def _allocate(self, seq: TorchSequence, region_bytes: int) -> Allocation | None:
-        buffer = self._transfer_buffer
-        return buffer.allocate(seq.prompt_tokens, region_bytes) if buffer is not None else None
-
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
-        while self._awaiting_buffer and self._transfer_buffer is not None:
+        while self._awaiting_buffer and self.transfer_buffer is not None:
             seq, first = self._awaiting_buffer[0]
-            seq.allocation = self._allocate(seq, REGION_BYTES[self._pool.device.type])
+            seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, REGION_BYTES[self.pool.device.type])
             if seq.allocation is None:
                 return
             self._awaiting_buffer.popleft()
             self._awaiting_fetch.add(seq)
-            copied = self._transfer_buffer.gather(seq.allocation, self._pool.rows(_blocks(seq), seq.prompt_tokens))
+            copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(_blocks(seq), seq.prompt_tokens))
             self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
 
     def _step(self) -> None:
@@ -270,35 +265,29 @@ class Scheduler:
         ids = [seq.last_token for seq in decoding]
         for seq, count in chunks:
             ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
-        step = ForwardBatch(
-            self._pool.keys,
-            self._pool.values,
-            [SequenceSlice(_blocks(seq), seq.num_computed_tokens, 1) for seq in decoding],
-            [SequenceSlice(_blocks(seq), seq.num_computed_tokens, count) for seq, count in chunks],
-        )
+        parts = [*((seq, 1) for seq in decoding), *chunks]
+        slices = [SequenceSlice(_blocks(seq), seq.num_computed_tokens, count) for seq, count in parts]
+        step = ForwardBatch(self.pool.keys, self.pool.values, slices[: len(decoding)], slices[len(decoding) :])
         if step.partial_blocks:
-            self._pool.scrub(torch.cat(step.partial_blocks))
-        for seq, count in [*((seq, 1) for seq in decoding), *chunks]:
+            self.pool.scrub(torch.cat(step.partial_blocks))
+        for seq, count in parts:
             seq.num_computed_tokens += count
-        completed_prefills = [seq for seq, _ in chunks if seq.num_computed_tokens == seq.prompt_tokens]
-        rows = list(range(len(decoding)))
-        at = len(decoding)
+        sampled, rows, at = list(decoding), list(range(len(decoding))), len(decoding)
         for seq, count in chunks:
             at += count
             if seq.num_computed_tokens == seq.prompt_tokens:
+                sampled.append(seq)
                 rows.append(at - 1)
         logits = self._forward(ids, step, rows)
         finite = self._finite(step, decoding, chunks)
-        sampled = [*decoding, *completed_prefills]
         if sampled:
-            metadata = [_sampling_metadata(seq) for seq in sampled]
-            self._update_from_output(decoding, completed_prefills, sample(logits, metadata, finite))
+            self._update_from_output(sampled, sample(logits, [_sampling_metadata(seq) for seq in sampled], finite))
 
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
     ) -> Tensor:
         """Return for each sequence that is sampled whether its keys are finite, bool [rows] on the device."""
-        written = self._pool.finite_keys(step.slots)
+        written = self.pool.finite_keys(step.slots)
         rows = [written[: len(decoding)]]
         at = len(decoding)
         for seq, count in chunks:
@@ -332,17 +321,15 @@ class Scheduler:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _update_from_output(
-        self, decoding: list[TorchSequence], completed_prefills: list[TorchSequence], choices: list[SampledToken | None]
-    ) -> None:
+    def _update_from_output(self, sampled: list[TorchSequence], choices: list[SampledToken | None]) -> None:
         now = time.monotonic()
-        for seq, choice in zip(decoding, choices, strict=False):
-            seq.stepped_at = seq.stepped_at or now
-            self._emit(seq, choice)
-        for seq, choice in zip(completed_prefills, choices[len(decoding) :], strict=True):
-            seq.ready_at = now
-            self._prefilling.remove(seq)
-            self._decoding.append(seq)
+        for seq, choice in zip(sampled, choices, strict=True):
+            if seq in self._prefilling:
+                seq.ready_at = now
+                self._prefilling.remove(seq)
+                self._decoding.append(seq)
+            else:
+                seq.stepped_at = seq.stepped_at or now
             self._emit(seq, choice)
         if len(self._non_finite) >= _MOST_NON_FINITE:
             raise EngineFailed(
@@ -351,7 +338,7 @@ class Scheduler:
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
         _log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
-        self._pool.scrub(_blocks(seq)[: self._pool.blocks_for(seq.num_computed_tokens)])
+        self.pool.scrub(_blocks(seq)[: self.pool.blocks_for(seq.num_computed_tokens)])
         self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"
         self._events.append((seq, NonFinite(text)))

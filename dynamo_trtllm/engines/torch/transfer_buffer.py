@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool, zeros
+from dynamo_trtllm.engines.torch.sampler import split_mix
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 
 _COLUMNS = 8192
@@ -57,13 +58,8 @@ def _row_sums(words: Tensor) -> Tensor:
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
     """Return odd pseudo-random numbers (SplitMix64), the same in every process, int64 [_COLUMNS]."""
-    mask, state, factors = (1 << 64) - 1, 0, []
-    for _ in range(_COLUMNS):
-        state = (state + 0x9E3779B97F4A7C15) & mask
-        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-        odd = (mixed ^ (mixed >> 31)) | 1
-        factors.append(odd - (1 << 64) if odd >> 63 else odd)
+    odd = (split_mix(number * 0x9E3779B97F4A7C15) | 1 for number in range(_COLUMNS))
+    factors = [factor - (1 << 64) if factor >> 63 else factor for factor in odd]
     return torch.tensor(factors, dtype=torch.int64).to(device)
 
 

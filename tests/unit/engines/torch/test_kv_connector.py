@@ -73,7 +73,7 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     chunk = await handed_out(holder, copies)
     decode = request(Phase.DECODE, chunk.kv_params)
     terms = reader.kv_connector.validate(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
-    assert terms == (7, REGION_BYTES["cuda"])
+    assert (terms.seed, terms.region_bytes) == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
     fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, 10, on_region=arrived.put_nowait))
     for number, copy in enumerate(copies):
