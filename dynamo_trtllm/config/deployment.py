@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, PositiveInt, matching
 from dynamo_trtllm.config.flags import flags_of
-from dynamo_trtllm.config.layers import check_keys, read_yaml
+from dynamo_trtllm.config.layers import read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -74,14 +73,25 @@ WorkerName = Annotated[
 ]
 
 
-class ServicesConfig(Config):
+class Section(Config):
+    """A mapping of the file. The error for an unknown key suggests the most similar one, as pydantic's would not."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (problem := unknown_key(data, cls.model_fields)):
+            raise ValueError(problem)
+        return data
+
+
+class ServicesConfig(Section):
     """The etcd and NATS servers. `start` runs one on a free loopback port; an address selects a running one."""
 
     etcd: str = Field(default=START, min_length=1, description="start, or comma-separated addresses.")
     nats: str = Field(default=START, min_length=1, description="start, or an address.")
 
 
-class RestartConfig(Config):
+class RestartConfig(Section):
     """Restart policy of all processes, etcd and NATS included. The launcher stops the deployment at the limit."""
 
     max_restarts: Annotated[int, Field(ge=0)] = Field(
@@ -100,7 +110,7 @@ class RestartConfig(Config):
     )
 
 
-class WorkerSpec(Config):
+class WorkerSpec(Section):
     """A group of `count` workers with the same settings."""
 
     name: WorkerName = Field(description="Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on.")
@@ -116,6 +126,11 @@ class WorkerSpec(Config):
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of its processes, added to the launcher's."
     )
+
+    @field_validator("flags", mode="before")
+    @classmethod
+    def _flags_by_field(cls, value: Any) -> Any:
+        return _by_field(WorkerConfig, value)
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -133,7 +148,7 @@ class WorkerSpec(Config):
         return self
 
 
-class DeploymentConfig(Config):
+class DeploymentConfig(Section):
     """The deployment of one machine: services, frontend and workers."""
 
     namespace: str = Field(default="dynamo", description="Namespace of the frontend and all workers.")
@@ -148,6 +163,11 @@ class DeploymentConfig(Config):
     ready_timeout_s: PositiveFloat = Field(
         default=120.0, description="Maximum seconds until a process is ready. Beyond it the deployment is stopped."
     )
+
+    @field_validator("frontend", mode="before")
+    @classmethod
+    def _flags_by_field(cls, value: Any) -> Any:
+        return _by_field(FrontendConfig, value)
 
     @model_validator(mode="after")
     def _names_differ(self) -> DeploymentConfig:
@@ -170,13 +190,6 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
     """
     data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
     _rename_deprecated(data, str(path))
-    _check_model_keys(DeploymentConfig, data, str(path), "")
-    if isinstance(data.get("frontend"), dict):
-        data["frontend"] = _by_field(FrontendConfig, data["frontend"], f"{path}: frontend")
-    workers = data.get("workers")
-    for i, worker in enumerate(workers if isinstance(workers, list) else []):
-        if isinstance(worker, dict) and isinstance(worker.get("flags"), dict):
-            worker["flags"] = _by_field(WorkerConfig, worker["flags"], f"{path}: workers[{i}].flags")
     try:
         deployment = DeploymentConfig.model_validate(data)
     except ValidationError as exc:
@@ -195,45 +208,21 @@ def _rename_deprecated(data: Mapping[str, Any], file: str) -> None:
         restart["decode_workers"] = restart.pop("readers_too")
 
 
-def _check_model_keys(model: type[Config], data: Any, file: str, where: str) -> None:
-    """Reject unknown keys at every level. The error suggests the most similar known key; pydantic's would not."""
-    if not isinstance(data, Mapping):
-        return  # pydantic reports it
-    check_keys(data, model.model_fields, f"{file}: {where}" if where else file)
-    for name, info in model.model_fields.items():
-        inner, many = _inner_model(info.annotation)
-        if inner is None or name not in data:
-            continue
-        path = f"{where}.{name}" if where else name
-        values = data[name] if many and isinstance(data[name], list) else [data[name]]
-        for i, value in enumerate(values):
-            _check_model_keys(inner, value, file, f"{path}[{i}]" if many else path)
-
-
-def _inner_model(annotation: Any) -> tuple[type[Config] | None, bool]:
-    """Return the model inside a field's type or None, and True if the field is a list of it."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation, False
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is list and issubclass(arguments[0], Config):
-        return arguments[0], True
-    return None, False
-
-
-def _by_field(model: type[Config], given: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Return the flags by field name. They may be written as on the command line, with or without leading dashes."""
-    field_of = {
-        name.removeprefix("--").replace("-", "_"): flag.field for flag in flags_of(model) for name in flag.names
-    }
+def _by_field(model: type[Config], given: Any) -> Any:
+    """Return flags by field name. They may be written as on the command line, with or without leading dashes."""
+    if not isinstance(given, dict):
+        return given  # pydantic reports it
+    field_of = {_field_name(name): flag.field for flag in flags_of(model) for name in flag.names}
     result: dict[str, Any] = {}
     for key, value in given.items():
-        field_name = _field_name(str(key))
-        check_keys([field_name], field_of, where)
-        field = field_of[field_name]
+        name = _field_name(str(key))
+        if problem := unknown_key([name], field_of):
+            raise ValueError(problem)
+        field = field_of[name]
         if field in _RESERVED and field in model.model_fields:
-            raise ConfigError(f"{where}.{key}: set {_RESERVED[field]} instead", field=field)
+            raise ValueError(f"{key}: set {_RESERVED[field]} instead")
         if field in result:
-            raise ConfigError(f"{where}.{key}: {field} is given twice", field=field)
+            raise ValueError(f"{field} is given twice")
         result[field] = value
     return result
 

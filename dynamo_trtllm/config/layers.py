@@ -105,6 +105,17 @@ def _overridden_keys(merged: Mapping[str, SourcedValue], key: str) -> list[str]:
     return [known for known in merged if known in above or known.startswith(f"{key}.")]
 
 
+def unknown_key(given: Iterable[str], allowed: Iterable[str]) -> str:
+    """Return an error text for the first key that is not allowed, with the most similar one; "" if there is none."""
+    names = sorted(allowed)
+    for key in given:
+        if key not in names:
+            guess = suggest(str(key), names)
+            hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(names) or 'none'}"
+            return f"unknown key {str(key)!r}; {hint}"
+    return ""
+
+
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
     """Check that all given keys are allowed.
 
@@ -116,13 +127,9 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
     Raises:
         ConfigError: A key is not allowed. The message suggests the most similar one.
     """
-    names = sorted(allowed)
     for key in given:
-        if key in names:
-            continue
-        guess = suggest(str(key), names)
-        hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(names) or 'none'}"
-        raise ConfigError(f"{where}: unknown key {str(key)!r}; {hint}", field=str(key))
+        if problem := unknown_key([key], allowed):
+            raise ConfigError(f"{where}: {problem}", field=str(key))
 
 
 class _StrictLoader(yaml.SafeLoader):
