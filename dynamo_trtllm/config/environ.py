@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _wanted_by: dict[str, str] = {}
 
 
@@ -22,7 +22,7 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
     """
     present = os.environ.get(name)
     if present is not None and present != value:
-        _log.warning("%s=%r is set by the user, but %s needs %r; unset it", name, present, wanted_by, value)
+        log.warning("%s=%r is set by the user, but %s needs %r; unset it", name, present, wanted_by, value)
         return present
     os.environ[name] = value
     _wanted_by[name] = wanted_by

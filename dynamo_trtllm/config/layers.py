@@ -22,7 +22,7 @@ MAX_YAML_VALUES = 10_000  # read in one to two seconds; engine arguments have a 
 MAX_YAML_DEPTH = 64
 CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # packaged in the wheel
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class SourcedValue(NamedTuple):
@@ -208,7 +208,7 @@ def find_file(path: Path) -> Path:
         for file in (candidate, *_packaged(candidate)):
             if file.exists():
                 if candidate != path:
-                    _log.info("%s does not exist; using %s", path, ours)
+                    log.info("%s does not exist; using %s", path, ours)
                 return file
     return path
 

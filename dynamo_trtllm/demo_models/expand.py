@@ -117,7 +117,7 @@ TOUCHED_IDS: Final = "touched_ids"
 VOCABULARY_TENSORS: Final = ("model.embed_tokens.weight", "lm_head.weight")
 
 _FORMAT: Final = "1"  # increment when the expanded folder changes for the same weights
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def data_folder() -> Path:
@@ -146,13 +146,13 @@ def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -
     if folder.is_dir():
         return folder
     started = time.monotonic()
-    _log.info("expanding tiny-gpt-oss into %s (about 120 MB, only at first use)", folder)
+    log.info("expanding tiny-gpt-oss into %s (about 120 MB, only at first use)", folder)
     try:
         models.mkdir(parents=True, exist_ok=True)
         _write_folder(folder, data, config_text)
     except OSError as exc:
         raise ConfigError(f"can't expand tiny-gpt-oss into {models}: {exc}; free space or make it writable") from exc
-    _log.info("expanded tiny-gpt-oss into %s in %.1f s", folder, time.monotonic() - started)
+    log.info("expanded tiny-gpt-oss into %s in %.1f s", folder, time.monotonic() - started)
     return folder
 
 

@@ -22,7 +22,7 @@ import xxhash
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Host memory is hashed in blocks of this size, on several threads at once; both workers must use the same size. Smaller
 # blocks are slower, because each block wakes a thread, which then waits for the GIL.
@@ -118,7 +118,7 @@ class Checksums:
             f"KV transfer {transfer_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the "
             "prefill worker's memory; if this repeats, check memory and network hardware"
         )
-        _log.warning("%s", error.message)
+        log.warning("%s", error.message)
         return error
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class OfferChecksum:
         try:
             block_hash = self._hashes[index][number] = self._checksums.hash(block)
         except Exception:
-            _log.exception("computing the checksum of KV failed; unpublishing the KV")
+            log.exception("computing the checksum of KV failed; unpublishing the KV")
             if self._on_complete is not None:
                 self._on_complete(None)
             raise

@@ -13,7 +13,7 @@ from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.network.addresses import LOOPBACK
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 BACKENDS = ("nixl", "tcp", "loopback")
 
@@ -51,9 +51,9 @@ def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:
     try:
         backend = NixlBackend(checksums)
     except ConfigError as exc:
-        _log.info("KV transfer backend: tcp (%s)", exc.message)
+        log.info("KV transfer backend: tcp (%s)", exc.message)
         return _tcp(config, checksums)
-    _log.info("KV transfer backend: %s", backend.name)
+    log.info("KV transfer backend: %s", backend.name)
     return backend
 
 

@@ -31,7 +31,7 @@ from dynamo_trtllm.messages import encode
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
@@ -120,9 +120,7 @@ class TcpBackend(HostBackend):
         self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
         self._is_running = True
         port = self._listener.getsockname()[1]
-        _log.info(
-            "KV transfer over tcp: listening on port %d at %s, advertised as %s", port, host, self._advertise_host
-        )
+        log.info("KV transfer over tcp: listening on port %d at %s, advertised as %s", port, host, self._advertise_host)
 
     # --- prefill worker --------------------------------------------------------------------------------------
 
@@ -164,7 +162,7 @@ class TcpBackend(HostBackend):
                     return
                 await self._send(connection, magic, transfer_id, entry)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
-                _log.debug("KV transfer over tcp: a connection ended early: %r", exc)
+                log.debug("KV transfer over tcp: a connection ended early: %r", exc)
             finally:
                 self._unasked.pop(task, None)
 
@@ -198,7 +196,7 @@ class TcpBackend(HostBackend):
         self._closed += count
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
-            _log.warning(
+            log.warning(
                 "KV transfer over tcp: closed %d idle connections, too many are open; check what connects", self._closed
             )
             self._closed, self._logged_at = 0, now

@@ -34,7 +34,7 @@ from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream, as_stream
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _MASK_64 = (1 << 64) - 1
 
 
@@ -130,7 +130,7 @@ class TorchEngine:
             await self._kv_connector.start(scheduler.transfer_buffer)
         scheduler.start()
         await self._warm_up()
-        _log.info(
+        log.info(
             "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
             model.device,
             info.context_length,
@@ -339,7 +339,7 @@ class TorchEngine:
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """End a KV transfer. See `KvHolder.release`."""
-        _log.debug("KV transfer %s: %s", transfer_id, outcome)
+        log.debug("KV transfer %s: %s", transfer_id, outcome)
         if self._kv_connector is not None:
             self._kv_connector.release(transfer_id)
 

@@ -27,7 +27,7 @@ from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
@@ -127,7 +127,7 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 began = time.monotonic()
                 self._tokenizer, self._specials = _tokenizer(self._path, self._vocab_size, self._eos_token_ids)
-                _log.info("loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began)
+                log.info("loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began)
             return self._tokenizer
 
 

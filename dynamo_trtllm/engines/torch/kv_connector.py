@@ -35,7 +35,7 @@ from dynamo_trtllm.messages import (
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class TorchState(msgspec.Struct, frozen=True):
@@ -93,10 +93,10 @@ class KvConnector:
         except TransferFailed as exc:
             if transfer_buffer.memory.device.type == "cpu":
                 raise
-            _log.warning("KV transfer uses pinned host memory, which is slower: %s", exc.message)
+            log.warning("KV transfer uses pinned host memory, which is slower: %s", exc.message)
             await asyncio.to_thread(transfer_buffer.move_to_host)
             await self._backend.register(_region(transfer_buffer.memory))
-        _log.info("KV transfer over %s: transfer buffer of %d MiB", self._backend.name, transfer_buffer.num_bytes >> 20)
+        log.info("KV transfer over %s: transfer buffer of %d MiB", self._backend.name, transfer_buffer.num_bytes >> 20)
 
     async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone, layout: KvLayout) -> Chunk:
         """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
@@ -208,14 +208,14 @@ class KvConnector:
         return transfer_id in self._awaiting_fetch
 
     def _expire(self, transfer_id: str) -> None:
-        _log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", transfer_id, self._ttl_s)
+        log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", transfer_id, self._ttl_s)
         self.release(transfer_id)
 
     async def _unpublish(self, transfer_id: str, pending: _ExportedKv) -> None:
         try:
             await self._backend.unpublish(transfer_id)
         except DynamoError as exc:
-            _log.warning("KV transfer %s: unpublishing failed: %s", transfer_id, exc)
+            log.warning("KV transfer %s: unpublishing failed: %s", transfer_id, exc)
         finally:
             self._retire(pending.seq)
 
@@ -239,7 +239,7 @@ class KvConnector:
 
 def _log_copy_error(copying: Future[None]) -> None:
     if (exc := copying.exception()) is not None:
-        _log.error("copying KV to the transfer buffer failed on the GPU: %s", exc)
+        log.error("copying KV to the transfer buffer failed on the GPU: %s", exc)
 
 
 def _kv_params(request: GenerateRequest) -> KvTransferParams:

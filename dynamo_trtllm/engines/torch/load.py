@@ -31,7 +31,7 @@ from dynamo_trtllm.engines.torch.kv import NAME, most_bytes, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import KvLayout
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _CONVERSION_S = 600.0  # wait for another process; converting 90 MB takes 25 s on two cores
 _BYTES_PER_S = 300_000  # a tenth of that speed; extends the wait for large files
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -83,7 +83,7 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         raise ConfigError(f"loading model folder {folder} failed: {exc}", field="model_path") from exc
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
-    _log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
+    log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
     return _describe(module, config, folder, device=device, dtype=dtype)
 
 
@@ -165,7 +165,7 @@ def _converted(gguf: Path) -> Path:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            _log.info("waiting for another process to convert %s", gguf.name)
+            log.info("waiting for another process to convert %s", gguf.name)
             lock.acquire(timeout=longest_s)
         try:
             if not (target / "config.json").is_file():
@@ -184,7 +184,7 @@ def _converted(gguf: Path) -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     """Write the converted model to a temporary folder, and rename the folder when it is complete."""
-    _log.info(
+    log.info(
         "converting %s (%d MB) into %s, once; 4 MB take about a second", gguf.name, gguf.stat().st_size >> 20, target
     )
     began = time.monotonic()
@@ -203,7 +203,7 @@ def _convert(gguf: Path, target: Path) -> None:
             raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
         shutil.rmtree(target, ignore_errors=True)  # an interrupted removal may have left files
         model_folder.rename(target)
-    _log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
+    log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
 
 
 def _read_gguf(gguf: Path) -> Any:
@@ -348,7 +348,7 @@ def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int
     """Return the length of the longest request in tokens, limited by model, max_seq_len and KV memory."""
     wanted = min(model.context_length, args.max_seq_len or model.context_length)
     if pool_tokens < wanted:
-        _log.warning(
+        log.warning(
             "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
             pool_tokens,
             wanted,

@@ -34,7 +34,7 @@ from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBu
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
 
@@ -180,8 +180,8 @@ class Scheduler:
                     self._run_iteration()
         except EngineFailed as exc:
             reason = exc
-        except Exception as exc:  # noqa: BLE001 - whatever it was, it ends all streams
-            _log.exception("the torch engine's step failed")
+        except Exception as exc:  # whatever it was, it ends all streams
+            log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         awaiting_buffer = [seq for seq, _ in self._awaiting_buffer]
         try:
@@ -337,7 +337,7 @@ class Scheduler:
             )
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
-        _log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
+        log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
         self.pool.scrub(_blocks(seq)[: self.pool.blocks_for(seq.num_computed_tokens)])
         self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"

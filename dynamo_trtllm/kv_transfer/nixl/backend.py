@@ -32,7 +32,7 @@ from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 from dynamo_trtllm.messages import encode
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two checks for acknowledgments
 _LINGER_S = 2.0  # keep listening after the last transfer: some transports need it to serve late readers
@@ -232,7 +232,7 @@ class NixlBackend:
                 use_devices([each.region for each in self._bindings.registered])
                 self._bindings.progress()
             except self._bindings.errors:
-                _log.warning("KV transfer over nixl: making progress failed", exc_info=True)
+                log.warning("KV transfer over nixl: making progress failed", exc_info=True)
             read = [
                 transfer_id
                 for transfer_id, entry in list(self._published.items())
