@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
-import threading
-import time
 import urllib.parse
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+from dynamo_trtllm.launch.readiness_checks import NotYet, request, until
+from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 _PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard
@@ -16,11 +18,6 @@ MAX_TOKENS = 200
 _PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
 _MODEL_TIMEOUT_S = 30.0
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 0.5
-
-
-class DemoFailed(Exception):
-    """The sample request failed. The message contains the frontend's answer."""
 
 
 def body(model: str) -> dict[str, Any]:
@@ -29,57 +26,40 @@ def body(model: str) -> dict[str, Any]:
     return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
-def ask(frontend: str, model: str, given_up: threading.Event) -> dict[str, Any]:
-    """Send the sample request, and wait until the model is ready first. The call blocks.
+async def ask(frontend: str, model: str) -> dict[str, Any]:
+    """Send the sample request. Wait first until the frontend has the model's files, some time after it is ready.
 
     Args:
         frontend: HOST:PORT of the frontend.
         model: Name of the model.
-        given_up: Ends the wait for the model when set.
 
     Returns:
         The response body, with the frontend's statistics under `dynamo_trtllm`.
 
     Raises:
-        DemoFailed: The model was not ready in time, or the request failed.
+        RunFailed: The model was not ready in time, or the request failed.
     """
+    path = f"/v1/models/{urllib.parse.quote(model)}/ready"
     try:
-        _await_model(frontend, model, given_up)
-        status, text = _request(frontend, "POST", _PATH, json.dumps(body(model)).encode())
-    except (OSError, http.client.HTTPException) as exc:
-        raise DemoFailed(f"the demo request failed: {exc}") from exc
+        await until(partial(_request, frontend, "GET", path), _MODEL_TIMEOUT_S)
+    except NotYet as exc:
+        raise RunFailed(f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}") from exc
+    try:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            answer: dict[str, Any] = await _request(frontend, "POST", _PATH, json.dumps(body(model)).encode())
+            return answer
+    except (NotYet, OSError) as exc:
+        raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
+
+
+async def _request(frontend: str, method: str, path: str, content: bytes = b"") -> Any:
+    """Return the JSON body of a response. Raise NotYet if its status is not 200."""
+    host, _, port = frontend.rpartition(":")
+    headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
+    status, answer = await request(host.strip("[]"), int(port), method, path, content, headers)
     if status != 200:
-        raise DemoFailed(f"the demo request failed with status {status}: {text.strip()}")
-    answer: dict[str, Any] = json.loads(text)
-    return answer
-
-
-def _await_model(frontend: str, model: str, given_up: threading.Event) -> None:
-    """Wait until the frontend listens and has fetched the model's files, some time after the workers are ready."""
-    deadline, wait_s = time.monotonic() + _MODEL_TIMEOUT_S, _FIRST_WAIT_S
-    while True:
-        try:
-            status, text = _request(frontend, "GET", f"/v1/models/{urllib.parse.quote(model)}/ready", None)
-        except ConnectionRefusedError as exc:
-            status, text = 0, str(exc)
-        if status == 200:
-            return
-        if time.monotonic() >= deadline:
-            raise DemoFailed(f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {text.strip()}")
-        if given_up.wait(wait_s):
-            raise DemoFailed("stopped before the demo request")
-        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-
-def _request(frontend: str, method: str, path: str, content: bytes | None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(frontend, timeout=_ANSWER_TIMEOUT_S)
-    try:
-        headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
-        connection.request(method, path, body=content, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.read().decode(errors="replace")
-    finally:
-        connection.close()
+        raise NotYet(f"status {status}: {answer.decode(errors='replace').strip()}")
+    return json.loads(answer)
 
 
 def report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:

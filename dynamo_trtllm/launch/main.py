@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
-from collections.abc import Mapping
 
 from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
@@ -68,21 +66,12 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
         console.say(f"Ready{where}" + ("" if config.once else " (Ctrl-C to stop)"))
         if config.demo and status.frontend is not None:
             model = next(spec.model for spec in specs if not spec.is_frontend)
-            console.say(await _demonstrate(status.frontend, model, status.names, is_mock=is_mock))
+            answer = await demo.ask(status.frontend, model)
+            console.say(demo.report(answer, model, status.names, is_mock=is_mock))
+            console.say(demo.next_step(status.frontend, model))
         is_done = True
         return config.once
 
     await Launcher(deployment, specs, console, environ).run(on_ready)
     if config.once and not is_done:
         raise RunFailed("stopped before all processes were ready and the demo was done")
-
-
-async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, is_mock: bool) -> str:
-    given_up = threading.Event()
-    try:
-        answer = await asyncio.to_thread(demo.ask, frontend, model, given_up)
-    except demo.DemoFailed as exc:
-        raise RunFailed(str(exc)) from exc
-    finally:
-        given_up.set()  # ends the thread, for which this process waits at exit
-    return demo.report(answer, model, names, is_mock=is_mock) + "\n" + demo.next_step(frontend, model)

@@ -7,7 +7,7 @@ client would block a thread that a stopping launcher has to wait for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -132,21 +132,34 @@ class _Body:
 
 async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
     """Return the status and the decoded JSON body. Raise NotYet for other responses, OSError for no response."""
+    status, body = await request(host, port, "GET", path)
+    try:
+        return status, msgspec.json.decode(body, type=form)
+    except msgspec.DecodeError as exc:
+        raise NotYet(f"the response to GET {path} at port {port} can't be parsed: {exc}") from exc
+
+
+async def request(
+    host: str, port: int, method: str, path: str, content: bytes = b"", headers: Mapping[str, str] = {}
+) -> tuple[int, bytes]:
+    """Return the status and the body of an HTTP response. Raise OSError if there is none, or it is too long."""
+    lines = {"Host": "localhost", "Connection": "close", "Content-Length": len(content), **headers}
+    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     body = _Body()
     parser = httptools.HttpResponseParser(body)
     read_bytes = 0
     try:
         async with _connection(host, port) as (reader, writer):
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            writer.write(head.encode() + b"\r\n" + content)
             while not body.is_whole:
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
                 if not data or read_bytes > _LONGEST_ANSWER_BYTES:
-                    raise ConnectionError(f"the response to GET {path} is incomplete or too long")
+                    raise ConnectionError(f"the response to {method} {path} is incomplete or too long")
                 parser.feed_data(data)
-        return parser.get_status_code(), msgspec.json.decode(body.data, type=form)
-    except (httptools.HttpParserError, msgspec.DecodeError) as exc:
-        raise NotYet(f"the response to GET {path} at port {port} can't be parsed: {exc}") from exc
+        return parser.get_status_code(), body.data
+    except httptools.HttpParserError as exc:
+        raise ConnectionError(f"the response to {method} {path} at port {port} can't be parsed: {exc}") from exc
 
 
 @asynccontextmanager

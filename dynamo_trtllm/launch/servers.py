@@ -142,41 +142,29 @@ async def _at_port(
 
 async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> None:
     """Return when the server answers. Otherwise kill it, and raise _PortTaken, or ConfigError with the reason."""
-    try:
-        failure = await _failure(server, ask)
-    except BaseException:
-        await _end(server)
-        raise
-    if not failure:
-        return
-    await _end(server)
-    last_lines = server.last_lines()
-    if "address already in use" in last_lines:
-        raise _PortTaken
-    raise ConfigError(f"{server.program} {failure}; end of {server.log_path}:\n{last_lines}")
-
-
-async def _failure(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> str:
-    """Return the reason why the server did not start, or "" if it did."""
     asking = asyncio.create_task(until(ask, READY_TIMEOUT_S), name=f"asking {server.program}")
     ending = asyncio.create_task(server.ended(), name=f"end of {server.program}")
+    is_up = False
     try:
         await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if ending.done():
-            return describe(ending.result())
-        asking.result()
-        return ""
+        if not ending.done():
+            asking.result()
+            is_up = True
+            return
+        failure = describe(ending.result())
     except NotYet as exc:
-        return f"was not ready within {READY_TIMEOUT_S:g} s ({exc})"
+        failure = f"was not ready within {READY_TIMEOUT_S:g} s ({exc})"
     finally:
         for task in (asking, ending):
             task.cancel()
         await asyncio.gather(asking, ending, return_exceptions=True)
-
-
-async def _end(server: LocalServer) -> None:
-    server.kill()
-    await server.ended()
+        if not is_up:
+            server.kill()
+            await server.ended()
+    last_lines = server.last_lines()
+    if "address already in use" in last_lines:
+        raise _PortTaken
+    raise ConfigError(f"{server.program} {failure}; end of {server.log_path}:\n{last_lines}")
 
 
 def _etcd_binary() -> str:

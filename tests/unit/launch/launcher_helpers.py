@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import io
 import signal
-from collections.abc import AsyncIterator, Callable
+import socketserver
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from dynamo_trtllm.launch.launcher import Launcher
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
 
+HOST = "127.0.0.1"
 KILLED = -signal.SIGKILL
 
 
@@ -155,3 +158,30 @@ async def run_launcher(*workers: dict[str, Any], **restart: Any) -> AsyncIterato
     finally:
         if not made.running.done():
             await made.end()
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes, greeting: bytes = b"") -> Iterator[int]:
+    """The port of a server that gives one answer for each read, the last one again and again, and no end."""
+    left = list(answers)
+
+    class Serve(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):
+                self.request.sendall(greeting)
+                while self.request.recv(1 << 16):
+                    self.request.sendall(left.pop(0) if len(left) > 1 else left[0])
+
+    with socketserver.ThreadingTCPServer((HOST, 0), Serve) as server:
+        server.daemon_threads = True  # or its end would wait for connections that the loop of the test has to close
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def http(status: int, body: str) -> bytes:
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
-import threading
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -14,6 +11,7 @@ from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.launch import demo, main
 from dynamo_trtllm.launch.launcher import DeploymentStatus
 from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from tests.unit.launch.launcher_helpers import answering, http
 
 STATS = {
     "prefill_instance": "a1",
@@ -67,25 +65,26 @@ def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
     assert sent["max_tokens"] == 200
 
 
-def test_ask_when_given_up_while_nothing_is_ready_yet_then_it_ends_at_once():
-    """A launcher that was told to stop waits for this thread."""
-    given_up = threading.Event()
-    threading.Timer(0.2, given_up.set).start()
-    begun_s = time.monotonic()
-    with pytest.raises(demo.DemoFailed, match="stopped"):
-        demo.ask("127.0.0.1:1", "m", given_up)
-    assert time.monotonic() - begun_s < 10
+async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
+    not_yet, now = http(503, '{"reason": "loading"}'), http(200, '{"status": "ready"}')
+    with answering(not_yet, now, http(200, json.dumps(answer()))) as port:
+        assert await demo.ask(f"localhost:{port}", "m") == answer()
 
 
-def test_demonstrate_when_the_launcher_is_stopped_then_its_thread_keeps_nobody_waiting():
-    async def stopped() -> None:
-        async with asyncio.timeout(0.2):
-            await main._demonstrate("127.0.0.1:1", "m", {}, is_mock=False)
-
-    begun_s = time.monotonic()
-    with pytest.raises(TimeoutError):
-        asyncio.run(stopped())  # waits for its threads
-    assert time.monotonic() - begun_s < 10
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([http(503, "loading")], "model m was not ready within 0.3 s: status 503: loading"),
+        ([http(200, "{}"), http(400, "no such field")], "the demo request failed: status 400: no such field"),
+        ([http(200, "{}"), b"no HTTP\r\n\r\n"], "the demo request failed: .*can't be parsed"),
+        ([http(200, "{}"), b""], "the demo request failed: no response"),
+    ],
+)
+async def test_ask_when_it_fails_then_the_reason_is_given(monkeypatch, answers, why):
+    monkeypatch.setattr(demo, "_MODEL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(demo, "_ANSWER_TIMEOUT_S", 0.3)
+    with answering(*answers) as port, pytest.raises(RunFailed, match=why):
+        await demo.ask(f"127.0.0.1:{port}", "m")
 
 
 class Supervised:

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import socketserver
-import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
 
 from dynamo_trtllm.launch import readiness_checks
 from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, is_taken, ready, until
+from tests.unit.launch.launcher_helpers import HOST, answering, http
 from tests.waiting import SOON_S
 
-HOST = "127.0.0.1"
 LONG = "x" * 70_000
 Ask = Callable[[str, int], Awaitable[None]]
-
-
-@contextmanager
-def answering(*answers: bytes, greeting: bytes = b"") -> Iterator[int]:
-    """The port of a server that gives one answer for each read, the last one again and again, and no end."""
-    left = list(answers)
-
-    class Serve(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            with suppress(ConnectionError):
-                self.request.sendall(greeting)
-                while self.request.recv(1 << 16):
-                    self.request.sendall(left.pop(0) if len(left) > 1 else left[0])
-
-    with socketserver.ThreadingTCPServer((HOST, 0), Serve) as server:
-        server.daemon_threads = True  # or its end would wait for connections that the loop of the test has to close
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            serving.join()
-
-
-def http(status: int, body: str) -> bytes:
-    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
 async def test_ready_when_200_then_the_instance_is_known() -> None:
