@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import api_manifests as trtllm
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, RoleFacts, check_pair, check_role, memory_table
 from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
 from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
@@ -79,32 +79,25 @@ def as_json(report: Report) -> str:
 
 def as_text(report: Report) -> str:
     """Format the report for a terminal."""
-    blocks = [_head(report), *_findings(report), *_notes(report), _memory(report), _handoff(report), _end(report)]
+    head = f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}"
+    notes = [f"  {role_report.role}: {note}" for role_report in report.roles for note in role_report.notes]
+    arguments = "\n".join(["arguments:", *notes]) if notes else ""
+    end = f"{report.count('error')} errors, {report.count('warning')} warnings, {report.count('note')} notes"
+    blocks = [head, *_findings(report), arguments, _memory(report), _handoff(report), end]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def _head(report: Report) -> str:
-    return f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}"
-
-
 def _findings(report: Report) -> Iterator[str]:
-    rows = [(finding.severity, role, finding.rule, finding) for role, finding in report.findings()]
     order = ("error", "warning", "note")
-    for severity, role, rule, finding in sorted(rows, key=lambda row: order.index(row[0])):
-        sides = [finding.value, finding.other] if finding.other else [finding.value]
+    for role, finding in sorted(report.findings(), key=lambda each: order.index(each[1].severity)):
         lines = [
-            f"{severity:<8} {role}: {finding.field}  [{rule}]",
-            *(f"         {side}" for side in sides),
-            f"         why: {finding.why}",
-            f"         fix: {finding.fix}",
+            f"{finding.severity:<8} {role}: {finding.field}  [{finding.rule}]",
+            finding.value,
+            *([finding.other] if finding.other else []),
+            f"why: {finding.why}",
+            f"fix: {finding.fix}",
         ]
-        yield "\n".join(lines)
-
-
-def _notes(report: Report) -> Iterator[str]:
-    lines = [f"  {role_report.role}: {note}" for role_report in report.roles for note in role_report.notes]
-    if lines:
-        yield "arguments:\n" + "\n".join(lines)
+        yield "\n         ".join(lines)
 
 
 _ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
@@ -145,19 +138,10 @@ def _handoff(report: Report) -> str:
     return _aligned(rows)
 
 
-def _end(report: Report) -> str:
-    return f"{report.count('error')} errors, {report.count('warning')} warnings, {report.count('note')} notes"
-
-
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(_line(row, widths) for row in rows)
-
-
-def _line(row: Iterable[str], widths: Sequence[int]) -> str:
-    first, *others = row
-    cells = [f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)]
-    return "  ".join([f"{first:<{widths[0]}}", *cells]).rstrip()
+    """Format rows as lines. The first column is aligned left, the others right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows)
 
 
 def _gib(count: int | None) -> str:
@@ -243,7 +227,16 @@ def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightC
     except ConfigError as exc:
         _check_engine_of(path)
         return RoleReport(role=role, facts=None, notes=(), findings=(_rejected_argument(exc, path),), memory=None)
-    facts = _facts(role, args, worker, config, target)
+    facts = RoleFacts(
+        role=role,
+        args=args,
+        release=config.release,
+        model=target.model,
+        gpu=target.gpu,
+        load=target.load,
+        environment=args.profile.environment,
+        strategy=worker.disaggregation_strategy,
+    )
     return RoleReport(
         role=role, facts=facts, notes=args.notes, findings=tuple(check_role(facts)), memory=memory_table(facts)
     )
@@ -288,19 +281,6 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
         return load(WorkerConfig, prog=PROG, description=_DESCRIPTION, argv=[*fixed, *words], environ={})
     except ConfigError as exc:
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
-
-
-def _facts(role: Role, args: TrtllmArgs, worker: WorkerConfig, config: PreflightConfig, target: _Target) -> RoleFacts:
-    return RoleFacts(
-        role=role,
-        args=args,
-        release=config.release,
-        model=target.model,
-        gpu=target.gpu,
-        load=target.load,
-        environment=args.profile.environment,
-        strategy=worker.disaggregation_strategy,
-    )
 
 
 def _rejected_argument(error: ConfigError, path: Path) -> Finding:

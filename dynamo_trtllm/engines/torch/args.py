@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
+from dynamo_trtllm.config.base import matching
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
@@ -19,7 +19,9 @@ class TorchArgs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is visible")
+    device: Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N")] = Field(
+        "auto", description="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is visible"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="data type of weights and KV; default float32 on CPU, bfloat16 on a GPU"
     )
@@ -56,13 +58,6 @@ class TorchArgs(BaseModel):
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="share for KV of the GPU memory that is free after loading the weights; default 0.5"
     )
-
-    @field_validator("device")
-    @classmethod
-    def _known_device(cls, value: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-            raise ValueError("must be auto, cpu, cuda or cuda:N")
-        return value
 
 
 def torch_args(config: WorkerConfig) -> TorchArgs:

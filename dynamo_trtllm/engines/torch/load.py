@@ -288,8 +288,7 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, has_tran
     """
     if args.kv_cache_blocks is not None:
         return args.kv_cache_blocks
-    longest = min(model.context_length, args.max_seq_len or model.context_length)
-    useful = args.max_batch_size * -(-longest // layout.block_tokens)
+    useful = args.max_batch_size * -(-_longest(model, args) // layout.block_tokens)
     if args.kv_cache_gib is not None:
         kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
     elif model.device.type == "cuda":
@@ -315,8 +314,7 @@ def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, layout: KvLayou
     each = block_bytes(layout)
     if args.kv_staging_gib is not None:
         return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
-    longest = min(model.context_length, args.max_seq_len or model.context_length)
-    whole = (kv_memory_bytes - most_bytes(layout, model.windows, longest)) // each
+    whole = (kv_memory_bytes - most_bytes(layout, model.windows, _longest(model, args))) // each
     # With fewer tokens than the longest request, the transfer buffer is at most as large as the blocks.
     short = kv_memory_bytes // (2 * each)
     return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))
@@ -346,7 +344,7 @@ def transfer_buffer_bytes(
 
 def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int:
     """Return the length of the longest request in tokens, limited by model, max_seq_len and KV memory."""
-    wanted = min(model.context_length, args.max_seq_len or model.context_length)
+    wanted = _longest(model, args)
     if pool_tokens < wanted:
         log.warning(
             "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
@@ -354,6 +352,10 @@ def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int
             wanted,
         )
     return min(wanted, pool_tokens)
+
+
+def _longest(model: LoadedModel, args: TorchArgs) -> int:
+    return min(model.context_length, args.max_seq_len or model.context_length)
 
 
 def num_threads(model: LoadedModel, args: TorchArgs) -> int | None:

@@ -124,11 +124,6 @@ class FetchRequest(NamedTuple):
     is_checked: bool
 
 
-class _AgentRef(NamedTuple):
-    agent: Any
-    peer: str  # the peer's name at that agent
-
-
 class _XferHandle(NamedTuple):
     agent: Any
     handle: Any
@@ -217,23 +212,24 @@ class _FetchState:
         use_devices([region])
         ours = self.bindings.descriptors(descriptor_of(region), kind_of([region]))
         theirs = self.bindings.descriptors(offer.descriptors[index], offer.kind)
-        return self._post(_AgentRef(self.bindings.agent, self.peer.name), "READ", ours, theirs)
+        return self._post(self.bindings.agent, self.peer.name, "READ", ours, theirs)
 
     def _post_validity(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
         """Post a read or write of the prefill worker's validity slot."""
-        agent_ref = _AgentRef(self.bindings.validity_agent, validity_agent_of(self.peer.name))
+        agent, peer = self.bindings.validity_agent, validity_agent_of(self.peer.name)
         return self._post(
-            agent_ref, verb, self.bindings.descriptors(ours, "DRAM"), self.bindings.descriptors(theirs, "DRAM")
+            agent, peer, verb, self.bindings.descriptors(ours, "DRAM"), self.bindings.descriptors(theirs, "DRAM")
         )
 
-    def _post(self, agent_ref: _AgentRef, verb: str, ours: Any, theirs: Any) -> _XferHandle:
-        handle = agent_ref.agent.initialize_xfer(verb, ours, theirs, agent_ref.peer)
+    def _post(self, agent: Any, peer: str, verb: str, ours: Any, theirs: Any) -> _XferHandle:
+        """Post a read or write. `peer`: the prefill worker's name at this agent."""
+        handle = agent.initialize_xfer(verb, ours, theirs, peer)
         try:
-            self._require_alive(agent_ref.agent.transfer(handle))
+            self._require_alive(agent.transfer(handle))
         except BaseException:
-            agent_ref.agent.release_xfer_handle(handle)
+            agent.release_xfer_handle(handle)
             raise
-        return _XferHandle(agent_ref.agent, handle)
+        return _XferHandle(agent, handle)
 
     def _is_done(self, xfer: _XferHandle | None) -> bool:
         return xfer is None or self._require_alive(xfer.agent.check_xfer_state(xfer.handle))
@@ -274,10 +270,8 @@ class _FetchState:
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
             raise self.checksums.mismatch(self.request.transfer_id)
-        ack_word, ack_at = (
-            self.validity_slots.ack_word(self.request.slot),
-            ack_address(self.request.offer.validity_slot),
-        )
+        ack_word = self.validity_slots.ack_word(self.request.slot)
+        ack_at = ack_address(self.request.offer.validity_slot)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
