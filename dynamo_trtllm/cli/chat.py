@@ -63,10 +63,10 @@ def _converse(config: ChatConfig) -> int:
         config,
         lambda body: stream_chat(config.url, body),
         Screen(sys.stdout, has_colors=has_colors),
-        Notices(sys.stderr, has_colors=has_colors),
+        notice_writer(sys.stderr, has_colors=has_colors),
     )
     if is_terminal:
-        chat.notes.say(f"Connected to {config.model} at {config.url}. Type /help for commands.")
+        chat.say(f"Connected to {config.model} at {config.url}. Type /help for commands.")
     chat.run(_typed_lines() if is_terminal else sys.stdin)
     return 0 if is_terminal else chat.failures
 
@@ -80,27 +80,25 @@ def only_model(names: Sequence[str], url: str) -> str:
     raise ConfigError(f"{url} has several models; choose one with --model: {', '.join(names)}", field="model")
 
 
-class Notices:
-    """Writes lines of this program, dimmed to differ from the model's output."""
+def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
+    """Return a function that writes a line of this program, dimmed to differ from the model's output."""
+    before, after = ("\x1b[2m", "\x1b[0m") if has_colors else ("", "")
 
-    def __init__(self, out: TextIO, *, has_colors: bool) -> None:
-        self._out = out
-        self._around = ("\x1b[2m", "\x1b[0m") if has_colors else ("", "")
+    def say(text: str) -> None:
+        out.write(f"{before}{text}{after}\n")
+        out.flush()
 
-    def say(self, text: str) -> None:
-        before, after = self._around
-        self._out.write(f"{before}{text}{after}\n")
-        self._out.flush()
+    return say
 
 
 class Chat:
     """A conversation: its messages so far, and the handling of input lines."""
 
-    def __init__(self, config: ChatConfig, ask: Ask, screen: Screen, notes: Notices) -> None:
+    def __init__(self, config: ChatConfig, ask: Ask, screen: Screen, say: Callable[[str], None]) -> None:
         self._config = config
         self._ask = ask
         self._screen = screen
-        self.notes = notes
+        self.say = say
         self.failures = 0
         self._messages: list[dict[str, str]] = []
 
@@ -130,11 +128,11 @@ class Chat:
     def _command(self, text: str) -> None:
         if text == "/reset":
             self._messages.clear()
-            self.notes.say("Conversation cleared.")
+            self.say("Conversation cleared.")
         elif text == "/help":
-            self.notes.say(HELP.rstrip())
+            self.say(HELP.rstrip())
         else:
-            self.notes.say(f"Unknown command {text.split()[0]}. Type /help for commands.")
+            self.say(f"Unknown command {text.split()[0]}. Type /help for commands.")
 
     def _turn(self, question: str) -> None:
         turn = ChatTurn()
@@ -144,13 +142,13 @@ class Chat:
                     for delta in turn.add(event):
                         self._screen.show(delta)
             self._screen.end()
-            self.notes.say(turn.report())
+            self.say(turn.report())
         except KeyboardInterrupt:
             self._screen.end()
-            self.notes.say(f"stopped; {turn.report()}")
+            self.say(f"stopped; {turn.report()}")
         except ChatFailed as exc:
             self._screen.end()
-            self.notes.say(f"error: {exc}")
+            self.say(f"error: {exc}")
             self.failures += 1
             return
         self._messages.append({"role": "user", "content": question})

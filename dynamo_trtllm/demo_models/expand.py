@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +58,9 @@ def _tokenizer(ranks: dict[bytes, int]) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(content, number) for content, number in sorted(harmony_specials().items(), key=_by_id)],
+        "added_tokens": [
+            _added(content, number) for content, number in sorted(harmony_specials().items(), key=itemgetter(1))
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": None,
@@ -75,10 +78,6 @@ def _tokenizer(ranks: dict[bytes, int]) -> dict[str, Any]:
             "merges": [[token_texts[left], token_texts[right]] for left, right in merges(ranks)],
         },
     }
-
-
-def _by_id(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _added(content: str, number: int) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
@@ -12,7 +13,6 @@ from dynamo_trtllm.sanitize import shorten
 
 LAUNCHER = "launch"
 _COLORS = ("36", "33", "32", "35", "34", "31")
-_LONGEST_LINE_BYTES = 1 << 20
 
 
 class Console:
@@ -64,25 +64,12 @@ def _json_entry(name: str, text: str) -> str:
     return json.dumps(entry | {"process": own if own.startswith(f"{name}-") else name})  # a process of a frontend
 
 
-class LineSplitter:
-    """Splits the bytes of a pipe into lines. A line longer than 1 MiB is cut."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[str]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
-        yield from (_text(line) for line in lines)
-
-    def end(self) -> Iterator[str]:
-        """Return the last line, if it has no line end."""
-        if self._rest:
-            yield _text(self._rest)
-            self._rest = b""
-
-
-def _text(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r")
+async def next_line(reader: asyncio.StreamReader) -> str | None:
+    """Return the next line of a pipe, or None at its end. A line longer than the limit of the reader is cut."""
+    try:
+        line = await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError as exc:
+        line = exc.partial
+    except asyncio.LimitOverrunError as exc:
+        line = await reader.read(exc.consumed + 1)
+    return line.decode(errors="replace").removesuffix("\n").rstrip("\r") if line else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import ProcessSpec
@@ -75,7 +75,7 @@ class DependentRestart:
         Their supervisors start them again. A process that is not ready yet has read no KV and keeps running.
         """
         dependents = dependents_of(dead, self._specs)
-        holding = {name: process for name, process in self._living(dependents) if process.is_ready}
+        holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
         if not holding:
             return
         names = ", ".join(holding)
@@ -90,10 +90,11 @@ class DependentRestart:
         ]
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
             changed = self._changed  # taken before the check, so that no later change is missed
+            ready = {name for name in self._living_and_ready() if not self._processes[name].is_terminating}
             now = next_to_drain(
                 remaining,
-                has_ready_replica=self._are_ready(replicas, any),
-                are_dependents_ready=self._are_ready(dependents, all),
+                has_ready_replica=not ready.isdisjoint(replicas),
+                are_dependents_ready=ready.issuperset(dependents),
             )
             for name in now:
                 holding[name].terminate()  # before any await, so that no other caller counts it as ready
@@ -103,12 +104,5 @@ class DependentRestart:
                 await changed.wait()
         self._say(f"{names} stopped; GPU memory of {dead.name} is free")
 
-    def _living(self, names: Sequence[str]) -> Iterator[tuple[str, Child]]:
-        for name in names:
-            process = self._processes.get(name)
-            if process is not None and not process.has_ended:
-                yield name, process
-
-    def _are_ready(self, names: Sequence[str], of_them: Callable[[Iterator[bool]], bool]) -> bool:
-        ready_names = {name for name, process in self._living(names) if process.is_ready and not process.is_terminating}
-        return of_them(name in ready_names for name in names)
+    def _living_and_ready(self) -> set[str]:
+        return {name for name, process in self._processes.items() if process.is_ready and not process.has_ended}

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.console import Console, LineSplitter
+from dynamo_trtllm.launch.console import Console, next_line
 from dynamo_trtllm.launch.dependents import DependentRestart
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, ProcessSpec, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
@@ -25,7 +25,7 @@ from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.child import Child, scratch_folder, spawn
 from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
-_READ_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20
 _LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
 
 
@@ -45,22 +45,16 @@ class ManagedProcess(Child):
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
 
     async def _pump(self) -> None:
-        reader = asyncio.StreamReader()
+        reader = asyncio.StreamReader(limit=_LONGEST_LINE_BYTES)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
         )
-        splitter = LineSplitter()
         try:
-            while data := await reader.read(_READ_BYTES):
-                self._pass_on(splitter.feed(data))
-            self._pass_on(splitter.end())
+            while (line := await next_line(reader)) is not None:
+                self.last_line = line or self.last_line
+                self._on_line(line)
         finally:
             transport.close()
-
-    def _pass_on(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.last_line = line or self.last_line
-            self._on_line(line)
 
     async def ended(self) -> int:
         """Return the exit status, once all output lines were passed on. Several tasks may await it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.cli.chat import HELP, Chat, Notices, main, only_model
+from dynamo_trtllm.cli.chat import HELP, Chat, main, notice_writer, only_model
 from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Kind, Screen, Shown, error_text, events
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import is_color_disabled, load
@@ -65,7 +65,7 @@ class Talk:
             ChatConfig(model="m", **config),
             server,
             Screen(self.out, has_colors=has_colors),
-            Notices(self.notes, has_colors=has_colors),
+            notice_writer(self.notes, has_colors=has_colors),
         )
 
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 
-from dynamo_trtllm.launch.console import Console, LineSplitter
+from dynamo_trtllm.launch.console import Console, next_line
 
 
 class Terminal(io.StringIO):
@@ -46,20 +47,37 @@ def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() ->
     assert [(line["process"], line["message"]) for line in said] == [("launch", "two"), ("launch", "lines")]
 
 
-def test_feed_when_lines_come_in_pieces_then_they_come_out_whole():
-    splitter = LineSplitter()
+async def lines_of(*parts: bytes, limit: int = 1 << 20) -> list[str]:
+    reader = asyncio.StreamReader(limit=limit)
+    reading = asyncio.create_task(read(reader))
+    for part in parts:
+        reader.feed_data(part)
+        await asyncio.sleep(0)
+    reader.feed_eof()
+    return await reading
+
+
+async def read(reader: asyncio.StreamReader) -> list[str]:
+    lines = []
+    while (line := await next_line(reader)) is not None:
+        lines.append(line)
+    return lines
+
+
+async def test_next_line_when_lines_come_in_pieces_then_they_come_out_whole() -> None:
     text = "one\r\nzwei \u00fc\n\nlast".encode()
-    lines = [line for i in range(len(text)) for line in splitter.feed(text[i : i + 1])]
-    assert lines == ["one", "zwei \u00fc", ""]
-    assert list(splitter.end()) == ["last"]
-    assert list(splitter.end()) == []
+    assert await lines_of(*(text[i : i + 1] for i in range(len(text)))) == ["one", "zwei \u00fc", "", "last"]
+    assert await lines_of(b"all\n") == ["all"]
+    assert await lines_of() == []
 
 
-def test_feed_when_a_line_has_no_end_then_it_is_cut_at_a_megabyte():
-    splitter = LineSplitter()
-    assert list(splitter.feed(b"x" * (1 << 20))) == []
-    assert [len(line) for line in splitter.feed(b"x")] == [(1 << 20) + 1]
+async def test_next_line_when_a_line_is_longer_than_the_limit_then_it_is_cut_and_nothing_is_lost() -> None:
+    cut = await lines_of(b"x" * 30, b"y" * 30 + b"\nnext\n", limit=50)
+    assert "".join(cut) == "x" * 30 + "y" * 30 + "next"
+    assert cut[-1] == "next"
+    assert await lines_of(b"x" * 60 + b"\n", limit=50) == ["x" * 60]
+    assert len(await lines_of(b"x" * 60, b"x" * 60, limit=50)) == 2
 
 
-def test_feed_when_bytes_are_not_utf8_then_they_are_replaced():
-    assert list(LineSplitter().feed(b"\xff\n")) == ["\ufffd"]
+async def test_next_line_when_bytes_are_not_utf8_then_they_are_replaced() -> None:
+    assert await lines_of(b"\xff\n") == ["\ufffd"]
