@@ -51,11 +51,12 @@ async def test_launcher_when_it_starts_a_process_then_it_passes_addresses_in_the
     services = ServicesConfig(etcd="127.0.0.1:1", nats="nats://dynamo:secret@127.0.0.1:2")
     made = LauncherRun(deployment(WORKER).model_copy(update={"services": services}))
     await until(lambda: len(ALL) == 2)
-    for child in ALL:
-        assert child.environ["DYN_TRTLLM_ETCD_ENDPOINTS"] == "127.0.0.1:1"
-        assert child.environ["DYN_TRTLLM_NATS_SERVER"] == "nats://dynamo:secret@127.0.0.1:2"
-        assert "secret" not in " ".join(child.spec.argv)
+    started = list(ALL)
     await made.end()
+    for child in started:
+        assert child.environ.get("DYN_TRTLLM_ETCD_ENDPOINTS") == "127.0.0.1:1"
+        assert child.environ.get("DYN_TRTLLM_NATS_SERVER") == "nats://dynamo:secret@127.0.0.1:2"
+        assert "secret" not in " ".join(child.spec.argv)
 
 
 async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_it_answers_so() -> None:
