@@ -1,13 +1,16 @@
 """Workers with TensorRT-LLM's adapter over its stand-in: real processes, the bundled model.
 
 The checks are those of tests/gpu/trtllm, which the real package is held to: here it is known that their text works.
+One worker is started as examples/llmapi_launch.sh starts examples/embedded_trtllm.py.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,11 +31,21 @@ PYTHONPATH = os.pathsep.join([str(FAKES), str(ROOT)])
 SITE = checks.Site(model=TINY, gpus=0, env={"PYTHONPATH": PYTHONPATH, "STANDIN_CARRIER": "tcp"})
 
 
+def started_by_example(cluster: Cluster) -> Process:
+    """Start the worker that serves whole requests by the example for several nodes, with flags of any worker."""
+    flags = ["--model-path", TINY, "--served-model-name", checks.WHOLE, "--system-port", "0"]
+    arguments = json.dumps(SITE.arguments("prefill_and_decode"))
+    env = {**SITE.env, "PATH": os.pathsep.join([str(FAKES / "bin"), os.environ["PATH"]]), "PYTHON": sys.executable}
+    return cluster.script(
+        [str(ROOT / "examples" / "llmapi_launch.sh")], [*flags, "--override-engine-args", arguments], env
+    )
+
+
 @pytest.fixture(scope="module")
 def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
     cluster = Cluster(etcd_server, nats_server, f"stand-in-{secrets.token_hex(4)}")
     try:
-        yield checks.start(cluster, SITE)
+        yield checks.start(cluster, SITE, start_whole=started_by_example)
     finally:
         cluster.stop()
 
@@ -91,6 +104,15 @@ def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> 
         """It dies of the request: the first of more than one token, which the worker's own start is not."""
 
     checks.check_death(served, kill, env={"STANDIN_TRAPS": "dies_of_long"})
+
+
+def test_example_when_started_by_its_launcher_then_rank_0_serves_until_told_to_leave(served: checks.Served) -> None:
+    """The last test of these workers: one of them ends."""
+    served.whole.wait_for("STAND-IN: trtllm-llmapi-launch")
+    assert chat(served, checks.WHOLE)["tokens"]
+    served.whole.send(signal.SIGTERM)
+    assert served.whole.wait(20.0) == 0
+    served.cluster.until_status(checks.WHOLE, 503)
 
 
 CONTRADICTIONS = [(["--stand-in"], "needs --engine trtllm"), (["--engine"], "needs a value")]

@@ -71,11 +71,14 @@ def start_worker(cluster: Cluster, site: Site, role: str, name: str, gpu: int = 
     return cluster.trtllm(role, name, site.model, site.devices(gpu), **site.arguments(role, **more))
 
 
-def start(cluster: Cluster, site: Site) -> Served:
+def start(cluster: Cluster, site: Site, start_whole: Callable[[Cluster], Process] | None = None) -> Served:
+    """`start_whole` starts the worker that serves WHOLE in another way."""
+    if start_whole is None:
+        start_whole = partial(start_worker, site=site, role="prefill_and_decode", name=WHOLE)
     served = Served(
         site=site,
         cluster=cluster,
-        whole=start_worker(cluster, site, "prefill_and_decode", WHOLE, gpu=0),
+        whole=start_whole(cluster),
         prefill=start_worker(cluster, site, "prefill", PAIR, gpu=1),
         decode=start_worker(cluster, site, "decode", PAIR, gpu=2),
     )
