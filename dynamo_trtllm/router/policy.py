@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch
 from dynamo_trtllm.messages import Instance
-from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers
-from dynamo_trtllm.router.view import ModelView, pairing_key
+from dynamo_trtllm.router.view import ModelView, Pair, PairBreakers, pairing_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.instances import CARD, make_instance
 from tests.streaming import pipeline_stream

@@ -18,9 +18,8 @@ from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Sy
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.router.pair_breakers import PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import differences
-from dynamo_trtllm.router.view import ClusterView, ModelView
+from dynamo_trtllm.router.view import ClusterView, ModelView, PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 log = logging.getLogger(__name__)

@@ -38,9 +38,8 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, format_pair, pairs_of, suspects
 from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import ClusterView, Pair, PairBreakers, format_pair, pairs_of, suspects
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)

@@ -55,8 +55,8 @@ from dynamo_trtllm.messages import (
     TokenIds,
     token_ids,
 )
-from dynamo_trtllm.router.pair_breakers import Pair
 from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent
 
 

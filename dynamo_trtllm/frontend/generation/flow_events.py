@@ -10,8 +10,8 @@ import msgspec
 
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot
-from dynamo_trtllm.router.pair_breakers import Pair
 from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent
 
 

@@ -31,9 +31,17 @@ from dynamo_trtllm.frontend.generation.flow_events import (
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
-from dynamo_trtllm.router.pair_breakers import Cooldown, Pair, PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import WorkerSelection, select
-from dynamo_trtllm.router.view import ClusterView, pairing_key
+from dynamo_trtllm.router.view import (
+    ClusterView,
+    Cooldown,
+    Pair,
+    PairBreakers,
+    PairState,
+    format_pair,
+    pairing_key,
+    pairs_of,
+)
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, unexpected_error
 
 log = logging.getLogger(__name__)

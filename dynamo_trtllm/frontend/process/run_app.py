@@ -25,8 +25,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
-from dynamo_trtllm.router.pair_breakers import PairBreakers
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import ClusterView, PairBreakers
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess

@@ -31,8 +31,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers, PairState
 from tests.instances import CARD, make_instance, make_transfer_params
 from tests.streaming import ChunkSource, pipeline_stream
 from tests.unit.frontend.pipeline_helpers import request

@@ -34,7 +34,7 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.view import BreakerLimits, PairBreakers, PairState
 from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, kv_chunk, request
 from tests.waiting import SOON_S

@@ -11,9 +11,8 @@ from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
-from dynamo_trtllm.router.pair_breakers import COOLDOWN_S, Cooldown
 from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
 from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk, request

@@ -6,8 +6,7 @@ import asyncio
 
 from dynamo_trtllm.frontend.process.run_app import prune_breakers
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers
 from tests.instances import make_instance
 
 

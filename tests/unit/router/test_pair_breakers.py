@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState, format_pair, pairs_of, suspects
-from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers, PairState, format_pair, pairs_of, suspects
 from tests.instances import make_instance
 
 PAIR = (1, 2)

@@ -10,9 +10,8 @@ import pytest
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch
 from dynamo_trtllm.messages import Instance, Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.policy import select
-from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers
 from tests.instances import LAYOUT, make_instance
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
