@@ -45,21 +45,25 @@ class Operation(NamedTuple):
     id: str
     about: str
     answer: str  # schema of the 200 response; "": text
-    errors: frozenset[int] = frozenset()
-    body: str | None = None  # schema of the request
+    body: str | None = None  # schema of the request, which generates: it may return any error
     event: str | None = None  # schema of one event, if the response may be streamed
+    errors: frozenset[int] = frozenset()
     query: Mapping[str, Schema] = {}
     is_503_answer: bool = False  # the body of a 503 is `answer` and no error
 
 
 _CHAT, _TEXT, _RESPONSES, _RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{id}"
+_MODEL = "/v1/models/{id}"
 _PAGE: Final[Mapping[str, Schema]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": TEXT,
 }
 _CREATE_CHAT = "Create the next message of a conversation."
+_CREATE_TEXT = "Complete a plain prompt."
 _CREATE_RESPONSE = "Create a response. Later responses can continue it."
+_CANCEL = "Cancel a response that is in progress."
+_LIST_ITEMS = "List the input items of a response."
 _MODEL_READY = "Check whether the model can be served now, and if not, what is missing."
 _HEALTH = "Get the state of the deployment: instances, and what is missing. Always 200."
 _READY = "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
@@ -67,54 +71,19 @@ _NOT_FOUND: Final = frozenset({404})
 
 OPERATIONS: Final = (
     Operation(
-        "post",
-        _CHAT,
-        "createChatCompletion",
-        _CREATE_CHAT,
-        "ChatCompletion",
-        ANY_ERROR,
-        "ChatRequest",
-        "ChatCompletionChunk",
+        "post", _CHAT, "createChatCompletion", _CREATE_CHAT, "ChatCompletion", "ChatRequest", "ChatCompletionChunk"
     ),
+    Operation("post", _TEXT, "createCompletion", _CREATE_TEXT, "TextCompletion", "CompletionRequest", "TextCompletion"),
+    Operation("post", _RESPONSES, "createResponse", _CREATE_RESPONSE, "Response", "ResponseRequest", "ResponseEvent"),
+    Operation("get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", errors=LOOKED_UP),
+    Operation("delete", _RESPONSE, "deleteResponse", "Delete a stored response.", "ResponseDeleted", errors=LOOKED_UP),
+    Operation("post", f"{_RESPONSE}/cancel", "cancelResponse", _CANCEL, "Response", errors=LOOKED_UP),
     Operation(
-        "post",
-        _TEXT,
-        "createCompletion",
-        "Complete a plain prompt.",
-        "TextCompletion",
-        ANY_ERROR,
-        "CompletionRequest",
-        "TextCompletion",
-    ),
-    Operation(
-        "post",
-        _RESPONSES,
-        "createResponse",
-        _CREATE_RESPONSE,
-        "Response",
-        ANY_ERROR,
-        "ResponseRequest",
-        "ResponseEvent",
-    ),
-    Operation("get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", LOOKED_UP),
-    Operation("delete", _RESPONSE, "deleteResponse", "Delete a stored response.", "ResponseDeleted", LOOKED_UP),
-    Operation(
-        "post", f"{_RESPONSE}/cancel", "cancelResponse", "Cancel a response that is in progress.", "Response", LOOKED_UP
-    ),
-    Operation(
-        "get",
-        f"{_RESPONSE}/input_items",
-        "listInputItems",
-        "List the input items of a response.",
-        "ResponseItems",
-        LOOKED_UP,
-        query=_PAGE,
+        "get", f"{_RESPONSE}/input_items", "listInputItems", _LIST_ITEMS, "ResponseItems", errors=LOOKED_UP, query=_PAGE
     ),
     Operation("get", "/v1/models", "listModels", "List the available models.", "ModelList"),
-    Operation(
-        "get", "/v1/models/{id}", "retrieveModel", "Get one model. Its id may contain slashes.", "Model", _NOT_FOUND
-    ),
-    Operation("get", "/v1/models/{id}/ready", "modelReady", _MODEL_READY, "Ready", _NOT_FOUND, is_503_answer=True),
+    Operation("get", _MODEL, "retrieveModel", "Get one model. Its id may contain slashes.", "Model", errors=_NOT_FOUND),
+    Operation("get", f"{_MODEL}/ready", "modelReady", _MODEL_READY, "Ready", errors=_NOT_FOUND, is_503_answer=True),
     Operation("get", "/health", "health", _HEALTH, "Health"),
     Operation("get", "/ready", "ready", _READY, "FrontendReady", is_503_answer=True),
     Operation("get", "/live", "live", "Check that this process responds.", "Live"),
@@ -182,7 +151,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event, ends=operation.event != "ResponseEvent")}
     answers = {200: _answer(200, content)}
-    for status in operation.errors | {500}:
+    for status in {*operation.errors, *(ANY_ERROR if operation.body else ()), 500}:
         answers[status] = _answer(status, {JSON: {"schema": ref("Error")}})
     if operation.is_503_answer:
         answers[503] = _answer(503, {JSON: {"schema": answer}})
