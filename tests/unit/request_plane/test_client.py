@@ -87,7 +87,7 @@ class Cut(InprocTransport):
 
 async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
     transport = Cut()
-    plane = Plane(transport, PlaneLimits(ping_interval_s=0.01))
+    plane = Plane(transport, PlaneLimits(ping_interval_s=0.2))  # also the time-out of a ping, which load may exceed
     await plane.serve(SUBJECT, Endless())
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
