@@ -35,6 +35,8 @@ from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.instances import make_instance
 from tests.waiting import SOON_S
 
+TRTLLM_TTL_S = 2.0  # TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
+
 
 def make(
     kind: str,
@@ -42,9 +44,11 @@ def make(
     role: Role,
     *,
     backend: str | TransferBackend = "loopback",
-    ttl_s: float = 60.0,
+    ttl_s: float | None = None,
     **args: Any,
 ) -> Engine:
+    if ttl_s is None:
+        ttl_s = TRTLLM_TTL_S if kind == "trtllm" else 60.0
     config = WorkerConfig(
         model_path=str(folder),
         served_model_name="tiny",

@@ -142,6 +142,9 @@ examples, one prefill and one decode worker of the same model:
         "Maximum fraction of the KV blocks in transfers that are not yet fetched. Above it a prefill "
         "worker rejects requests.",
     )
+    max_leaked_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
+        KV, 0.5, "Maximum fraction of the KV blocks that the engine can't free. Above it a worker drains and restarts."
+    )
     max_queued_requests: NonNegativeInt = option(
         ENGINE, 1024, "Maximum requests that a worker accepts beyond --max-batch-size. Further ones are rejected."
     )

@@ -38,9 +38,10 @@ class EngineStats:
     waiting: int  # requests queued for KV blocks or a batch slot
     kv_blocks_used: int  # includes ticket_kv_blocks
     kv_blocks_total: int
-    tickets_held: int  # KV transfers not yet released
+    tickets_held: int  # KV transfers whose KV the engine still holds
     ticket_kv_blocks: int  # blocks of those transfers
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
+    leaked_kv_blocks: int = 0  # blocks that no decode worker fetched and that the engine's library never frees
 
 
 NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
@@ -92,7 +93,7 @@ class Engine(Generator, Protocol):
         ...
 
     async def drain(self) -> None:
-        """Wait until no request runs and no KV transfer is pending. The caller sets the time limit."""
+        """Wait until no request runs and no KV of a transfer is held. The caller sets the time limit."""
         ...
 
     async def aclose(self) -> None:

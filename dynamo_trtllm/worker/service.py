@@ -199,6 +199,7 @@ class WorkerService:
         admission: limits of the worker.
         files: paths of the card's files by content hash.
         metrics: metrics of the worker.
+        max_leaked_kv_fraction: share of the KV blocks that the engine may be unable to free.
     """
 
     def __init__(
@@ -209,8 +210,10 @@ class WorkerService:
         *,
         files: Mapping[str, Path],
         metrics: WorkerMetrics,
+        max_leaked_kv_fraction: float = 1.0,
     ) -> None:
         self._engine = engine
+        self._max_leaked_kv_fraction = max_leaked_kv_fraction
         self._admission = admission
         self._model = instance.card.name
         self._role = instance.role
@@ -271,13 +274,24 @@ class WorkerService:
         return b""
 
     async def until_failed(self) -> None:
-        """Wait until the engine fails or a restart is requested, and raise EngineFailed, which ends the worker."""
+        """Wait until the engine fails, leaks too much KV, or a restart is requested: EngineFailed ends the worker."""
         while not self._restart_asked.is_set():
             await self._engine.check()
+            self._check_leaked_kv()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_EVERY_S):
                     await self._restart_asked.wait()
         raise EngineFailed(f"restart requested: {self._restart_reason}")
+
+    def _check_leaked_kv(self) -> None:
+        stats = self._engine.stats() if isinstance(self._engine, HasStats) else None
+        if stats is None or not stats.kv_blocks_total:  # 0: not reported by the engine
+            return
+        if stats.leaked_kv_blocks > self._max_leaked_kv_fraction * stats.kv_blocks_total:
+            raise EngineFailed(
+                f"{stats.leaked_kv_blocks} of {stats.kv_blocks_total} KV blocks were never fetched and can't be freed "
+                "(--max-leaked-kv-fraction); restarting"
+            )
 
     def _file_chunk(self, sha256: str, offset: int) -> FileChunk:
         path = self._files.get(sha256)

@@ -218,7 +218,14 @@ class Worker:
         instance, files = self._describe(info)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
         admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)
-        service = WorkerService(engine, instance, admission, files=files, metrics=self._metrics)
+        service = WorkerService(
+            engine,
+            instance,
+            admission,
+            files=files,
+            metrics=self._metrics,
+            max_leaked_kv_fraction=config.max_leaked_kv_fraction,
+        )
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
         registration = await discovery.register(instance)

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_trtllm.messages import Phase
+from dynamo_trtllm.messages import FinishReason, Phase, Role
 from dynamo_trtllm.streams import as_stream
 from tests.engines import (
+    TRTLLM_TTL_S,
     answer,
     ask,
     check_nothing_left,
     check_stats,
     collect,
+    make,
     prefill_params,
     prefill_then_decode,
     prompt_of,
     release,
+    started,
     tokens,
 )
+from tests.fakes_path import fake_tensorrt_llm
 from tests.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
+from tests.waiting import SOON_S
 
 PROMPT = prompt_of(70)
-ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting", "abort_keeps_context"]
+ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting", "-abort_keeps_context"]
 
 
 @pytest.mark.parametrize("trap", ABORTS)
 async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path, package: Any) -> None:
-    args: dict[str, Any] = {"max_batch_size": 1}
-    if trap in ("abort_lost", "abort_keeps_context"):  # then the vendor's own time-out frees what nobody fetched
-        args["cache_transceiver_config"] = {
-            "backend": "UCX",
-            "max_tokens_in_buffer": 8192,
-            "kv_transfer_timeout_ms": 4000,
-        }
-    async with start_engines(package, gpt_oss, **args) as engines:
+    async with start_engines(package, gpt_oss, max_batch_size=1) as engines:
         with engines.turned(*([trap] if trap else [])):
             tokens_left = 30 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
             await cancel_while_waiting_and_running(engines, tokens_left)
@@ -81,9 +80,56 @@ async def cancel_both_legs(engines: TrtllmEngines, max_tokens: int) -> None:
         release(engines.prefill, kv_params)
 
 
-async def test_transfer_when_refused_then_the_vendor_is_asked_to_let_go(engines: TrtllmEngines) -> None:
-    kv_params = await prefill_params(engines.prefill, PROMPT)
-    await check_stats(engines.prefill, tickets_held=1, kv_blocks_used=3)
-    release(engines.prefill, kv_params)
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
+async def test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_timeout(
+    version: str, gpt_oss: Path
+) -> None:
+    with fake_tensorrt_llm(version) as package:
+        prefill = make("trtllm", gpt_oss, Role.PREFILL)
+        async with started(prefill):
+            kv_params = await prefill_params(prefill, PROMPT)
+            release(prefill, kv_params)
+            await check_stats(prefill, running=0, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(TRTLLM_TTL_S / 2):
+                    await prefill.drain()
+            await check_used(package, 3)
+            await check_nothing_left(prefill)
+            await check_used(package, 0)
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.1.0"])
+async def test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_is_leaked(
+    version: str, gpt_oss: Path
+) -> None:
+    with fake_tensorrt_llm(version) as package:
+        prefill = make("trtllm", gpt_oss, Role.PREFILL)
+        async with started(prefill):
+            for aborted in (1, 2):
+                release(prefill, await prefill_params(prefill, prompt_of(70, seed=aborted)))
+                await asyncio.wait_for(prefill.drain(), SOON_S)
+                leaked = 3 * aborted
+                await check_stats(prefill, tickets_held=0, leaked_kv_blocks=leaked, kv_blocks_used=leaked)
+            await check_used(package, 6)
+
+
+async def test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout(
+    engines: TrtllmEngines,
+) -> None:
+    (token, *_) = await answer(engines.aggregated, PROMPT)
+    (last,) = await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(token,)))
+    assert (list(last.token_ids), last.finish_reason, last.kv_params) == ([token], FinishReason.STOP, None)
+    await check_stats(engines.prefill, running=0, tickets_held=1, kv_blocks_used=3)
     await check_nothing_left(engines.prefill)
     await check_engines_idle(engines.package)
+
+
+async def check_used(package: Any, blocks: int) -> None:
+    """Wait until the fake itself uses this number of KV blocks. Fail after a timeout."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        used = sum(stats.kv_blocks_used for stats in package.standin.core.live_stats())
+        if used == blocks or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.01)
+    assert used == blocks

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Added, Removed
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
@@ -197,6 +199,31 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
         with pytest.raises(EngineFailed):
             await side.ask(8)
         with pytest.raises(EngineFailed):
+            await serving
+        await side.until_instances(0)
+
+
+async def test_serve_when_too_much_kv_has_leaked_then_it_drains_and_raises_engine_failed(
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(etcd_server, nats_server, max_leaked_kv_fraction=0.25)
+    stats, leaked_kv_blocks = MockEngine.stats, 1
+
+    def leaking(engine: MockEngine) -> EngineStats:
+        return replace(stats(engine), kv_blocks_total=8, leaked_kv_blocks=leaked_kv_blocks)
+
+    monkeypatch.setattr(MockEngine, "stats", leaking)
+    monkeypatch.setattr("dynamo_trtllm.worker.service._CHECK_EVERY_S", 0.01)
+    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
+        serving = asyncio.create_task(Worker(chosen).serve())
+        await side.until_instances(1)
+        leaked_kv_blocks = 2  # a quarter: not above the limit
+        async with aclosing(pipeline_stream(side.pipeline, request(max_tokens=50), RouteTrace())) as running:
+            chunks = [await anext(running)]
+            leaked_kv_blocks = 3
+            chunks += [chunk async for chunk in running]
+        assert len(tokens(chunks)) == 50
+        with pytest.raises(EngineFailed, match=r"3 of 8 KV blocks .*--max-leaked-kv-fraction"):
             await serving
         await side.until_instances(0)
 

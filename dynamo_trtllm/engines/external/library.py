@@ -97,8 +97,13 @@ class LibraryCall(Protocol):
         """Ask the library to end the call, without waiting. Its last result still goes to the receiver."""
         ...
 
-    def release_kv(self, *, has_expired: bool) -> None:
-        """Free the KV that this prefill call has exported or would have exported, without waiting."""
+    def release_kv(self, *, has_expired: bool) -> float | None:
+        """Free the KV that this prefill call has exported or would have exported, without waiting.
+
+        Returns:
+            None: the library frees it, or has none. A time of `time.monotonic()`: it keeps the KV until then, whatever
+            is asked of it. Infinity: it never frees the KV.
+        """
         ...
 
 

@@ -1,6 +1,7 @@
 """Create, validate and release KV transfer parameters for engines whose library does not report fetched KV.
 
-A transfer is pending until the frontend's pipeline releases it or it expires. Runs on the event loop.
+A transfer is pending until the frontend's pipeline releases it or it expires. If the library then keeps its KV for
+longer, the KV counts as held until the library frees it. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -41,23 +43,36 @@ class TransferIdentity(NamedTuple):
     transport: str  # informational; not compared
 
 
+class ReleaseLibraryKv(Protocol):
+    """`LibraryCall.release_kv` of one call."""
+
+    def __call__(self, *, has_expired: bool) -> float | None: ...
+
+
 class PrefillResult(NamedTuple):
     """The result of a prefill call."""
 
     first_token_ids: Sequence[int]
     first_logprobs: tuple[TokenLogprob, ...]
     engine_state: bytes
-    release_kv: Callable[..., None]  # frees KV that no decode worker fetched; see `LibraryCall.release_kv`
+    release_kv: ReleaseLibraryKv
 
 
 class _PendingTransfer(NamedTuple):
-    kv_blocks: int
-    release_kv: Callable[..., None]
+    prompt_tokens: int
+    release_kv: ReleaseLibraryKv
     expiry: asyncio.TimerHandle
 
 
+class _RetainedKv(NamedTuple):
+    """KV that no decode worker will fetch and that the library still keeps."""
+
+    kv_blocks: int
+    end: asyncio.TimerHandle
+
+
 class PendingTransfers:
-    """The KV transfers of a worker that are neither released nor expired."""
+    """The KV transfers of a worker that are neither released nor expired, and KV that the library still keeps."""
 
     def __init__(self, identity: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]) -> None:
         """Initialize without transfers.
@@ -65,30 +80,35 @@ class PendingTransfers:
         Args:
             identity: the worker's own fields of the parameters.
             ttl_s: seconds until a transfer expires.
-            on_change: called when the number of pending transfers has changed.
+            on_change: called when the number of transfers has changed.
         """
         self._identity = identity
         self._ttl_s = ttl_s
         self._on_change = on_change
         self._numbers = itertools.count(1)
         self._awaiting_fetch: dict[str, _PendingTransfer] = {}
+        self._retained: dict[int, _RetainedKv] = {}
+        self.leaked_kv_blocks = 0  # that the library never frees
 
     def __len__(self) -> int:
-        return len(self._awaiting_fetch)
+        """Return the number of transfers whose KV is held and will be freed."""
+        return len(self._awaiting_fetch) + len(self._retained)
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of all pending transfers, computed from their prompts: the library does not report them."""
-        return sum(pending.kv_blocks for pending in self._awaiting_fetch.values())
+        """Blocks of these transfers, computed from their prompts: the library does not report them."""
+        pending = sum(self._blocks(each.prompt_tokens) for each in self._awaiting_fetch.values())
+        return pending + sum(each.kv_blocks for each in self._retained.values())
+
+    def _blocks(self, prompt_tokens: int) -> int:
+        return kv_blocks(self._identity.layout, prompt_tokens)
 
     def create(self, request: GenerateRequest, result: PrefillResult) -> KvTransferParams:
         """Return KV transfer parameters for a prefill call and register the transfer as pending."""
         identity, prompt_tokens = self._identity, len(request.token_ids)
         transfer_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
-        self._awaiting_fetch[transfer_id] = _PendingTransfer(
-            kv_blocks(identity.layout, prompt_tokens), result.release_kv, expiry
-        )
+        self._awaiting_fetch[transfer_id] = _PendingTransfer(prompt_tokens, result.release_kv, expiry)
         self._on_change()
         return KvTransferParams(
             version=params.TRANSFER_PARAMS_VERSION,
@@ -145,9 +165,32 @@ class PendingTransfers:
         pending.expiry.cancel()
         try:
             if not is_fetched:
-                pending.release_kv(has_expired=has_expired)
+                self.release_kv(pending.release_kv, pending.prompt_tokens, has_expired=has_expired)
         finally:
             self._on_change()
+
+    def release_kv(self, release_kv: ReleaseLibraryKv, prompt_tokens: int, *, has_expired: bool = False) -> None:
+        """Free KV that no decode worker fetched. KV that the library frees later counts as held until then.
+
+        Args:
+            release_kv: of the prefill call.
+            prompt_tokens: length of its prompt.
+            has_expired: a decode worker whose clock is behind may still read the KV.
+        """
+        until = release_kv(has_expired=has_expired)
+        if until is None:
+            return
+        if until == math.inf:
+            self.leaked_kv_blocks += self._blocks(prompt_tokens)
+            return
+        number = next(self._numbers)
+        end = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), self._forget, number)
+        self._retained[number] = _RetainedKv(self._blocks(prompt_tokens), end)
+        self._on_change()
+
+    def _forget(self, number: int) -> None:
+        del self._retained[number]
+        self._on_change()
 
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
@@ -163,7 +206,10 @@ class PendingTransfers:
         """Remove all transfers without releasing their KV: the engine is about to shut down."""
         for pending in self._awaiting_fetch.values():
             pending.expiry.cancel()
+        for retained in self._retained.values():
+            retained.end.cancel()
         self._awaiting_fetch.clear()
+        self._retained.clear()
         self._on_change()
 
 

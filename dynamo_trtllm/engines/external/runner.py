@@ -122,7 +122,8 @@ class Runner:
     def stats(self) -> EngineStats:
         """See `HasStats`."""
         calls = len(self._inflight)
-        counts = self.library.counts(is_idle=not calls and not len(self.transfers))
+        is_idle = not calls and not len(self.transfers) and not self.transfers.leaked_kv_blocks
+        counts = self.library.counts(is_idle=is_idle)
         waiting = min(counts.waiting, calls)
         return EngineStats(
             running=calls - waiting,
@@ -131,6 +132,7 @@ class Runner:
             kv_blocks_total=counts.kv_blocks_total,
             tickets_held=len(self.transfers),
             ticket_kv_blocks=self.transfers.kv_blocks,
+            leaked_kv_blocks=self.transfers.leaked_kv_blocks,
         )
 
     def add(self, call: ExternalCall) -> None:
@@ -377,5 +379,5 @@ class ExternalCall(Stream):
         self._cancel_timer()
         call, self._call = self._call, None
         if call is not None and call.exports_kv and not keeps_kv and not self._runner.has_failed:
-            call.release_kv(has_expired=False)
+            self._runner.transfers.release_kv(call.release_kv, len(self._request.token_ids))
         self._runner.remove(self)

@@ -6,6 +6,7 @@ Deprecated keys are translated, and all arguments are checked against the instal
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
 
 # Deprecated key -> its replacement.
 _MOVED = {
@@ -140,7 +142,8 @@ _OURS = {
     "model": "set --model-path instead",
     "backend": "only pytorch is supported",
 }
-_ADAPTER = "the trtllm engine"  # name of the source
+ADAPTER = "the trtllm engine"  # name of the source
+_TIMEOUT_MARGIN = 1.1
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
 _EITHER = {
     "cuda_graph_config.max_batch_size": "cuda_graph_config.batch_sizes",
@@ -172,7 +175,7 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     unchecked = [note for layer in given for note in arguments.check_source(layer, release, _OURS)]
     mxfp4_args = profile.mxfp4_args if _is_mxfp4(config.model_path) else {}
     wanted = layers.merge([Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)])
-    merged = layers.merge([_own(given, release), _advice(wanted.leaves, given, release, notes), *given])
+    merged = layers.merge([_own(config, given, release), _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
     _check_together({key: leaf.value for key, leaf in merged.leaves.items()})
     return TrtllmArgs(
@@ -191,14 +194,30 @@ def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described
     return found._replace(title=f"{found.title}, {args.profile.source}")
 
 
-def _own(given: Sequence[Source], release: ApiManifest) -> Source:
+def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> Source:
     """Return the engine's own defaults, which every other source overrides."""
     values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics and the detection of a stalled engine
     samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
     is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
     if release.presence(release.library.root, samplers[0]) is Presence.PRESENT and not is_chosen:
         values[samplers[0]] = True  # without it 1.0 always decodes greedily
-    return Source(values, _ADAPTER)
+    if transceiver := _own_transceiver(config, given, release):
+        values[_TRANSCEIVER] = transceiver
+    return Source(values, ADAPTER)
+
+
+def _own_transceiver(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> dict[str, Any]:
+    """Return defaults for the cache transceiver of a prefill or decode worker; {} without one.
+
+    Nothing but its timeout frees KV that no decode worker fetches, or ends a fetch of KV that never comes. It is longer
+    than --ticket-ttl-s, because it starts before the lifetime of KV transfer parameters does.
+    """
+    backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
+    if config.disaggregation_mode is Role.AGGREGATED or backend is None or backend.value is None:
+        return {}
+    if release.presence("CacheTransceiverConfig", "kv_transfer_timeout_ms") is not Presence.PRESENT:
+        return {}
+    return {"kv_transfer_timeout_ms": math.ceil(config.ticket_ttl_s * _TIMEOUT_MARGIN * 1000)}
 
 
 def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -> None:
@@ -206,7 +225,7 @@ def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -
     leaf = leaves.get("num_postprocess_workers")
     if leaf is not None and leaf.value:
         notes.append(f"num_postprocess_workers {leaf.value} ({leaf.source}) was changed to 0: the frontend detokenizes")
-        leaves["num_postprocess_workers"] = SourcedValue(0, _ADAPTER)
+        leaves["num_postprocess_workers"] = SourcedValue(0, ADAPTER)
 
 
 def _check_together(get: Mapping[str, Any]) -> None:

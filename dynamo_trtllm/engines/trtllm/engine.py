@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
 
 _log = logging.getLogger(__name__)
 
+# Errors of the preflight command with which a worker starts all the same: it restarts when too much KV has leaked.
+_TOLERATED = frozenset({"unfetched-kv-leaks"})
 _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.AGGREGATED}
 
 
@@ -72,7 +75,8 @@ class TrtllmEngine(ExternalEngine):
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `HasPreflight`."""
-        return [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
+        findings = [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
+        return [replace(each, severity="warning") if each.rule in _TOLERATED else each for each in findings]
 
     # --- start and stop ------------------------------------------------------------------------------------------
 
@@ -116,7 +120,12 @@ class TrtllmEngine(ExternalEngine):
         )
         context_params = ContextParams(self._instance_id, bindings.capabilities.disagg_fields)
         library = TrtllmLibrary(
-            bindings, self._llm, model_limits, context_params, ticket_ttl_s=self._times.ticket_ttl_s
+            bindings,
+            self._llm,
+            model_limits,
+            context_params,
+            ticket_ttl_s=self._times.ticket_ttl_s,
+            kv_timeout_s=settings.kv_timeout_s(self._facts),
         )
         self._run(library, identity, self._times)
         limit = model_limits.prompt_limits[_OWN_PHASE[model_limits.role]]

@@ -38,6 +38,7 @@ class TrtllmLibrary:
         context_params: ContextParams,
         *,
         ticket_ttl_s: float,
+        kv_timeout_s: float = math.inf,
     ) -> None:
         """Initialize the library.
 
@@ -48,6 +49,7 @@ class TrtllmLibrary:
             context_params: arguments of context-only calls.
             ticket_ttl_s: seconds until a KV transfer expires. The executor may stand still twice as long, because
                 all KV blocks may belong to transfers.
+            kv_timeout_s: seconds after which TensorRT-LLM frees KV that was not fetched; infinity: it never does.
         """
         self.bindings = bindings
         self.llm = llm
@@ -56,6 +58,7 @@ class TrtllmLibrary:
         self.last_result_at = time.monotonic()
         self._stats_poller = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * ticket_ttl_s)
+        self.kv_timeout_s = kv_timeout_s
 
     def poll_stats(self) -> None:
         """Start polling statistics. Some releases have none before their first request."""
@@ -129,6 +132,7 @@ class TrtllmCall:
         self._converted = converted
         self._disagg = disagg
         self._result: Any = None
+        self._ended_at = math.inf
         self._cursor = TrtllmOutputCursor(
             stop_ids=converted.stop_ids,
             end_id=converted.sampling["end_id"],
@@ -154,7 +158,7 @@ class TrtllmCall:
                 break
             except (library.bindings.request_error, *VENDOR_ERRORS) as exc:
                 raise library.error_of(exc, receiver) from exc
-            library.last_result_at = time.monotonic()
+            library.last_result_at = self._ended_at = time.monotonic()
             receiver.on_result(result)
             if results is None:
                 break
@@ -190,10 +194,16 @@ class TrtllmCall:
         except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no common base class
             _log.warning("TensorRT-LLM could not abort a request: %s", exc)
 
-    def release_kv(self, *, has_expired: bool) -> None:
-        """See `LibraryCall.release_kv`. A context-only call keeps its KV only if it continues in decode."""
-        if self._result is not None and self._result.outputs[0].finish_reason in ("length", "not_finished"):
-            self.abort()
+    def release_kv(self, *, has_expired: bool) -> float | None:
+        """See `LibraryCall.release_kv`. A context-only call keeps its KV only if it continues in decode.
+
+        An abort of it would do nothing: when the final result is out, no release knows the request by the id of the
+        abort (`BaseWorker.abort_request` in executor/base_worker.py, main at 00043967; executor/worker.py before 1.2).
+        Only kv_transfer_timeout_ms frees such KV.
+        """
+        if self._result is None or self._result.outputs[0].finish_reason not in ("length", "not_finished"):
+            return None
+        return self._ended_at + self._library.kv_timeout_s
 
 
 class TrtllmCompletion(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
@@ -90,6 +91,12 @@ def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
         return requested_s
     _log.warning("Reduced --ticket-ttl-s from %g to %g; raise %s to keep it", requested_s, timeout_ms / 1000, TIMEOUT)
     return timeout_ms / 1000
+
+
+def kv_timeout_s(facts: RoleFacts) -> float:
+    """Return the seconds after which TensorRT-LLM frees KV that was not fetched; infinity if it never does."""
+    timeout_ms = facts.number(TIMEOUT)
+    return math.inf if timeout_ms is None else timeout_ms / 1000
 
 
 def limits(facts: RoleFacts) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -42,14 +43,16 @@ class Book(PendingTransfers):
         self.changes = 0
         self.given_up = asyncio.Event()
         self.has_expired = False
+        self.kept_until: float | None = None
         super().__init__(TERMS, ttl_s=ttl_s, on_change=self._changed)
 
     def _changed(self) -> None:
         self.changes += 1
 
-    def _give_up(self, *, has_expired: bool) -> None:
+    def _give_up(self, *, has_expired: bool) -> float | None:
         self.has_expired = has_expired
         self.given_up.set()
+        return self.kept_until
 
     def written(self, engine_state: bytes = b"") -> KvTransferParams:
         return self.create(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), engine_state, self._give_up))
@@ -89,6 +92,25 @@ async def test_transfer_when_nobody_comes_then_the_kv_is_given_up() -> None:
         await book.given_up.wait()
     assert len(book) == 0
     assert book.has_expired
+
+
+async def test_transfer_when_the_library_keeps_its_kv_then_it_is_held_until_the_library_frees_it() -> None:
+    book = Book()
+    book.kept_until = time.monotonic() + 0.05
+    book.release(book.written().transfer_id, ReleaseOutcome.ABORTED)
+    assert (len(book), book.kv_blocks, book.leaked_kv_blocks, book.changes) == (1, 3, 0, 3)
+    async with asyncio.timeout(10):
+        while len(book):  # noqa: ASYNC110 - a timer changes it
+            await asyncio.sleep(0.01)
+    assert (book.kv_blocks, book.changes) == (0, 4)
+
+
+async def test_transfer_when_the_library_never_frees_its_kv_then_it_is_leaked_and_not_held() -> None:
+    book = Book()
+    book.kept_until = math.inf
+    book.release(book.written().transfer_id, ReleaseOutcome.ABORTED)
+    book.release(book.written().transfer_id, ReleaseOutcome.FETCHED)
+    assert (len(book), book.kv_blocks, book.leaked_kv_blocks) == (0, 0, 3)
 
 
 @pytest.mark.parametrize(

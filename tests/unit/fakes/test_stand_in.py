@@ -161,11 +161,16 @@ async def test_stop_word_when_met_then_cut_unless_asked_for(trt: Any, llm: Any) 
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (free[:4], "stop", None)
 
 
-async def test_prefill_when_its_first_token_stops_then_stop_and_nothing_is_held(trt: Any, llm: Any) -> None:
+async def test_prefill_when_its_first_token_stops_then_stop_and_nothing_is_held_but_length_at_a_stop_word(
+    trt: Any, llm: Any
+) -> None:
     first = (await context(trt, llm)).outputs[0].token_ids
-    result = await context(trt, llm, stop_token_ids=first, include_stop_str_in_output=True)
+    result = await context(trt, llm, end_id=first[0])
     assert result.outputs[0].finish_reason == "stop"
     assert result.outputs[0].disaggregated_params is None
+    result = await context(trt, llm, stop_token_ids=first, include_stop_str_in_output=True)
+    assert result.outputs[0].finish_reason == "length"
+    assert result.outputs[0].disaggregated_params.first_gen_tokens == first
 
 
 async def test_setup_when_end_id_is_none_then_needs_a_tokenizer_and_changes_the_callers_object(

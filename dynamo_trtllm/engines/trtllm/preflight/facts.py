@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
+from dynamo_trtllm.engines.trtllm.args import ADAPTER, TrtllmArgs
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Role
 
@@ -115,6 +115,11 @@ class RoleFacts:
         """Return an integer argument; None if it is unset or has another type."""
         value = self.args.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def is_given(self, key: str) -> bool:
+        """Return True if the user or a kernels profile set an argument."""
+        leaf = self.args.leaves.get(key)
+        return leaf is not None and leaf.source != ADAPTER
 
     def on(self, key: str) -> bool:
         """Return True if an argument is true."""

@@ -41,6 +41,7 @@ class Served:
         self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(kind, Phase.AGGREGATED)
         self._held_back: list[tuple[int, Any]] = []  # tokens not told yet, with their log-probabilities
         self._told = 0  # steps
+        self._made = 0  # tokens
         self._interval = _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
 
     async def run(self) -> None:
@@ -92,6 +93,8 @@ class Served:
             if traps.is_on("context_refuses_overlap") and not self._executor.args["disable_overlap_scheduler"]:
                 raise ValueError("Context only requests are not supported in pytorch backend when overlap is enabled")
             sampling = msgspec.structs.replace(sampling, max_tokens=2)  # the engine hands over only what goes on
+            if traps.is_on("last_stop_word_is_length") and not sampling.min_tokens:  # then also after a stop word
+                sampling = msgspec.structs.replace(sampling, stop_token_ids=(), ignore_eos=True)
         if self._phase is Phase.DECODE:
             kv_params = transfer_params_of(self._call.disaggregated_params)
         request = GenerateRequest(
@@ -117,15 +120,21 @@ class Served:
         for index, token in enumerate(chunk.token_ids):
             logprob = self._logprob(chunk.logprobs[index]) if index < len(chunk.logprobs) else None
             self._held_back.append((token, logprob))
-            if stop.ends_at(token):
+            self._made += 1
+            if stop.ends_at(token) and not self._is_length(token, stop):
                 return self._stop(token, stop)
         if chunk.finish_reason is FinishReason.KV_TRANSFER:
             return self._hand_out(chunk)
         if chunk.finish_reason is not None:
-            self._tell("length")
+            self._tell("length")  # also at a stop word that `_is_length`
             return True
         self._tell_if_due()
         return False
+
+    def _is_length(self, token: int, stop: Stop) -> bool:
+        """The samplers look for the end id, then for the length, then for stop words."""
+        is_last = self._made >= self._call.sampling.max_tokens
+        return is_last and stop.is_word(token) and traps.is_on("last_stop_word_is_length")
 
     def _stop(self, token: int, stop: Stop) -> bool:
         self._executor.let_go(self._result.request_id)

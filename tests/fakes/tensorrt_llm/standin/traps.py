@@ -26,6 +26,7 @@ TRAPS = {
     "setup_changes_caller": Trap(True, "with end_id None, end_id and stop_token_ids are set on the caller's object"),
     "same_object": Trap(True, "every step yields the same result object, changed"),
     "new_outputs": Trap(False, "outputs[0] is another object after each step, as with post-processing workers"),
+    "last_stop_word_is_length": Trap(True, "a stop word as the last allowed token ends the request with 'length'"),
     "stop_words_cut": Trap(True, "a stop token is cut from token_ids after earlier steps may have shown it"),
     "stop_words_shown_first": Trap(False, "a step shows the stop token before the last one cuts it"),
     "end_id_cut": Trap(False, "the end id is not in token_ids"),
@@ -54,7 +55,7 @@ TRAPS = {
     "abort_drops_waiting": Trap(True, "an aborted request that still waits for a place ends without a word"),
     "abort_lost": Trap(False, "an abort has no effect: tokens go on (attention DP)"),
     "abort_slow": Trap(False, "an abort takes effect after 0.3 s"),
-    "abort_keeps_context": Trap(False, "a context whose transfer is in flight can't be aborted"),
+    "abort_keeps_context": Trap(True, "an abort after a context-only answer does nothing: a time-out frees the KV"),
     # around requests
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -107,7 +108,9 @@ def vendor() -> TrtllmBindings:
     )
 
 
-def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[Runner, Llm]:
+def make(
+    role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, kv_timeout_s: float = math.inf
+) -> tuple[Runner, Llm]:
     rules = TrtllmModelLimits(
         role=role,
         context_length=1000,
@@ -120,7 +123,7 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
     llm, settled = Llm(), vendor()
     terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
     context_params = ContextParams(1, settled.capabilities.disagg_fields)
-    library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s)
+    library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)
     return Runner(library, terms, Times(ttl_s, handoff_timeout_s)), llm
 
 

@@ -115,6 +115,8 @@ ERRORS = [
     Planted("seq-len-order", "error", prefill={"max_seq_len": ...}),
     Planted("attention-window-equal", "error", decode={K + "max_attention_window": [128, 11000]}),
     Planted("speculative-equal", "error", decode=SPECULATIVE),
+    Planted("unfetched-kv-leaks", "error", known={"release": "1.0.0"}),
+    Planted("unfetched-kv-leaks", "error", known={"release": "1.1.0"}),
 ]
 WARNINGS = [
     Planted("no-room-for-kv", "warning", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
@@ -132,6 +134,13 @@ WARNINGS = [
     Planted("parallel-over-gpus", "warning", known={"num_gpus": 2}),
     Planted("transceiver-mpi", "warning", both={T + "backend": "MPI"}),
     Planted("transfer-timeout-short", "warning", both={T + "kv_transfer_timeout_ms": 5000}),
+    Planted("transfer-timeout-null", "warning", prefill={T + "kv_transfer_timeout_ms": None}),
+    Planted(
+        "transfer-timeout-null",
+        "warning",
+        prefill={T + "kv_transfer_timeout_ms": None},
+        known={"release": "1.3.0rc27"},
+    ),
     Planted(
         "transfer-timeout-short",
         "warning",
@@ -186,7 +195,6 @@ NOTES = [
     ),
     Planted("attention-dp-alone", "note", prefill={"enable_attention_dp": True}),
     Planted("transceiver-default", "note", both={T + "backend": "DEFAULT"}),
-    Planted("transfer-timeout-unset", "note", known={"release": "1.3.0rc27"}),
     Planted("transfer-timeout-untested", "note", both={T + "kv_transfer_timeout_ms": 600_000}),
     Planted("reuse-on-prefill", "note", prefill={K + "enable_block_reuse": True}),
     Planted("reuse-with-windows", "note", decode={K + "enable_block_reuse": True}),
@@ -222,7 +230,9 @@ def test_check_when_the_pair_is_right_then_nothing_is_found() -> None:
 @pytest.mark.parametrize("name", ["gb200", "b200", "b300"])
 def test_check_when_the_pair_is_right_in_any_release_then_no_error_and_no_warning(release: str, name: str) -> None:
     found = found_in(Planted("", "", known={"release": release, "on": name}))
-    assert set(found.values()) <= {"note"}
+    assert {name for name, severity in found.items() if severity != "note"} == (
+        {"unfetched-kv-leaks"} if release < "1.2" else set()
+    )
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
@@ -290,7 +300,7 @@ def test_overlap_rule_when_the_release_is_1_3_then_silent() -> None:
     assert "overlap-on-prefill" not in {finding.rule for finding in found}
 
 
-def test_timeout_rules_when_1_2_has_none_then_silent() -> None:
+def test_timeout_rules_when_the_worker_sets_it_then_silent() -> None:
     assert not [finding for finding in check_role(facts(D)) if "timeout" in finding.rule]
 
 

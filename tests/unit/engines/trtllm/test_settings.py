@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from dynamo_trtllm.messages import Phase, Role
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}
 
 
-def args_of(version: str, **values: Any) -> TrtllmArgs:
-    config = WorkerConfig(model_path="m", kernels_profile="fallback", override_engine_args=values)
+def args_of(version: str, role: Role = Role.AGGREGATED, **values: Any) -> TrtllmArgs:
+    config = WorkerConfig(
+        model_path="m", kernels_profile="fallback", disaggregation_mode=role, override_engine_args=values
+    )
     return trtllm_args(config, release_for(version), [])
 
 
 def facts_of(
     version: str = "1.2.1", role: Role = Role.PREFILL, model: Checkpoint | None = None, **values: Any
 ) -> RoleFacts:
-    return RoleFacts(role=role, args=args_of(version, **values), release=version, model=model or checkpoint())
+    return RoleFacts(role=role, args=args_of(version, role, **values), release=version, model=model or checkpoint())
 
 
 def checkpoint(**changes: Any) -> Checkpoint:
@@ -137,6 +140,32 @@ def test_ends_when_harmony_then_return_and_call_come_first() -> None:
     assert end_ids(checkpoint()) == (200002, 200012, 199999)
     assert end_ids(checkpoint(model_type="llama", eos_token_ids=(2,))) == (2,)
     assert end_ids(checkpoint(vocab_size=100, eos_token_ids=(2,))) == (2,)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
+def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(version: str, role: Role) -> None:
+    found = facts_of(version, role, cache_transceiver_config={"backend": "UCX"})
+    assert found.args.values["cache_transceiver_config"]["kv_transfer_timeout_ms"] == 66_000
+    assert settings.kv_timeout_s(found) == 66.0
+    assert settings.ticket_ttl_s(found, 60.0) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("version", "role", "transceiver", "timeout_s"),
+    [
+        ("1.0.0", Role.PREFILL, {"backend": "UCX"}, math.inf),  # the release has no timeout
+        ("1.1.0", Role.PREFILL, {"backend": "UCX"}, math.inf),
+        ("1.2.1", Role.PREFILL, {"backend": "UCX", "kv_transfer_timeout_ms": None}, math.inf),
+        ("1.2.1", Role.PREFILL, {"backend": "UCX", "kv_transfer_timeout_ms": 5000}, 5.0),
+        ("1.2.1", Role.PREFILL, None, math.inf),
+        ("1.2.1", Role.AGGREGATED, {"backend": "UCX"}, math.inf),
+    ],
+)
+def test_timeout_when_the_release_lacks_it_or_the_user_sets_it_then_the_worker_does_not(
+    version: str, role: Role, transceiver: dict[str, Any] | None, timeout_s: float
+) -> None:
+    assert settings.kv_timeout_s(facts_of(version, role, cache_transceiver_config=transceiver)) == timeout_s
 
 
 def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:

@@ -13,9 +13,11 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,
+    ReleaseOutcome,
     Role,
 )
 from dynamo_trtllm.streams import as_stream
+from tests.engines import check_stats
 from tests.unit.engines.trtllm.fake_bindings import Llm, ask, check_idle, make, some_transfer_params, started
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -24,25 +26,56 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- ends of a prefill leg -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("finish", "aborts"), [("stop", 0), ("length", 1)])
-async def test_prefill_when_the_first_token_stops_then_no_transfer_and_no_kv_is_left(finish: str, aborts: int) -> None:
-    at, llm = make(Role.PREFILL)
+@pytest.mark.parametrize(("finish", "held"), [("stop", 0), ("length", 1)])
+async def test_prefill_when_the_first_token_stops_then_no_transfer_and_kv_is_held_until_the_vendors_timeout(
+    finish: str, held: int
+) -> None:
+    at, llm = make(Role.PREFILL, kv_timeout_s=0.2)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(99, finish=finish)
     (chunk,) = await task
     assert (list(chunk.token_ids), chunk.finish_reason, chunk.kv_params) == ([99], FinishReason.STOP, None)
-    assert result.aborts == aborts
+    assert (at.stats().tickets_held, at.stats().ticket_kv_blocks, result.aborts) == (held, held, 0)
     await check_idle(at)
+    assert at.stats().tickets_held == 0
 
 
-async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_given_up() -> None:
-    at, llm = make(Role.PREFILL)
+async def test_prefill_when_cancelled_just_as_it_finishes_then_its_kv_is_held_until_the_vendors_timeout() -> None:
+    at, llm = make(Role.PREFILL, kv_timeout_s=0.2)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+    assert result.aborts == 1
     result.say(7, finish="length")
+    await check_stats(at, running=0, tickets_held=1)
     await check_idle(at)
-    assert result.aborts == 2
+    assert at.stats().tickets_held == 0
+
+
+@pytest.mark.parametrize("outcome", [ReleaseOutcome.ABORTED, None])
+async def test_transfer_when_the_vendor_never_frees_its_kv_then_it_counts_as_leaked_and_drain_ends(
+    outcome: ReleaseOutcome | None,
+) -> None:
+    at, llm = make(Role.PREFILL, ttl_s=0.05)
+    task, result = await started(at, llm, ask(Phase.PREFILL))
+    result.say(7, finish="length")
+    (chunk,) = await task
+    assert chunk.kv_params is not None
+    assert at.stats().leaked_kv_blocks == 0
+    if outcome is not None:  # else it expires
+        at.release(chunk.kv_params.transfer_id, outcome)
+    await check_idle(at)
+    assert (at.stats().tickets_held, at.stats().leaked_kv_blocks, result.aborts) == (0, 1, 0)
+
+
+async def test_transfer_when_its_kv_was_fetched_then_nothing_is_held() -> None:
+    at, llm = make(Role.PREFILL)
+    task, result = await started(at, llm, ask(Phase.PREFILL))
+    result.say(7, finish="length")
+    (chunk,) = await task
+    assert chunk.kv_params is not None
+    at.release(chunk.kv_params.transfer_id, ReleaseOutcome.FETCHED)
+    assert (at.stats().tickets_held, at.stats().leaked_kv_blocks) == (0, 0)
 
 
 # --- decode --------------------------------------------------------------------------------------------
