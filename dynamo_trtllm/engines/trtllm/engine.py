@@ -126,6 +126,7 @@ class TrtllmEngine(ExternalEngine):
             context_params,
             ticket_ttl_s=self._times.ticket_ttl_s,
             kv_timeout_s=settings.kv_timeout_s(self._facts),
+            num_kv_ranks=self._facts.tensor_parallel if self._facts.on("enable_attention_dp") else 1,
         )
         self._run(library, identity, self._times)
         limit = model_limits.prompt_limits[_OWN_PHASE[model_limits.role]]

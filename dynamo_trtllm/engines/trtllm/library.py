@@ -39,6 +39,7 @@ class TrtllmLibrary:
         *,
         ticket_ttl_s: float,
         kv_timeout_s: float = math.inf,
+        num_kv_ranks: int = 1,
     ) -> None:
         """Initialize the library.
 
@@ -50,13 +51,14 @@ class TrtllmLibrary:
             ticket_ttl_s: seconds until a KV transfer expires. The executor may stand still twice as long, because
                 all KV blocks may belong to transfers.
             kv_timeout_s: seconds after which TensorRT-LLM frees KV that was not fetched; infinity: it never does.
+            num_kv_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
         """
         self.bindings = bindings
         self.llm = llm
         self.model_limits = model_limits
         self._context_params = context_params
         self.last_result_at = time.monotonic()
-        self._stats_poller = StatsPoller(llm.get_stats)
+        self._stats_poller = StatsPoller(llm.get_stats, num_kv_ranks)
         self._stall_s = max(_STALL_S, 2 * ticket_ttl_s)
         self.kv_timeout_s = kv_timeout_s
 
@@ -83,7 +85,7 @@ class TrtllmLibrary:
         """See `Library.health`."""
         if not self._is_healthy():
             return "TensorRT-LLM's executor shut down after an error; see the worker's log"
-        if self._stats_poller.is_polling and waiting_since is not None:
+        if self._stats_poller.has_reported and waiting_since is not None:
             still_s = time.monotonic() - max(waiting_since, self.last_result_at, self._stats_poller.changed_at)
             if still_s > self._stall_s:
                 return f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
@@ -316,17 +318,26 @@ _PAUSE_S = 0.5
 class StatsPoller:
     """Polls the executor's statistics on a thread."""
 
-    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]]) -> None:
+    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]], num_ranks: int = 1) -> None:
+        """Initialize without a thread.
+
+        Args:
+            get_stats: `LLM.get_stats`.
+            num_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
+        """
         self._get_stats = get_stats
+        self._num_ranks = num_ranks
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._rows: dict[int, Mapping[str, Any]] = {}  # the last one of each rank
+        self._failure = ""  # the last one
         self.counts = Counts()
         self.changed_at = time.monotonic()
 
     @property
-    def is_polling(self) -> bool:
-        """False before `start`, and after TensorRT-LLM failed to return statistics."""
-        return self._thread is not None and self._thread.is_alive()
+    def has_reported(self) -> bool:
+        """True once statistics came: from then on, requests that wait without any show that the executor stands."""
+        return bool(self._rows)
 
     def start(self) -> None:
         """Start the thread. Idempotent. Some releases have no statistics before their first request."""
@@ -344,19 +355,38 @@ class StatsPoller:
         while not self._stop.wait(_PAUSE_S):
             try:
                 rows = self._get_stats(timeout=_TIMEOUT_S)
-            except VENDOR_ERRORS as exc:
-                _log.warning("TensorRT-LLM's statistics failed; KV metrics stay at their last values: %s", exc)
-                return
+            except Exception as exc:  # noqa: BLE001 - logged, and tried again
+                # 1.0 and 1.1 raise TypeError when there are none: their queue returns None, which is parsed as JSON
+                # (llmapi/utils.py, _SyncQueue.get). Remote calls raise RPCError (executor/rpc/rpc_common.py), a plain
+                # Exception.
+                self._note_failure(f"{type(exc).__name__}: {exc}")
+                continue
             if rows:
-                self.counts = counts_of(rows[-1])
+                self._rows |= {int(row.get("attentionDpRank") or 0): row for row in rows}
+                self.counts = counts_of(list(self._rows.values()), self._num_ranks)
                 self.changed_at = time.monotonic()
 
+    def _note_failure(self, failure: str) -> None:
+        if failure != self._failure:
+            level = logging.INFO if failure.startswith("TypeError") else logging.WARNING
+            _log.log(level, "no statistics from TensorRT-LLM; KV metrics stay at their last values: %s", failure)
+        self._failure = failure
 
-def counts_of(stats: Mapping[str, Any]) -> Counts:
-    """Convert the statistics of one iteration; a missing value counts as 0."""
-    kv = stats.get("kvCacheStats") or {}
+
+def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
+    """Convert the statistics of one iteration; a missing value counts as 0.
+
+    The KV blocks are those of one rank: before 1.3 only rank 0 reports, and since then the rows of the other ranks have
+    copies of its KV statistics (_torch/pyexecutor/adp_iter_stats.py, main at 0cedd9a0). So with attention DP the number
+    of used blocks is an estimate. The queue is reported by rank 0 for all ranks.
+
+    Args:
+        rows: one per rank that reports.
+        num_ranks: ranks that have KV blocks of their own.
+    """
+    kv = [row.get("kvCacheStats") or {} for row in rows]
     return Counts(
-        waiting=int(stats.get("numQueuedRequests") or 0),
-        kv_blocks_used=int(kv.get("usedNumBlocks") or 0),
-        kv_blocks_total=int(kv.get("maxNumBlocks") or 0),
+        waiting=sum(int(row.get("numQueuedRequests") or 0) for row in rows),
+        kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
+        kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
     )

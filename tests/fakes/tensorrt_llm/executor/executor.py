@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import json
 import threading
 import time
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from typing import Any
 from dynamo_trtllm.messages import ReleaseOutcome
 from tensorrt_llm.executor.request import Served
 from tensorrt_llm.executor.result import GenerationResult, Response
-from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.executor.utils import RequestError, RPCError
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
+from tensorrt_llm.standin.release import LINE
 
 _SLOW_ABORT_S = 0.3
 _STATS_KEPT = 1000
@@ -72,12 +74,16 @@ class GenerationExecutor:
     def get_stats(self, timeout: float) -> list[dict[str, Any]]:
         if traps.is_on("stats_fail"):
             raise RuntimeError("the stand-in was told to fail at statistics")
+        if traps.is_on("stats_rpc_fails"):
+            raise RPCError("the stand-in was told to fail at a remote call")
         deadline = time.monotonic() + timeout
         with self._news:
             while not self._stats and not self.doing_shutdown and (left := deadline - time.monotonic()) > 0:
                 self._news.wait(left)
             rows = list(self._stats)
             self._stats.clear()
+        if not rows and traps.is_on("no_stats_raise"):
+            json.loads(None)  # type: ignore[arg-type]
         return rows
 
     # --- on the engine's loop --------------------------------------------------------------------------
@@ -124,6 +130,7 @@ class GenerationExecutor:
             return
         now = self.core.stats()
         self._iteration += 1
+        ranks = self.args["tensor_parallel_size"] if self.args["enable_attention_dp"] else 1
         row = {
             "iter": self._iteration,
             "iterLatencyMS": 1.0,
@@ -131,15 +138,19 @@ class GenerationExecutor:
             "numQueuedRequests": now.waiting,
             "maxNumActiveRequests": self.args["max_batch_size"] or 2048,
             "kvCacheStats": {
-                "maxNumBlocks": now.kv_blocks_total,
-                "freeNumBlocks": now.kv_blocks_total - now.kv_blocks_used,
-                "usedNumBlocks": now.kv_blocks_used,
+                "maxNumBlocks": now.kv_blocks_total // ranks,
+                "freeNumBlocks": (now.kv_blocks_total - now.kv_blocks_used) // ranks,
+                "usedNumBlocks": now.kv_blocks_used // ranks,
                 "tokensPerBlock": self.core.info.layout.block_tokens,
             },
             "inflightBatchingStats": {"numScheduledRequests": now.running, "numPausedRequests": 0},
         }
+        rows = [row]
+        if LINE >= (1, 3):  # one row per rank; those of the others are copies of rank 0's, without its queue
+            rows = [row | {"attentionDpRank": 0}]
+            rows += [row | {"attentionDpRank": rank, "numQueuedRequests": 0} for rank in range(1, ranks)]
         with self._news:
-            self._stats.append(row)
+            self._stats.extend(rows)
             self._news.notify_all()
 
     def on_step_failed(self, message: str) -> None:

@@ -58,7 +58,9 @@ TRAPS = {
     "abort_keeps_context": Trap(True, "an abort after a context-only answer does nothing: a time-out frees the KV"),
     # around requests
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
-    "stats_fail": Trap(False, "get_stats raises"),
+    "stats_fail": Trap(False, "get_stats raises RuntimeError"),
+    "stats_rpc_fails": Trap(False, "get_stats is a remote call that fails, with an error of the package"),
+    "no_stats_raise": Trap(LINE < (1, 2), "get_stats raises TypeError when there are no statistics"),
     "start_fails": Trap(False, "the constructor raises"),
     "shutdown_hangs": Trap(False, "shutdown takes half a second"),
 }

@@ -74,13 +74,15 @@ class Llm:
     def __init__(self) -> None:
         self.results: list[Result] = []
         self.healthy = True
+        self.rows: list[dict[str, Any]] = []  # of statistics
 
     def generate_async(self, **_: Any) -> Result:
         self.results.append(Result())
         return self.results[-1]
 
     def get_stats(self, timeout: float) -> list[dict[str, Any]]:
-        return []
+        rows, self.rows = self.rows, []
+        return rows
 
     def _check_health(self) -> bool:
         return self.healthy

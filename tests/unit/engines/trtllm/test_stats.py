@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -18,43 +19,79 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_TIMEOUT_S", 0.01)
 
 
-def test_row_when_release_tells_all_then_it_is_read() -> None:
+def test_rows_when_release_tells_all_then_they_are_read() -> None:
     told = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
-    assert counts_of(told) == Counts(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
+    assert counts_of([told]) == Counts(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
+
+
+def test_rows_when_only_rank_0_reports_then_its_kv_stands_for_each_rank() -> None:
+    told = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
+    assert counts_of([told], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
+    others = told | {"numQueuedRequests": 0}
+    assert counts_of([told, others, others, others], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
 
 
 @pytest.mark.parametrize("told", [{}, {"kvCacheStats": None}, {"numQueuedRequests": None}])
-def test_row_when_something_is_not_told_then_it_is_zero(told: dict[str, Any]) -> None:
-    assert counts_of(told) == Counts()
+def test_rows_when_something_is_not_told_then_it_is_zero(told: dict[str, Any]) -> None:
+    assert counts_of([told]) == Counts()
 
 
-def test_poller_when_rows_come_then_the_last_counts_and_stop_ends_the_thread() -> None:
-    polled = threading.Event()
+class Poller(StatsPoller):
+    """Takes the script's items one by one: rows, or an exception to raise; then there are no rows."""
 
-    def get_stats(timeout: float) -> list[dict[str, Any]]:
-        polled.set()
-        return [{"numQueuedRequests": 1}, {"numQueuedRequests": 2}]
+    def __init__(self, *script: list[dict[str, Any]] | Exception, num_ranks: int = 1) -> None:
+        self.script = list(script)
+        self.is_done = threading.Event()
+        super().__init__(self.next, num_ranks)
 
-    poller = StatsPoller(get_stats)
-    assert not poller.is_polling
-    poller.start()
-    poller.start()
-    assert polled.wait(5)
-    poller.stop()
+    def next(self, timeout: float) -> list[dict[str, Any]]:
+        if not self.script:
+            self.is_done.set()
+            return []
+        found = self.script.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def run(self) -> None:
+        self.start()
+        assert self.is_done.wait(5)
+        self.stop()
+
+
+def test_poller_when_rows_come_then_the_last_counts() -> None:
+    poller = Poller([{"numQueuedRequests": 1}, {"numQueuedRequests": 2}])
+    poller.start()  # idempotent
+    poller.run()
     assert poller.counts.waiting == 2
-    assert not poller.is_polling
+    assert poller.has_reported
 
 
-def test_poller_when_the_vendor_fails_then_it_no_longer_polls() -> None:
-    polled = threading.Event()
+def test_poller_when_ranks_report_in_different_polls_then_the_last_row_of_each_counts() -> None:
+    rows = [{"attentionDpRank": rank, "kvCacheStats": {"maxNumBlocks": 9}} for rank in range(4)]
+    queue = [row | {"numQueuedRequests": 7 if row["attentionDpRank"] == 0 else 0} for row in rows]
+    poller = Poller(rows, queue[:2], queue[2:], num_ranks=4)
+    poller.run()
+    assert poller.counts == Counts(waiting=7, kv_blocks_total=36)
 
-    def get_stats(timeout: float) -> list[dict[str, Any]]:
-        polled.set()
-        raise RuntimeError("no statistics")
 
-    poller = StatsPoller(get_stats)
-    poller.start()
-    assert polled.wait(5)
-    poller.stop()
-    assert not poller.is_polling
+class RemoteError(Exception):
+    """As TensorRT-LLM's RPCError: a subclass of Exception alone."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), RemoteError("no answer"), TypeError("not NoneType")])
+def test_poller_when_the_vendor_fails_then_it_is_logged_once_and_tried_again(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        poller = Poller([{"numQueuedRequests": 1}], error, error, [{"numQueuedRequests": 2}], error)
+        poller.run()
+    assert poller.counts.waiting == 2
+    assert caplog.text.count(str(error)) == 1
+
+
+def test_poller_when_the_vendor_never_reports_then_nothing_can_be_said_of_its_progress() -> None:
+    poller = Poller(RuntimeError("no statistics"), [])
+    poller.run()
+    assert not poller.has_reported
     assert poller.counts == Counts()

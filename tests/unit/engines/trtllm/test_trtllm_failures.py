@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.engines.external.runner import Runner
 from dynamo_trtllm.engines.trtllm import library as library_module
-from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
+from dynamo_trtllm.engines.trtllm.library import StatsPoller, TrtllmLibrary
 from dynamo_trtllm.errors import (
     EngineFailed,
     MigrationFailed,
@@ -22,6 +22,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.streams import as_stream
 from tests.unit.engines.trtllm.fake_bindings import Llm, Refusal, ask, check_idle, make, some_transfer_params, started
+from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -82,21 +83,31 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
 async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library_module, "_STALL_S", 60.0)
+    monkeypatch.setattr(library_module, "_PAUSE_S", 0.001)
     at, llm = make(Role.AGGREGATED, ttl_s=0.01)
     assert isinstance(at.library, TrtllmLibrary)
     at.library.poll_stats()
-    monkeypatch.setattr(at.library, "_stall_s", 0.0)
-    at.check()  # idle: nothing has to move
-    monkeypatch.undo()
     task, _ = await started(at, llm, ask())
     at.check()
     monkeypatch.setattr(at.library, "_stall_s", 0.0)
+    at.check()  # no statistics came yet, so their absence shows nothing
+    llm.rows = [{}]
+    poller = at.library._stats_poller
+    async with asyncio.timeout(SOON_S):
+        while not poller.has_reported:  # noqa: ASYNC110 - a thread changes it
+            await asyncio.sleep(0.001)
     with pytest.raises(EngineFailed, match="no iteration for"):
         at.check()
     with pytest.raises(EngineFailed):
         await task
     await at.aclose()
+
+
+async def test_check_when_idle_then_nothing_has_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, _ = make(Role.AGGREGATED)
+    monkeypatch.setattr(at.library, "_stall_s", 0.0)
+    monkeypatch.setattr(StatsPoller, "has_reported", True)
+    at.check()
 
 
 async def test_stream_when_the_vendor_cancels_what_nobody_cancelled_then_it_is_said() -> None:

@@ -1,0 +1,64 @@
+"""Statistics of the trtllm engine outlive whatever TensorRT-LLM does when it has none."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.messages import Role
+from tests.engines import check_stats, make, prefill_params, prompt_of, release, started, stats
+from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
+from tests.waiting import SOON_S
+
+PROMPT = prompt_of(70)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_waits(monkeypatch)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("trap", ["", "stats_fail", "stats_rpc_fails", "no_stats_raise"])
+async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
+    version: str, trap: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_tensorrt_llm(version) as package:
+        ended, get_stats = asyncio.Event(), package.LLM.get_stats
+        loop = asyncio.get_running_loop()
+
+        def watched(llm: Any, timeout: float) -> Any:
+            rows: list[Any] = []
+            try:
+                rows = get_stats(llm, timeout)
+            finally:
+                if not rows:  # it raised, or there were none
+                    loop.call_soon_threadsafe(ended.set)
+            return rows
+
+        monkeypatch.setattr(package.LLM, "get_stats", watched)
+        engine = make("trtllm", gpt_oss, Role.PREFILL)
+        async with started(engine):
+            with package.standin.traps.turned(*([trap] if trap else [])):
+                ended.clear()
+                await asyncio.wait_for(ended.wait(), SOON_S)
+            kv_params = await prefill_params(engine, PROMPT)
+            await check_stats(engine, tickets_held=1, kv_blocks_used=3)
+            release(engine, kv_params)
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])
+async def test_statistics_when_attention_is_data_parallel_then_the_kv_of_all_ranks_counts(
+    version: str, gpt_oss: Path
+) -> None:
+    async def total_kv(**args: Any) -> int:
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, kv_cache_blocks=400, **args)
+        async with started(engine):
+            await check_stats(engine, kv_blocks_total=400)
+            return stats(engine).kv_blocks_total
+
+    with fake_tensorrt_llm(version):
+        assert await total_kv() == await total_kv(enable_attention_dp=True, tensor_parallel_size=4) == 400
