@@ -19,10 +19,6 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 
-# The errors that the libraries raise for an invalid configuration, a failed process or a failed request. They have no
-# common base class.
-VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
-
 # Finish reasons of the libraries that are successful ends.
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

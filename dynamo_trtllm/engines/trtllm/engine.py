@@ -17,7 +17,6 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import VENDOR_ERRORS
 from dynamo_trtllm.engines.external.loading import EngineLoader
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
@@ -105,8 +104,8 @@ class TrtllmEngine(ExternalEngine):
             llm = bindings.llm(**values)
         except (ValueError, TypeError) as exc:
             raise ConfigError(f"TensorRT-LLM {bindings.version} rejected the engine arguments: {exc}") from exc
-        except (bindings.request_error, *VENDOR_ERRORS) as exc:
-            raise EngineFailed(f"TensorRT-LLM failed to start: {exc}") from exc
+        except Exception as exc:
+            raise EngineFailed(f"TensorRT-LLM failed to start: {type(exc).__name__}: {exc}") from exc
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:

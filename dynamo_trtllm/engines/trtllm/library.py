@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
 from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, TrtllmRequest, build_request
@@ -20,6 +20,8 @@ from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogpr
 
 _log = logging.getLogger(__name__)
 
+# What `generate_async` raises, besides RequestError, for a request that it does not accept.
+_REJECTIONS = (ValueError, TypeError, AssertionError)
 _STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
 
 
@@ -94,23 +96,30 @@ class TrtllmLibrary:
     def _is_healthy(self) -> bool:
         try:
             return self.bindings.healthy(self.llm)
-        except VENDOR_ERRORS:
+        except Exception:  # noqa: BLE001 - of any class: it can't be asked, so it is not healthy
             return False
 
-    def error_of(self, exc: Exception, receiver: Receiver | None = None) -> DynamoError:
-        """Convert an exception of TensorRT-LLM; one that does not belong to a single request ends the engine.
+    def submit_error(self, exc: Exception) -> DynamoError:
+        """Convert an exception of `generate_async`, which checks a request in this process before it sends it."""
+        if self._is_healthy() and isinstance(exc, (self.bindings.request_error, *_REJECTIONS)):
+            return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
+        return self._engine_error(exc)
 
-        Args:
-            exc: the exception.
-            receiver: of the call whose result was awaited; None if the call was not submitted.
+    def result_error(self, exc: Exception, receiver: Receiver) -> DynamoError:
+        """Convert an exception raised while a result was awaited.
+
+        RequestError belongs to one request, any other class to the executor, as Dynamo's handler has it
+        (request_handlers/handler_base.py). Remote calls and queues raise classes of their own, such as RPCError.
         """
-        if not self._is_healthy():
-            return EngineFailed(f"TensorRT-LLM's executor shut down: {exc}")
-        if isinstance(exc, (self.bindings.request_error, ValueError, TypeError, AssertionError)):
-            if receiver is not None and receiver.is_fetching:
+        if self._is_healthy() and isinstance(exc, self.bindings.request_error):
+            if receiver.is_fetching:
                 return TransferFailed(f"TensorRT-LLM failed to receive the KV of the prompt: {exc}")
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
-        return EngineFailed(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
+        return self._engine_error(exc)
+
+    def _engine_error(self, exc: Exception) -> EngineFailed:
+        what = "TensorRT-LLM failed" if self._is_healthy() else "TensorRT-LLM's executor shut down"
+        return EngineFailed(f"{what}: {type(exc).__name__}: {exc}")
 
     def counts(self, *, is_idle: bool) -> Counts:
         """See `Library.counts`. An idle engine has no iterations, so the used KV blocks of the last one don't count."""
@@ -151,15 +160,15 @@ class TrtllmCall:
         try:
             result = self._result = library.llm.generate_async(**arguments)
             results = aiter(result) if self._converted.streaming else None
-        except (library.bindings.request_error, *VENDOR_ERRORS) as exc:
-            raise library.error_of(exc) from exc
+        except Exception as exc:
+            raise library.submit_error(exc) from exc
         while result.outputs[0].finish_reason is None:
             try:
                 await (result if results is None else anext(results))
             except StopAsyncIteration:
                 break
-            except (library.bindings.request_error, *VENDOR_ERRORS) as exc:
-                raise library.error_of(exc, receiver) from exc
+            except Exception as exc:
+                raise library.result_error(exc, receiver) from exc
             library.last_result_at = self._ended_at = time.monotonic()
             receiver.on_result(result)
             if results is None:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines import gpu, schema
-from dynamo_trtllm.engines.external.library import VENDOR_ERRORS, construct
+from dynamo_trtllm.engines.external.library import construct
 from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
 
+# What vLLM raises for invalid arguments and for a failed start. These errors have no common base class.
+_VLLM_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
 _GIB = 1 << 30
 _SHARE = "gpu_memory_utilization"
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -97,14 +99,14 @@ class VllmBindings:
         logger = self._logger(on_stats)
         try:
             config = self.engine_args(**arguments).create_engine_config()
-        except VENDOR_ERRORS as exc:
+        except _VLLM_ERRORS as exc:
             raise self._rejected(exc) from exc
         before = gpu.memory_free_bytes()
         try:
             return self.async_llm.from_vllm_config(
                 config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
             )
-        except VENDOR_ERRORS as exc:
+        except _VLLM_ERRORS as exc:
             # The reason is in the log of vLLM's engine process; this process gets only "initialization failed".
             lack = explain_oom(values, before, gpu.memory_free_bytes())
             if lack is not None:
@@ -146,7 +148,7 @@ class VllmBindings:
             classes = schema.owners(LIBRARY.newest, field) if field is not None and isinstance(value, Mapping) else ()
             try:
                 arguments[name] = getattr(self.config, classes[0])(**value) if classes else value
-            except VENDOR_ERRORS as exc:
+            except _VLLM_ERRORS as exc:
                 raise self._rejected(exc) from exc
         return arguments
 

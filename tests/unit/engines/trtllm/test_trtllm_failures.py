@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -27,17 +28,70 @@ from tests.waiting import SOON_S
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.mark.parametrize(("error", "kind"), [(Refusal("no"), RequestRejected), (ValueError("no"), RequestRejected)])
-async def test_error_when_it_is_one_requests_then_the_others_go_on(error: Exception, kind: type[Exception]) -> None:
+class RemoteError(Exception):
+    """As TensorRT-LLM's RPCError and ZMQ's errors: a subclass of Exception alone."""
+
+
+async def test_error_when_it_is_one_requests_then_the_others_go_on() -> None:
     at, llm = make(Role.AGGREGATED)
     first, broken = await started(at, llm, ask())
     second, result = await started(at, llm, ask())
-    broken.fail(error)
-    with pytest.raises(kind):
+    broken.fail(Refusal("no"))
+    with pytest.raises(RequestRejected):
         await first
     result.say(1, finish="length")
     assert len(await second) == 1
     at.check()
+
+
+@pytest.mark.parametrize("error", [RemoteError("no"), ValueError("no"), AssertionError("no"), ImportError("no")])
+async def test_error_when_a_result_brings_any_other_class_then_the_engine_has_failed(error: Exception) -> None:
+    at, llm = make(Role.AGGREGATED)
+    first, broken = await started(at, llm, ask())
+    second, _ = await started(at, llm, ask())
+    broken.fail(error)
+    for task in (first, second):
+        with pytest.raises(EngineFailed, match=f"TensorRT-LLM failed: {type(error).__name__}: no"):
+            await task
+    with pytest.raises(EngineFailed):
+        at.check()
+    await check_idle(at)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (Refusal("no"), RequestRejected),
+        (ValueError("no"), RequestRejected),
+        (TypeError("no"), RequestRejected),
+        (AssertionError("no"), RequestRejected),
+        (RemoteError("no"), EngineFailed),
+        (OSError("no"), EngineFailed),
+        (RuntimeError("LLM is shutting down"), EngineFailed),
+    ],
+)
+async def test_submission_when_it_raises_then_the_class_says_whose_error_it_is(
+    error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, llm = make(Role.AGGREGATED)
+    monkeypatch.setattr(llm, "generate_async", Mock(side_effect=error))
+    with pytest.raises(kind):
+        await anext(as_stream(at, ask()))
+    if kind is EngineFailed:
+        with pytest.raises(EngineFailed):
+            at.check()
+    else:
+        at.check()
+    await check_idle(at)
+
+
+async def test_check_when_the_executor_cannot_be_asked_then_the_engine_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at, llm = make(Role.AGGREGATED)
+    monkeypatch.setattr(llm, "_check_health", Mock(side_effect=RemoteError("no answer")))
+    with pytest.raises(EngineFailed):
+        at.check()
 
 
 async def test_decode_when_the_vendor_rejects_the_call_then_it_is_no_fault_of_the_transfer(
