@@ -8,15 +8,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
 from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
-from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, TrtllmRequest, build_request
+from dynamo_trtllm.engines.trtllm.requests import (
+    TrtllmModelLimits,
+    TrtllmOutputCursor,
+    TrtllmRequest,
+    build_request,
+)
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams, pack, transferred_fields, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
+from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
 
 _log = logging.getLogger(__name__)
 
@@ -215,109 +220,6 @@ class TrtllmCall:
         if self._result is None or self._result.outputs[0].finish_reason not in ("length", "not_finished"):
             return None
         return self._ended_at + self._library.kv_timeout_s
-
-
-class TrtllmCompletion(Protocol):
-    """The fields of TensorRT-LLM's `CompletionOutput` that the engine reads."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-class TrtllmOutputCursor:
-    """Converts the cumulative results of one call to outputs with the new tokens."""
-
-    def __init__(
-        self,
-        *,
-        stop_ids: frozenset[int],
-        end_id: int | None,
-        logprobs: int | None,
-        first: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        """Initialize the cursor of one call.
-
-        Args:
-            stop_ids: token ids that end the output.
-            end_id: the model's own stop token, which TensorRT-LLM strips from the output; None without one.
-            logprobs: number of alternatives per token; None: no log-probabilities.
-            first: log-probabilities of the first tokens, from the KV transfer parameters.
-        """
-        self._stop_ids = stop_ids
-        self._end_id = end_id
-        self._alternatives = logprobs
-        self._first = first
-        self._seen = 0
-        self._last: int | None = None
-        self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
-
-    def read(self, output: TrtllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
-        """Return what is new since the last call. Call it once per result.
-
-        Args:
-            output: the output.
-            cached_tokens: prompt tokens that came from the prefix cache.
-        """
-        new = list(output.token_ids[self._seen :])
-        start = self._seen
-        if self._seen == 0 and new and output.logprobs is not None:
-            self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
-        if output.finish_reason == "stop":
-            new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
-        self._seen += len(new)
-        self._last = new[-1] if new else self._last
-        logprobs = self._logprobs(output, start, new)
-        return EngineOutput(token_ids=new, logprobs=logprobs, finish=output.finish_reason, cached_tokens=cached_tokens)
-
-    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
-        """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
-        if last is not None and last in self._stop_ids:
-            return []
-        if isinstance(stop_reason, int):
-            return [stop_reason]
-        return [] if self._end_id is None else [self._end_id]
-
-    def _logprobs(self, output: TrtllmCompletion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
-        if self._alternatives is None:
-            return ()
-        reported = output.logprobs or ()
-        return tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
-
-    def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
-        if position < len(self._first):
-            return self._first[position]
-        index = position - self._unreported
-        if 0 <= index < len(reported):
-            return token_logprob(token, reported[index], self._alternatives or 0)
-        if token in self._stop_ids:
-            return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
-        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
-
-
-def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
-    """Convert one token's log-probabilities.
-
-    Args:
-        token: the chosen token id.
-        entry: mapping of token id to an object with `logprob`, or the chosen token's log-probability alone.
-        alternatives: number of alternatives to return.
-
-    Raises:
-        RequestRejected: the mapping lacks the chosen token.
-    """
-    if not isinstance(entry, Mapping):
-        return TokenLogprob(token, float(entry))
-    values = {int(each): _value(reported) for each, reported in entry.items()}
-    if token not in values:
-        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
-    likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
-    return TokenLogprob(token, values[token], tuple(likeliest))
-
-
-def _value(reported: Any) -> float:
-    return float(reported) if isinstance(reported, (int, float)) else float(reported.logprob)
 
 
 _TIMEOUT_S = 2.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.external.library import EngineOutput
-from dynamo_trtllm.engines.trtllm.library import TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.requests import TrtllmOutputCursor
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 
