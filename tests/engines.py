@@ -82,7 +82,8 @@ def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:
         kv["max_tokens"] = args.pop("kv_cache_blocks") * 32
     chosen: dict[str, Any] = {"disable_overlap_scheduler": True} if role is Role.PREFILL else {}
     if role is not Role.AGGREGATED:
-        chosen["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": 8192}
+        chosen["cache_transceiver_config"] = {"backend": args.pop("transceiver", "UCX"), "max_tokens_in_buffer": 8192}
+    args.pop("transceiver", None)
     return chosen | ({"kv_cache_config": kv} if kv else {}) | args
 
 

@@ -129,14 +129,15 @@ def of_torch(gpt_oss: Path) -> Expected:
 # --- answers ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("transceiver", ["UCX", "NIXL"])
 @pytest.mark.parametrize("version", RELEASES)
 async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
-    version: str, gpt_oss: Path, of_torch: Expected
+    version: str, transceiver: str, gpt_oss: Path, of_torch: Expected
 ) -> None:
     assert len(of_torch.stopped) < len(of_torch.free)
     assert of_torch.ended[3:] == [1]
     with fake_tensorrt_llm(version) as package:
-        async with start_engines(package, gpt_oss) as engines:
+        async with start_engines(package, gpt_oss, transceiver=transceiver) as engines:
             await check_answers(engines, of_torch)
             sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
             chosen = await prefill_then_decode(engines.prefill, engines.decode, PROMPT, **sampled)

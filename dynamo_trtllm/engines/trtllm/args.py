@@ -37,6 +37,8 @@ _MOVED = {
 }
 _LIFTED = "pytorch_backend_config"
 _TRANSCEIVER = "cache_transceiver_config"
+_TIMEOUT = "kv_transfer_timeout_ms"
+_RUNTIME = "transceiver_runtime"
 
 
 def translate(layer: Source, notes: list[str]) -> Source:
@@ -177,6 +179,10 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     wanted = layers.merge([Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)])
     merged = layers.merge([_own(config, given, release), _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
+    runtime = merged.leaves.get(f"{_TRANSCEIVER}.{_RUNTIME}")
+    if runtime is not None and runtime.source == ADAPTER:
+        backend = merged.leaves[f"{_TRANSCEIVER}.backend"].value
+        notes.append(f"{_TRANSCEIVER}.{_RUNTIME} was set to {runtime.value}: the Python transceiver has no {backend}")
     _check_together({key: leaf.value for key, leaf in merged.leaves.items()})
     return TrtllmArgs(
         release=release,
@@ -209,15 +215,21 @@ def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) ->
 def _own_transceiver(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> dict[str, Any]:
     """Return defaults for the cache transceiver of a prefill or decode worker; {} without one.
 
-    Nothing but its timeout frees KV that no decode worker fetches, or ends a fetch of KV that never comes. It is longer
+    The Python transceiver supports NIXL only, and newer builds choose it for every model: with another backend they
+    fail when they create it (create_kv_cache_transceiver in _torch/pyexecutor/kv_cache_transceiver.py, main).
+    Nothing but the timeout frees KV that no decode worker fetches, or ends a fetch of KV that never comes. It is longer
     than --ticket-ttl-s, because it starts before the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
     if config.disaggregation_mode is Role.AGGREGATED or backend is None or backend.value is None:
         return {}
-    if release.presence("CacheTransceiverConfig", "kv_transfer_timeout_ms") is not Presence.PRESENT:
-        return {}
-    return {"kv_transfer_timeout_ms": math.ceil(config.ticket_ttl_s * _TIMEOUT_MARGIN * 1000)}
+    has = {name: release.presence("CacheTransceiverConfig", name) is Presence.PRESENT for name in (_TIMEOUT, _RUNTIME)}
+    values: dict[str, Any] = {}
+    if has[_TIMEOUT]:
+        values[_TIMEOUT] = math.ceil(config.ticket_ttl_s * _TIMEOUT_MARGIN * 1000)
+    if has[_RUNTIME] and backend.value not in ("NIXL", "DEFAULT"):
+        values[_RUNTIME] = "CPP"
+    return values
 
 
 def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -> None:

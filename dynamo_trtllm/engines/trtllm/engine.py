@@ -23,7 +23,7 @@ from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings, release_line
+from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
@@ -70,7 +70,7 @@ class TrtllmEngine(ExternalEngine):
             strategy=config.disaggregation_strategy,
         )
         self._times = Times(settings.ticket_ttl_s(self._facts, config.ticket_ttl_s), config.handoff_timeout_s)
-        self._kv_compat = settings.kv_compat(self._facts, release_line(version))
+        self._kv_compat = settings.kv_compat(self._facts, version)
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `HasPreflight`."""
@@ -125,6 +125,7 @@ class TrtllmEngine(ExternalEngine):
             context_params,
             ticket_ttl_s=self._times.ticket_ttl_s,
             kv_timeout_s=settings.kv_timeout_s(self._facts),
+            runtime=self._facts.set_runtime,
             num_kv_ranks=self._facts.tensor_parallel if self._facts.on("enable_attention_dp") else 1,
         )
         self._run(library, identity, self._times)

@@ -47,6 +47,7 @@ class TrtllmLibrary:
         ticket_ttl_s: float,
         kv_timeout_s: float = math.inf,
         num_kv_ranks: int = 1,
+        runtime: str | None = None,
     ) -> None:
         """Initialize the library.
 
@@ -59,7 +60,9 @@ class TrtllmLibrary:
                 all KV blocks may belong to transfers.
             kv_timeout_s: seconds after which TensorRT-LLM frees KV that was not fetched; infinity: it never does.
             num_kv_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
+            runtime: the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it.
         """
+        self._runtime = runtime
         self.bindings = bindings
         self.llm = llm
         self.model_limits = model_limits
@@ -85,7 +88,7 @@ class TrtllmLibrary:
                     f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
                 )
             known = self.bindings.capabilities.disagg_fields
-            disagg = unpack(kv_params, known=known, logprob=self.bindings.logprob)
+            disagg = unpack(kv_params, known=known, logprob=self.bindings.logprob, runtime=self._runtime)
         return TrtllmCall(self, request, converted, disagg)
 
     def health(self, waiting_since: float | None) -> str:
@@ -198,6 +201,8 @@ class TrtllmCall:
             )
         capabilities = self._library.bindings.capabilities
         values = {name: getattr(params, name) for name in transferred_fields(capabilities.disagg_fields)}
+        if not values.get("disagg_request_id") and self._disagg is not None:  # the id that this call was given
+            values |= {name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg}
         state = pack(values, release=capabilities.release)
         return PrefillResult(values["first_gen_tokens"][:1], output.logprobs, state, self.release_kv)
 

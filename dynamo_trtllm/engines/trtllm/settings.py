@@ -10,7 +10,7 @@ from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
-from dynamo_trtllm.engines.trtllm.bindings import Capabilities
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities, release_line
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.errors import ConfigError
@@ -58,22 +58,23 @@ def unsupported_features(args: TrtllmArgs, release: ApiManifest, *, cache_salt: 
     return tuple(features)
 
 
-def kv_compat(facts: RoleFacts, line: str) -> dict[str, str]:
+def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     """Return the values, besides the layout, that must be equal in prefill and decode; {} for aggregated workers.
 
-    The tensor-parallel size is one of them unless the attention backend supports resharding.
+    The tensor-parallel size is one of them unless the attention backend supports resharding. Python transceivers
+    exchange unversioned data, so with them both sides need the same build.
 
     Args:
         facts: the worker's arguments.
-        line: see `release_line`.
+        version: installed version of TensorRT-LLM.
     """
     if not facts.is_disaggregated:
         return {}
     attention = str(facts.args.get("attn_backend") or _ATTENTION)
+    line = version if facts.runtime == "PYTHON" else release_line(version)
     values = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
-    runtime = facts.args.get("cache_transceiver_config.transceiver_runtime")
-    if runtime is not None:
-        values["transceiver_runtime"] = str(runtime)
+    if facts.has_runtimes:
+        values["transceiver_runtime"] = facts.runtime or ""
     if attention != _ATTENTION:
         values["tensor_parallel_size"] = str(facts.tensor_parallel)
     return values
@@ -119,7 +120,7 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     """Return the longest prompt of a call in this phase, and the argument that sets it."""
     context = context_length(facts)
     candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
-    buffer = facts.number(BUFFER)
+    buffer = facts.buffer
     if buffer and phase is not Phase.AGGREGATED:  # longer prompts use a fallback that fails with NIXL
         candidates.append(PromptLimit(buffer, BUFFER))
     if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):

@@ -25,7 +25,10 @@ TRANSFERRED_FIELDS = (
     "ctx_dp_rank",
     "ctx_info_endpoint",
 )
-_NEEDED = ("first_gen_tokens", "ctx_request_id", "opaque_state")
+_NEEDED = ("first_gen_tokens", "ctx_request_id")
+# Where the KV is: a state of the C++ transceiver, or the address of the Python transceiver, which leaves the state None
+# (KvCacheTransceiverV2._finalize_send in _torch/disaggregation/transceiver.py, main).
+_PLACES = {"opaque_state": "CPP", "ctx_info_endpoint": "PYTHON"}
 _LOGPROB_KEYS = {"logprob", "rank"}
 
 
@@ -49,6 +52,8 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
         RequestRejected: a needed field is missing, or a value can't be encoded.
     """
     missing = [name for name in _NEEDED if not params.get(name) and params.get(name) != 0]
+    if not any(params.get(name) for name in _PLACES):
+        missing.append(" and no ".join(_PLACES))
     if missing:
         raise RequestRejected(
             f"TensorRT-LLM's context-only result has no {', '.join(missing)}; set cache_transceiver_config.backend",
@@ -58,16 +63,19 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
     return encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=plain))
 
 
-def unpack(kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
+def unpack(
+    kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None, runtime: str | None = None
+) -> dict[str, Any]:
     """Decode engine state to the arguments of DisaggregatedParams of a generation-only call.
 
     Args:
         kv_params: parameters from the prefill worker.
         known: fields that DisaggregatedParams has in the installed release.
         logprob: TensorRT-LLM's log-probability class, if the release has one.
+        runtime: transceiver of the decode worker, CPP or PYTHON; None: TensorRT-LLM chooses it.
 
     Raises:
-        TransferMismatch: names the field that is unknown or missing.
+        TransferMismatch: names the field that is unknown or missing, or of another transceiver.
     """
     engine_state = decode_state(kv_params, _TrtllmState, ENGINE_STATE_VERSION)
     unknown = sorted(set(engine_state.params) - set(known))
@@ -80,6 +88,13 @@ def unpack(kv_params: KvTransferParams, *, known: Iterable[str], logprob: Callab
     missing = [name for name in _NEEDED if name not in engine_state.params]
     if missing:
         raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no {missing[0]}", field=missing[0])
+    theirs = next((_PLACES[name] for name in _PLACES if engine_state.params.get(name)), None)
+    if theirs is None or runtime not in (None, theirs):
+        raise TransferMismatch(
+            f"KV transfer {kv_params.transfer_id} is of the transceiver {theirs or 'none'}, and this worker's is "
+            f"{runtime or 'chosen by TensorRT-LLM'}; set the same cache_transceiver_config on both sides",
+            field="transceiver_runtime",
+        )
     params = {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
     return params | {"request_type": "generation_only"}
 

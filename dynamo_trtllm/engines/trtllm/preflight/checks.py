@@ -15,7 +15,7 @@ from typing import Literal
 
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.rules import PeerFacts, RuleSet
-from dynamo_trtllm.engines.trtllm.preflight.facts import TIMEOUT, RoleFacts, prompt_limit
+from dynamo_trtllm.engines.trtllm.preflight.facts import TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.preflight.memory import memory_table
 from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, Role
@@ -128,8 +128,9 @@ DERIVED: Mapping[str, Callable[[RoleFacts], object]] = {
     "moe_backend": _moe_backend,
     "moe_falls_back": _moe_falls_back,
     "moe_ranks": _moe_ranks,
-    "prompt_limit": lambda facts: prompt_limit(facts.args) if facts.is_disaggregated else facts.number("max_seq_len"),
+    "longest_accepted": lambda facts: facts.prompt_limit if facts.is_disaggregated else facts.number("max_seq_len"),
     "ranks": lambda facts: math.prod(facts.size(key) for key in _PARALLEL),
+    "set_runtime_or_auto": lambda facts: facts.set_runtime or "auto",
     "timeout": lambda facts: facts.number(TIMEOUT),
 }
 

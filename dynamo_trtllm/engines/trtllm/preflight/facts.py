@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.args import ADAPTER, TrtllmArgs
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Role
@@ -76,6 +77,8 @@ def links_of(gpu_name: str) -> dict[str, float]:
 BLOCK_TOKENS = 32  # default of tokens_per_block
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
+RUNTIME = "cache_transceiver_config.transceiver_runtime"
+_BACKENDS = ("NIXL", "UCX", "MOONCAKE", "MPI")  # in the order of the variables that choose DEFAULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +177,8 @@ class RoleFacts:
 
     @property
     def buffer(self) -> int | None:
-        """Tokens in the transfer buffer; None if they are not set."""
-        return self.number(BUFFER)
+        """Tokens in the transfer buffer; None if they are not set, or with the Python transceiver, which has none."""
+        return None if self.runtime == "PYTHON" else self.number(BUFFER)
 
     @property
     def attention(self) -> str:
@@ -198,10 +201,39 @@ class RoleFacts:
 
     @property
     def transceiver(self) -> str | None:
-        """Transfer backend in capitals, with DEFAULT resolved to NIXL; None without one."""
+        """Transfer backend in capitals, with DEFAULT resolved as TensorRT-LLM does; None without one."""
         found = self.args.get("cache_transceiver_config.backend")
         name = str(found).upper() if found else None
-        return "NIXL" if name == "DEFAULT" else name
+        if name != "DEFAULT":
+            return name
+        return next((each for each in _BACKENDS if self.variable(f"TRTLLM_USE_{each}_KVCACHE") == "1"), "NIXL")
+
+    @property
+    def has_runtimes(self) -> bool:
+        """True if the release has more than the C++ transceiver."""
+        return self.args.release.presence("CacheTransceiverConfig", "transceiver_runtime") is not Presence.ABSENT
+
+    @property
+    def set_runtime(self) -> str | None:
+        """The transceiver that the arguments set, CPP or PYTHON; None: TensorRT-LLM chooses it."""
+        if self.transceiver is None or not self.has_runtimes:
+            return None
+        found = str(self.args.get(RUNTIME) or "CPP").upper()
+        return None if found == "AUTO" else found
+
+    @property
+    def runtime(self) -> str | None:
+        """The transceiver, CPP or PYTHON; None without a backend.
+
+        `auto` is resolved as in 1.3 candidates from about rc26 on: PYTHON, unless the backend or the timeout rules it
+        out (CacheTransceiverConfig in llmapi/llm_args.py, main at 00043967).
+        """
+        if self.transceiver is None:
+            return None
+        if not self.has_runtimes:
+            return "CPP"
+        is_possible = self.transceiver == "NIXL" and self.number(TIMEOUT) is not None
+        return self.set_runtime or ("PYTHON" if is_possible else "CPP")
 
     @property
     def max_seq_len(self) -> int | None:
@@ -222,7 +254,13 @@ class RoleFacts:
     @property
     def longest_prompt(self) -> int | None:
         """Tokens of the longest prompt: of the load, else the limit of the arguments; None if unknown."""
-        return self.load.isl or prompt_limit(self.args)
+        return self.load.isl or self.prompt_limit
+
+    @property
+    def prompt_limit(self) -> int | None:
+        """The smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
+        known = [limit for limit in (self.number("max_seq_len"), self.buffer) if limit and limit > 0]
+        return min(known) if known else None
 
     def layout(self) -> KvLayout | None:
         """Return the KV layout that this worker will register; None without a model."""
@@ -236,12 +274,6 @@ class RoleFacts:
             head_dim=self.model.head_dim,
             tensor_parallel_size=self.tensor_parallel,
         )
-
-
-def prompt_limit(args: TrtllmArgs) -> int | None:
-    """Return the smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
-    known = [limit for limit in (args.get("max_seq_len"), args.get(BUFFER)) if isinstance(limit, int) and limit > 0]
-    return min(known) if known else None
 
 
 def _text(value: Any) -> str:

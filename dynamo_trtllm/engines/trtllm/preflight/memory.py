@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
-from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts, links_of
+from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts, links_of
 from dynamo_trtllm.messages import Role
 
 WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, activations, CUDA graphs: an unverified estimate
@@ -56,7 +56,7 @@ def memory_table(facts: RoleFacts) -> MemoryTable | None:
     if model is None:
         return None
     token_bytes = kv_token_bytes(facts, model)
-    buffer_bytes = _BUFFERS * (facts.number(BUFFER) or 0) * token_bytes if facts.is_disaggregated else 0
+    buffer_bytes = _BUFFERS * (facts.buffer or 0) * token_bytes if facts.is_disaggregated else 0
     weights = weights_per_gpu(facts, model)
     free_bytes = _kv_memory(facts, weights, buffer_bytes)
     blocks = None if free_bytes is None else _blocks(facts, free_bytes, token_bytes)

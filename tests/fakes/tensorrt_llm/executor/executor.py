@@ -17,6 +17,7 @@ from tensorrt_llm.executor.result import GenerationResult, Response
 from tensorrt_llm.executor.utils import RequestError, RPCError
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
+from tensorrt_llm.standin.handoff import PythonTransceiver
 from tensorrt_llm.standin.release import LINE
 
 _SLOW_ABORT_S = 0.3
@@ -35,8 +36,9 @@ class Submission:
 
 
 class GenerationExecutor:
-    def __init__(self, core: Core, args: dict[str, Any]) -> None:
+    def __init__(self, core: Core, args: dict[str, Any], transceiver: PythonTransceiver | None) -> None:
         self.doing_shutdown = False
+        self.transceiver = transceiver
         self.core = core
         core.die = self.die
         self.args = args
@@ -65,6 +67,8 @@ class GenerationExecutor:
 
     def shutdown(self) -> None:
         self.doing_shutdown = True
+        if self.transceiver is not None:
+            self.transceiver.close()
         self.core.call(self._end_all(RuntimeError("Executor is shutting down")))
 
     def die(self, reason: str) -> None:

@@ -96,7 +96,7 @@ class Served:
             if traps.is_on("last_stop_word_is_length") and not sampling.min_tokens:  # then also after a stop word
                 sampling = msgspec.structs.replace(sampling, stop_token_ids=(), ignore_eos=True)
         if self._phase is Phase.DECODE:
-            kv_params = transfer_params_of(self._call.disaggregated_params)
+            kv_params = transfer_params_of(self._call.disaggregated_params, self._executor.transceiver)
         request = GenerateRequest(
             request_id=str(self._result.request_id),
             model=self._executor.core.engine_model,
@@ -152,7 +152,11 @@ class Served:
         params = None
         if not traps.is_on("no_context_params"):
             params = context_answer(
-                self._call.disaggregated_params, chunk.kv_params, self._result.request_id, self._held_back
+                self._call.disaggregated_params,
+                chunk.kv_params,
+                self._result.request_id,
+                self._held_back,
+                self._executor.transceiver,
             )
         self._tell("not_finished" if traps.is_on("not_finished") else "length", disaggregated_params=params)
         return True

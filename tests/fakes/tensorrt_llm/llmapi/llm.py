@@ -16,6 +16,7 @@ from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
+from tensorrt_llm.standin.handoff import python_transceiver
 from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
 
 _log = logging.getLogger(__name__)
@@ -70,8 +71,12 @@ class LLM:
         _log.warning("STAND-IN plays TensorRT-LLM %s: no NVIDIA code runs; the torch engine computes", VERSION)
         if traps.is_on("start_fails"):
             raise RuntimeError("Executor worker returned error")
+        try:
+            transceiver = python_transceiver(args)  # with `auto`, every model prefers it
+        except ValueError as exc:
+            raise RuntimeError("Executor worker returned error") from exc
         self._core = Core(args)
-        self._executor: GenerationExecutor | None = GenerationExecutor(self._core, args)
+        self._executor: GenerationExecutor | None = GenerationExecutor(self._core, args, transceiver)
 
     def generate_async(self, *args: Any, **kwargs: Any) -> RequestOutput:
         """Returns at once."""

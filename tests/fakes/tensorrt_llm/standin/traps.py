@@ -48,6 +48,7 @@ TRAPS = {
     "dies_of_long": Trap(False, "as executor_dies, at a request that may make more than 1000 tokens"),
     "finishes_timeout": Trap(False, "requests end with finish_reason 'timeout'"),
     "no_context_params": Trap(False, "a context_only answer has no disaggregated_params"),
+    "dead_peer_blocks": Trap(True, "a Python transceiver asks a peer that is gone again and again: the engine stands"),
     # what never comes
     "never_answers": Trap(False, "a request gets no answer"),
     "transfer_hangs": Trap(False, "a decode waits for its KV for ever"),

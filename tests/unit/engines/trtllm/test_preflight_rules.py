@@ -98,8 +98,33 @@ ERRORS = [
         "transceiver-runtime-equal",
         "error",
         both={T + "backend": "NIXL"},
-        decode={T + "transceiver_runtime": "PYTHON"},
+        decode={T + "transceiver_runtime": "CPP"},
         known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "transceiver-runtime-backend",
+        "error",
+        both={T + "transceiver_runtime": "PYTHON"},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "transceiver-runtime-backend",
+        "error",
+        both={T + "backend": "DEFAULT", T + "transceiver_runtime": "PYTHON"},
+        known={"release": "1.3.0rc27", "environment": {"TRTLLM_USE_UCX_KVCACHE": "1"}},
+    ),
+    Planted(
+        "python-transceiver-timeout",
+        "error",
+        both={T + "backend": "NIXL", T + "kv_transfer_timeout_ms": None},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "build-equal",
+        "error",
+        both={T + "backend": "NIXL"},
+        known={"release": "1.3.0rc27"},
+        known_decode={"release": "1.3.0rc29"},
     ),
     Planted("kv-dtype-equal", "error", decode={K + "dtype": "auto"}),
     Planted("block-size-equal", "error", decode={K + "tokens_per_block": 64}),
@@ -162,6 +187,12 @@ WARNINGS = [
     Planted("speculative-disaggregated", "warning", both=SPECULATIVE),
     Planted("lora-disaggregated", "warning", both={"enable_lora": True}),
     Planted("events-without-reuse", "warning", decode={K + "event_buffer_max_size": 1024}),
+    Planted(
+        "cache-manager-fallback",
+        "warning",
+        both={K + "use_kv_cache_manager_v2": True},
+        known={"release": "1.3.0rc27"},
+    ),
     Planted("dummy-weights", "warning", both={"load_format": "dummy"}),
     Planted("moe-backend-falls-back", "warning", known={"on": "h200"}),
     Planted("moe-backend-falls-back", "warning", known={"on": "rtx-pro-6000"}),
@@ -196,14 +227,9 @@ NOTES = [
     Planted("attention-dp-alone", "note", prefill={"enable_attention_dp": True}),
     Planted("transceiver-default", "note", both={T + "backend": "DEFAULT"}),
     Planted("transfer-timeout-untested", "note", both={T + "kv_transfer_timeout_ms": 600_000}),
+    Planted("cpp-transceiver-deprecated", "note", known={"release": "1.3.0rc27"}),
     Planted("reuse-on-prefill", "note", prefill={K + "enable_block_reuse": True}),
     Planted("reuse-with-windows", "note", decode={K + "enable_block_reuse": True}),
-    Planted(
-        "cache-manager-fallback",
-        "note",
-        both={K + "use_kv_cache_manager_v2": True},
-        known={"release": "1.3.0rc27"},
-    ),
     Planted("moe-cutlass-hopper", "note", both={"moe_config.backend": "CUTLASS"}, known={"on": "h200"}),
     Planted("load-over-batch", "note", known={"load": replace(LOAD, concurrency=4000)}),
 ]
@@ -289,6 +315,25 @@ def test_check_when_several_are_found_then_the_worst_comes_first() -> None:
 def test_prompt_rule_when_prompts_are_chunked_or_fit_then_silent(changes: dict[str, Any]) -> None:
     judged = facts(P, {"max_num_tokens": 4096, **changes})
     assert "prompt-over-num-tokens" not in {finding.rule for finding in check_role(judged)}
+
+
+def test_buffer_rules_when_the_transceiver_is_python_then_silent() -> None:
+    """It has no buffer of a fixed size."""
+    nixl = {T + "backend": "NIXL"}
+    for buffer in (9000, 4096, ...):
+        changes = {**nixl, T + "max_tokens_in_buffer": buffer}
+        found = [
+            *check_role(facts(P, changes, release="1.3.0rc27")),
+            *check_role(facts(D, changes, release="1.3.0rc27")),
+        ]
+        found += check_pair(facts(P, changes, release="1.3.0rc27"), facts(D, nixl, release="1.3.0rc27"))
+        assert [finding.rule for finding in found] == []
+
+
+def test_runtime_rule_when_python_is_set_or_chosen_then_they_match() -> None:
+    nixl = {T + "backend": "NIXL"}
+    python = facts(D, {**nixl, T + "transceiver_runtime": "PYTHON"}, release="1.3.0rc27")
+    assert check_pair(facts(P, nixl, release="1.3.0rc27"), python) == []
 
 
 def test_prompt_rule_when_the_worker_decodes_then_silent() -> None:

@@ -125,15 +125,68 @@ def test_context_when_nobody_says_it_then_the_flag_is_named() -> None:
 
 def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
     transceiver = {"cache_transceiver_config": {"backend": "UCX"}}
-    assert settings.kv_compat(facts_of(**transceiver), "1.2") == {
+    assert settings.kv_compat(facts_of(**transceiver), "1.2.1") == {
         "release": "1.2",
         "transceiver": "UCX",
         "attn_backend": "TRTLLM",
     }
-    other = settings.kv_compat(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2")
+    other = settings.kv_compat(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2.1")
     assert other["tensor_parallel_size"] == "2"
-    assert settings.kv_compat(facts_of("1.3.0rc29", **transceiver), "1.3.0rc29")["transceiver_runtime"] == "auto"
-    assert settings.kv_compat(facts_of(role=Role.AGGREGATED), "1.2") == {}
+    assert settings.kv_compat(facts_of(role=Role.AGGREGATED), "1.2.1") == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "runtime"),
+    [
+        ({"backend": "UCX"}, "CPP"),  # set by the worker
+        ({"backend": "MOONCAKE"}, "CPP"),
+        ({"backend": "NIXL"}, "PYTHON"),
+        ({"backend": "DEFAULT"}, "PYTHON"),
+        ({"backend": "NIXL", "transceiver_runtime": "PYTHON"}, "PYTHON"),
+        ({"backend": "NIXL", "transceiver_runtime": "CPP"}, "CPP"),
+        ({"backend": "NIXL", "transceiver_runtime": None}, "CPP"),
+        ({"backend": "NIXL", "kv_transfer_timeout_ms": None}, "CPP"),
+    ],
+)
+def test_pairing_when_1_3_then_by_the_transceiver_that_runs(config: dict[str, Any], runtime: str) -> None:
+    found = settings.kv_compat(facts_of("1.3.0rc29", cache_transceiver_config=config), "1.3.0rc29")
+    assert found["transceiver_runtime"] == runtime
+
+
+def test_pairing_when_the_transceiver_is_python_then_by_the_whole_build() -> None:
+    nixl, ucx = ({"cache_transceiver_config": {"backend": name}} for name in ("NIXL", "UCX"))
+    assert settings.kv_compat(facts_of("1.3.0rc29", **nixl), "1.3.1+cu130")["release"] == "1.3.1+cu130"
+    assert settings.kv_compat(facts_of("1.3.0rc29", **ucx), "1.3.1+cu130")["release"] == "1.3"
+    assert settings.kv_compat(facts_of("1.2.1", **nixl), "1.2.1")["release"] == "1.2"
+
+
+@pytest.mark.parametrize("backend", ["UCX", "MPI", "MOONCAKE"])
+def test_runtime_when_the_backend_is_not_nixl_then_the_worker_sets_cpp_with_a_note(backend: str) -> None:
+    args = args_of("1.3.0rc29", Role.DECODE, cache_transceiver_config={"backend": backend})
+    assert args.values["cache_transceiver_config"]["transceiver_runtime"] == "CPP"
+    assert any(f"the Python transceiver has no {backend}" in note for note in args.notes)
+
+
+@pytest.mark.parametrize(
+    ("version", "config"),
+    [
+        ("1.3.0rc29", {"backend": "NIXL"}),
+        ("1.3.0rc29", {"backend": "DEFAULT"}),
+        ("1.2.1", {"backend": "UCX"}),  # rejects the key
+        ("1.1.0", {"backend": "UCX"}),
+    ],
+)
+def test_runtime_when_the_library_chooses_right_then_the_worker_does_not_set_it(
+    version: str, config: dict[str, Any]
+) -> None:
+    args = args_of(version, Role.DECODE, cache_transceiver_config=config)
+    assert "transceiver_runtime" not in args.values["cache_transceiver_config"]
+
+
+def test_prompt_limit_when_the_transceiver_is_python_then_the_buffer_does_not_limit() -> None:
+    config = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 256}}
+    for version, tokens in (("1.2.1", 256), ("1.3.0rc29", 4095)):
+        assert settings.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens == tokens
 
 
 def test_ends_when_harmony_then_return_and_call_come_first() -> None:

@@ -61,6 +61,27 @@ def test_transfer_when_its_inside_is_of_another_version_then_refused() -> None:
             wire.unpack(with_state(engine_state), known=OLD, logprob=None)
 
 
+def test_transfer_when_the_transceiver_is_python_then_an_endpoint_takes_the_place_of_the_state() -> None:
+    answer = {"opaque_state": None, "ctx_info_endpoint": "tcp://10.0.0.1:5", "ctx_dp_rank": 0, "disagg_request_id": 9}
+    kv_params = sent(**answer)
+    found = wire.unpack(kv_params, known=NEW, logprob=None, runtime="PYTHON")
+    assert found == {key: value for key, value in params(**answer).items() if value is not None} | {
+        "request_type": "generation_only"
+    }
+    assert wire.unpack(kv_params, known=NEW, logprob=None) == found
+    with pytest.raises(TransferMismatch, match="PYTHON, and this worker's is CPP") as caught:
+        wire.unpack(kv_params, known=NEW, logprob=None, runtime="CPP")
+    assert caught.value.field == "transceiver_runtime"
+
+
+def test_transfer_when_it_has_a_state_then_it_is_of_the_cpp_transceiver() -> None:
+    both = sent(ctx_info_endpoint="tcp://10.0.0.1:5")
+    for kv_params in (sent(), both):
+        wire.unpack(kv_params, known=NEW, logprob=None, runtime="CPP")
+        with pytest.raises(TransferMismatch):
+            wire.unpack(kv_params, known=NEW, logprob=None, runtime="PYTHON")
+
+
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
 def test_pack_when_something_needed_is_missing_then_refused_with_its_name(lacking: str) -> None:
     with pytest.raises(RequestRejected, match=lacking):
