@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases
 from dynamo_trtllm.errors import ConfigError
@@ -50,7 +51,10 @@ LIBRARY = LibraryReleases(
 
 
 def release_for(version: str) -> ApiManifest:
-    """Return the known release of the same minor line; log a warning and return the newest for newer versions.
+    """Return the known release of the same minor line.
+
+    For a newer line, log a warning and return the newest release, of which no part counts as read completely: names
+    that it lacks may exist. So keys of 1.4 candidates are passed on, and not rejected as unknown.
 
     Args:
         version: installed version of TensorRT-LLM.
@@ -71,6 +75,7 @@ def release_for(version: str) -> ApiManifest:
         _log.warning(
             "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md", version, release.title
         )
-    elif version != release.name:
+        return replace(release, not_read=release.not_read | {f"{owner} in part" for owner in release.owners})
+    if version != release.name:
         _log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
     return release

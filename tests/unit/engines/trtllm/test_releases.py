@@ -106,6 +106,14 @@ def test_release_for_when_newer_than_all_known_then_the_newest_and_a_line(caplog
     assert "TensorRT-LLM 2.0.1 is unknown; using the argument schema of 1.3.0rc" in caplog.text
 
 
+def test_release_for_when_a_1_4_candidate_then_names_that_1_3_lacks_may_exist() -> None:
+    release = release_for("1.4.0rc1")
+    assert release.presence("CacheTransceiverConfig", "agent_bounce_buffer_enable") is Presence.NOT_READ
+    assert release.presence("TorchLlmArgs", "iter_perf_stats_interval") is Presence.NOT_READ
+    assert release.presence("CacheTransceiverConfig", "transceiver_runtime") is Presence.PRESENT
+    assert by_name("1.3.0rc").presence("TorchLlmArgs", "iter_perf_stats_interval") is Presence.ABSENT
+
+
 @pytest.mark.parametrize("version", ["0.21.0", "none"])
 def test_release_for_when_too_old_or_no_version_then_refused(version: str) -> None:
     with pytest.raises(ConfigError, match="TensorRT-LLM"):

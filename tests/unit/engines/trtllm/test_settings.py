@@ -183,6 +183,16 @@ def test_runtime_when_the_library_chooses_right_then_the_worker_does_not_set_it(
     assert "transceiver_runtime" not in args.values["cache_transceiver_config"]
 
 
+def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_the_transceiver_is_as_in_1_3() -> None:
+    config = {"backend": "UCX", "agent_bounce_buffer_enable": True}
+    found = facts_of("1.4.0rc1", cache_transceiver_config=config, iter_perf_stats_interval=10)
+    transceiver = found.args.values["cache_transceiver_config"]
+    assert (transceiver["agent_bounce_buffer_enable"], transceiver["transceiver_runtime"]) == (True, "CPP")
+    assert found.args.values["iter_perf_stats_interval"] == 10
+    nixl = facts_of("1.4.0rc1", cache_transceiver_config={"backend": "NIXL"})
+    assert settings.kv_compat(nixl, "1.4.0rc1")["transceiver_runtime"] == "PYTHON"
+
+
 def test_prompt_limit_when_the_transceiver_is_python_then_the_buffer_does_not_limit() -> None:
     config = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 256}}
     for version, tokens in (("1.2.1", 256), ("1.3.0rc29", 4095)):
