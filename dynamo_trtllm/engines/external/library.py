@@ -53,6 +53,11 @@ class Receiver(Protocol):
         """True until the first result of a decode call, which shows that the KV has been fetched."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the call was canceled, or its deadline passed."""
+        ...
+
     def on_result(self, result: Any) -> None:
         """Take the next result. A result with a finish reason ends the call."""
         ...

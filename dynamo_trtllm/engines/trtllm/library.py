@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmRequest,
     build_request,
 )
-from dynamo_trtllm.engines.trtllm.transfers import ContextParams, pack, transferred_fields, unpack
+from dynamo_trtllm.engines.trtllm.transfers import ContextParams, EndpointProbe, pack, transferred_fields, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
 
@@ -63,6 +63,7 @@ class TrtllmLibrary:
             runtime: the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it.
         """
         self._runtime = runtime
+        self.probe = EndpointProbe()
         self.bindings = bindings
         self.llm = llm
         self.model_limits = model_limits
@@ -165,6 +166,10 @@ class TrtllmCall:
         arguments = library.bindings.arguments(
             self._converted, self._disagg, vocab_size=library.model_limits.vocab_size
         )
+        if self._disagg is not None and (endpoint := self._disagg.get("ctx_info_endpoint")):
+            await library.probe.check(endpoint)
+            if receiver.has_ended:
+                raise TransferFailed("the request ended before it was submitted to TensorRT-LLM")
         try:
             result = self._result = library.llm.generate_async(**arguments)
             results = aiter(result) if self._converted.streaming else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
-from dynamo_trtllm.errors import RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import RequestRejected, TransferFailed, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, encode
 
 ENGINE_STATE_VERSION = 1
@@ -148,3 +150,46 @@ class ContextParams:
             count = next(self._requests) & ((1 << _COUNTER_BITS) - 1)
             params["disagg_request_id"] = _GLOBAL | (self._instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
         return params
+
+
+_PROBE_TIMEOUT_S = 2.0
+_PROBE_VALID_S = 1.0
+
+
+class EndpointProbe:
+    """Checks that Python transceivers of prefill workers accept connections, before a decode call uses them.
+
+    A decode engine asks its peer for the KV on its executor's loop without a time limit: a peer that is gone stops the
+    whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes the endpoint for the same reason).
+    """
+
+    def __init__(self) -> None:
+        self._probes: dict[str, asyncio.Task[None]] = {}
+
+    async def check(self, endpoint: str) -> None:
+        """Connect to an endpoint, unless that was done within the last second.
+
+        Raises:
+            TransferFailed: the endpoint does not accept a connection.
+        """
+        address = urlsplit(endpoint)
+        if address.scheme != "tcp" or not address.hostname or not address.port:
+            return  # not an address of TCP
+        probe = self._probes.get(endpoint)
+        if probe is None:
+            probe = self._probes[endpoint] = asyncio.create_task(_connect(address.hostname, address.port))
+            probe.add_done_callback(lambda _: self._forget_later(endpoint))
+        try:
+            await asyncio.shield(probe)
+        except OSError as exc:
+            reason = f"no answer within {_PROBE_TIMEOUT_S:g} s" if isinstance(exc, TimeoutError) else exc
+            raise TransferFailed(f"the prefill worker's transceiver at {endpoint} is unreachable: {reason}") from exc
+
+    def _forget_later(self, endpoint: str) -> None:
+        asyncio.get_running_loop().call_later(_PROBE_VALID_S, self._probes.pop, endpoint, None)
+
+
+async def _connect(host: str, port: int) -> None:
+    async with asyncio.timeout(_PROBE_TIMEOUT_S):
+        _, writer = await asyncio.open_connection(host, port)
+    writer.close()
