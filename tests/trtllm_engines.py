@@ -30,9 +30,15 @@ class TrtllmEngines(NamedTuple):
 
 @asynccontextmanager
 async def start_engines(package: Any, folder: Path, **args: Any) -> AsyncIterator[TrtllmEngines]:
+    args = full_sampler(package) | args
     engines = [make("trtllm", folder, role, **args) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)]
     async with started(*engines):
         yield TrtllmEngines(package, *engines)
+
+
+def full_sampler(package: Any) -> dict[str, Any]:
+    """Return the arguments of the sampler that supports all fields of requests. 1.0 and 1.3 need none."""
+    return {"sampler_type": "TRTLLMSampler"} if (1, 1) <= package.standin.release.LINE < (1, 3) else {}
 
 
 async def check_engines_idle(package: Any) -> None:

@@ -32,7 +32,8 @@ PROMPT = prompt_of(40)
 SAMPLINGS = [
     {"logprobs": 2},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 3},
-    {"min_tokens": 2, "stop_token_ids": (7,), "ignore_eos": True},
+    {"stop_token_ids": (7,), "ignore_eos": True},
+    {"min_tokens": 2},
     {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     {"logit_bias": ((9, 1000.0),), "stop_token_ids": (9,)},
     {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))},
@@ -60,7 +61,8 @@ async def record(version: str, folder: Path) -> Uses:
                     await answer(whole, PROMPT, **sampling)
                 except EngineError as exc:
                     print(f"{version}: {exc}")
-            await prefill_then_decode(prefill, decode, PROMPT, logprobs=1)
+            logprobs = {"logprobs": 1} if package.standin.release.LINE >= (1, 3) else {}  # rejected before
+            await prefill_then_decode(prefill, decode, PROMPT, **logprobs)
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             if version != "1.0.0":
                 await collect(whole, salted)

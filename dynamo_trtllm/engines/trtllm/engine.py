@@ -109,9 +109,7 @@ class TrtllmEngine(ExternalEngine):
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
-        unsupported = settings.unsupported_features(
-            self._args, self._release, cache_salt=bindings.capabilities.cache_salt
-        )
+        unsupported = settings.unsupported_features(self._facts, bindings.capabilities)
         model_limits = settings.model_limits(self._facts, self._checkpoint, bindings.capabilities, unsupported)
         transport = f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
         identity = TransferIdentity(

@@ -36,6 +36,7 @@ class TrtllmModelLimits:
     end_ids: tuple[int, ...]  # the model's own stop tokens, the main one first
     unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
     structural_tags: bool  # supported by the guided-decoding backend, in the form {"format": …}
+    min_tokens: bool  # works for all prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,11 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
         raise ContextTooLong(
             f"the prompt has {tokens} tokens, but this worker accepts at most {limit.tokens} ({limit.why}); shorten it"
         )
+    if request.sampling.min_tokens and not request.sampling.ignore_eos and not model_limits.min_tokens:
+        # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and 12166).
+        raise RequestRejected(
+            "min_tokens has no effect on this worker's TensorRT-LLM; omit it, or set ignore_eos", field="min_tokens"
+        )
     if (
         request.sampling.guided is not None
         and not is_plain(request.sampling.guided)
@@ -120,10 +126,12 @@ def _sampling(
         # 0 means no log-probabilities to TensorRT-LLM; the cursor drops the extra alternative
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
-    if sampling.min_tokens > 0:
-        values["min_tokens"] = (
-            sampling.min_tokens
-        )  # TensorRT-LLM suppresses only the end id; other stop tokens still end the output
+    if sampling.ignore_eos and stop_ids:
+        # From 1.3 on, ignore_eos drops all stop tokens (`_enqueue_request` in executor/base_worker.py).
+        values |= {"end_id": _NO_END, "ignore_eos": False}
+    if sampling.min_tokens > 0 and not sampling.ignore_eos:
+        # It suppresses only the end id: other stop tokens still end the output, and without an end id nothing is left.
+        values["min_tokens"] = sampling.min_tokens
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p
     values |= _greedy() if sampling.temperature == 0 else _random(sampling)
@@ -169,7 +177,7 @@ class TrtllmOutputCursor:
             first: log-probabilities of the first tokens, from the KV transfer parameters.
         """
         self._stop_ids = stop_ids
-        self._end_id = end_id
+        self._end_id = None if end_id == _NO_END else end_id
         self._alternatives = logprobs
         self._first = first
         self._seen = 0

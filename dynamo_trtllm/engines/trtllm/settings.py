@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.request_checks import end_ids
-from dynamo_trtllm.engines.manifests import ApiManifest, Presence
+from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities, release_line
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 
 _ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded for another number of ranks
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# The first candidate of 1.3 that surely has them; the changes were merged one to three candidates before.
+_PENALTIES_SINCE = 24
+_SEED_SINCE = 27
 
 
 def llm_values(args: TrtllmArgs, *, model: str) -> dict[str, Any]:
@@ -37,17 +40,32 @@ def has_statistics(args: TrtllmArgs) -> bool:
     return bool(args.values.get("enable_iter_perf_stats"))
 
 
-def unsupported_features(args: TrtllmArgs, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
+def has_torch_sampler(args: TrtllmArgs) -> bool:
+    """Return True if the PyTorch sampler runs, the only one from 1.3 on, and not the TRTLLM sampler."""
+    if args.release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT:
+        return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
+    return not args.values.get("enable_trtllm_sampler")
+
+
+def unsupported_features(facts: RoleFacts, capabilities: Capabilities) -> tuple[str, ...]:
     """Return the fields of Sampling, and "cache_salt", that this release does not support with these arguments."""
-    features = [] if cache_salt else ["cache_salt"]
+    args, release = facts.args, facts.args.release
+    features = [] if capabilities.cache_salt else ["cache_salt"]
     if not args.get("guided_decoding_backend"):
         features.append("guided")
-    if release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT:
-        # Up to 1.2 the penalties and min_p are documented for the TRTLLM sampler, which is not the default.
-        if str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler":
+    if has_torch_sampler(args):
+        # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of TensorRT-LLM), and
+        # the seed (pull request 17172).
+        if not facts.is_at_least_candidate(_PENALTIES_SINCE):
             features += [*_PENALTIES, "min_p"]
-    elif args.values.get("enable_mixed_sampler"):
-        features += [*_PENALTIES, "min_p", "logit_bias"]
+        if not facts.is_at_least_candidate(_SEED_SINCE):
+            features.append("seed")
+    if args.values.get("enable_mixed_sampler"):
+        features.append("logit_bias")
+    if facts.is_disaggregated and "first_gen_log_probs" not in capabilities.disagg_fields:
+        # The first token of a decode call has no entry, and the call fails: its result asserts one per token
+        # (executor/result.py of 1.2; pull request 11727 transfers the entry).
+        features.append("logprobs")
     if features:
         _log.info(
             "Requests with %s will be rejected. To support them, set guided_decoding_backend or sampler_type: "
@@ -141,4 +159,5 @@ def model_limits(
         end_ids=end_ids(checkpoint),
         unsupported_features=unsupported,
         structural_tags=xgrammar and capabilities.structural_tag_format,
+        min_tokens=not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE),
     )

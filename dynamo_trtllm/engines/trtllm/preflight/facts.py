@@ -110,6 +110,11 @@ class RoleFacts:
         found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", self.release)
         return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)
 
+    def is_at_least_candidate(self, number: int) -> bool:
+        """Return True for 1.3 and newer, except candidates of 1.3.0 before this number."""
+        found = re.match(r"1\.3\.0rc(\d+)", self.release)
+        return int(found[1]) >= number if found else self.line >= (1, 3, 0)
+
     @property
     def is_disaggregated(self) -> bool:
         return self.role is not Role.AGGREGATED

@@ -60,6 +60,9 @@ class Served:
         if traps.is_on("transfer_fails") and self._phase is Phase.DECODE:
             raise ValueError("the stand-in was told to lose the KV transfer")
         request, stop = self._request()
+        if self._phase is Phase.DECODE and request.sampling.logprobs is not None and traps.is_on("logprobs_asserted"):
+            self._end(Response(error=AssertionError("logprobs length: 0 != output.length: 1")))
+            return
         engine = self._executor.core.engine
         async with aclosing(as_stream(engine, request)) as stream:
             async for chunk in stream:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.messages import OutputFormat, Sampling, StructuredOutput
+from tensorrt_llm.standin import traps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +28,17 @@ class Stop:
 
 def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple[Sampling, Stop]:
     """Raises ValueError for what the played engine refuses."""
+    drops = params.ignore_eos and traps.is_on("ignore_eos_drops_stop_words")
     stop = Stop(
         end_id=None if params.ignore_eos or params.end_id == -1 else params.end_id,
-        words=frozenset(params.stop_token_ids or ()),
+        words=frozenset(() if drops else params.stop_token_ids or ()),
     )
+    is_torch = str(args.get("sampler_type")) != "TRTLLMSampler" and not args.get("enable_trtllm_sampler")
     wanted = stop.words | ({stop.end_id} if stop.end_id is not None else set())
     own = frozenset(info.eos_token_ids)
     chosen = {
         "max_tokens": params.max_tokens or info.context_length,
-        "min_tokens": params.min_tokens,
+        "min_tokens": None if is_torch and traps.is_on("min_tokens_ignored") else params.min_tokens,
         "temperature": 0.0 if params._greedy_decoding else (1.0 if params.temperature is None else params.temperature),
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -44,7 +47,7 @@ def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple
         "presence_penalty": params.presence_penalty,
         "repetition_penalty": params.repetition_penalty,
         "logit_bias": _bias(params.embedding_bias),
-        "seed": params.seed,
+        "seed": None if is_torch and traps.is_on("seed_ignored") else params.seed,
         "logprobs": params.logprobs,
         "guided": _guided(params.guided_decoding, args),
         "stop_token_ids": tuple(sorted(wanted)),

@@ -38,6 +38,11 @@ TRAPS = {
     "decode_first_logprob": Trap(LINE >= (1, 3), "a decode's logprobs begin with the first token's"),
     "big_ids": Trap(True, "request ids need 63 bits"),
     "draft_tokens": Trap(False, "context_only answers with draft tokens, which decode must be given"),
+    "logprobs_asserted": Trap(LINE < (1, 3), "a decode with log-probabilities fails: its first token has none"),
+    # what is ignored
+    "min_tokens_ignored": Trap(LINE < (1, 3), "min_tokens has no effect with the PyTorch sampler"),
+    "seed_ignored": Trap(LINE < (1, 3), "a request's seed has no effect with the PyTorch sampler"),
+    "ignore_eos_drops_stop_words": Trap(LINE >= (1, 3), "with ignore_eos no stop token ends a request"),
     # calls that are refused, requests that fail
     "context_refuses_overlap": Trap(LINE < (1, 2), "context_only fails where the overlap scheduler is on"),
     "refused_at_call": Trap(False, "generate_async itself raises RequestError"),

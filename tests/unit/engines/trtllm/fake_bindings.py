@@ -121,6 +121,7 @@ def make(
         end_ids=(99,),
         unsupported_features=(),
         structural_tags=True,
+        min_tokens=True,
     )
     llm, settled = Llm(), vendor()
     terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")

@@ -25,6 +25,7 @@ def rules(**changes: Any) -> TrtllmModelLimits:
         "end_ids": (RETURN, CALL, EOS),
         "unsupported_features": (),
         "structural_tags": True,
+        "min_tokens": True,
     }
     return TrtllmModelLimits(**{**values, **changes})
 
@@ -89,9 +90,23 @@ def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> No
 
 def test_stops_when_eos_is_ignored_then_only_foreign_ones_are_left() -> None:
     call = build_request(ask(ignore_eos=True, stop_token_ids=(7, CALL)), rules())
-    assert call.sampling["ignore_eos"] is True
+    # ignore_eos of 1.3 would drop all of them; without an end id only they stop
+    assert (call.sampling["ignore_eos"], call.sampling["end_id"]) == (False, -1)
     assert call.sampling["stop_token_ids"] == [7]
     assert call.stop_ids == {7}
+    assert build_request(ask(ignore_eos=True), rules()).sampling["ignore_eos"] is True
+
+
+@pytest.mark.parametrize("stop_token_ids", [(), (7,)])
+def test_min_tokens_when_eos_is_ignored_then_it_is_idle_and_left_out(stop_token_ids: tuple[int, ...]) -> None:
+    request = ask(ignore_eos=True, min_tokens=3, stop_token_ids=stop_token_ids)
+    assert "min_tokens" not in build_request(request, rules(min_tokens=False)).sampling
+
+
+def test_min_tokens_when_the_sampler_ignores_it_then_rejected_by_name() -> None:
+    with pytest.raises(RequestRejected) as caught:
+        build_request(ask(min_tokens=3), rules(min_tokens=False))
+    assert caught.value.field == "min_tokens"
 
 
 def test_stops_when_model_has_none_then_end_id_is_the_vendors_never() -> None:

@@ -14,6 +14,7 @@ from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.trtllm import settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Phase, Role
@@ -51,24 +52,80 @@ def checkpoint(**changes: Any) -> Checkpoint:
     return Checkpoint(**{**values, **changes})
 
 
-def refused(version: str, *, cache_salt: bool = True, **values: Any) -> set[str]:
-    found = settings.unsupported_features(args_of(version, **values), release_for(version), cache_salt=cache_salt)
-    return set(found) - {"resumed_tokens"}
+OLD_FIELDS = frozenset({"first_gen_tokens", "opaque_state"})
+
+
+def refused(
+    version: str,
+    role: Role = Role.AGGREGATED,
+    *,
+    cache_salt: bool = True,
+    fields: frozenset[str] = OLD_FIELDS,
+    **values: Any,
+) -> set[str]:
+    capabilities = Capabilities(
+        release=version,
+        line=version,
+        disagg_fields=fields,
+        cache_salt=cache_salt,
+        cached_tokens=True,
+        structural_tag_format=True,
+    )
+    return set(settings.unsupported_features(facts_of(version, role, **values), capabilities))
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc23"])
+def test_refuses_when_the_sampler_is_pytorchs_then_what_it_ignores(version: str) -> None:
+    assert refused(version, guided_decoding_backend="xgrammar") == {*PENALTIES, "seed"}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1"])
-def test_refuses_when_sampler_is_the_default_then_penalties_are_not_taken(version: str) -> None:
-    assert refused(version, guided_decoding_backend="xgrammar") == PENALTIES
+def test_refuses_when_the_sampler_is_trtllms_then_nothing(version: str) -> None:
     assert refused(version, guided_decoding_backend="xgrammar", sampler_type="TRTLLMSampler") == set()
 
 
 def test_refuses_when_nothing_is_set_then_guided_and_what_the_release_lacks() -> None:
     assert refused("1.0.0", cache_salt=False) == {"guided", "cache_salt"}
-    assert refused("1.3.0rc29") == {"guided"}
+    for version in ("1.3.0rc27", "1.3.0rc29", "1.3.0", "1.4.0rc1"):
+        assert refused(version) == {"guided"}
+    assert refused("1.3.0rc24") == refused("1.3.0rc26") == {"guided", "seed"}
 
 
-def test_refuses_when_1_0_mixes_samplers_then_penalties_and_bias_are_not_taken() -> None:
-    assert refused("1.0.0", enable_mixed_sampler=True) == {"guided", "logit_bias", *PENALTIES}
+def test_refuses_when_1_0_mixes_samplers_then_penalties_seed_and_bias_are_not_taken() -> None:
+    assert refused("1.0.0", enable_mixed_sampler=True) == {"guided", "logit_bias", "seed", *PENALTIES}
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role) -> None:
+    assert "logprobs" in refused("1.2.1", role)
+    assert "logprobs" not in refused("1.2.1", Role.AGGREGATED)
+    assert "logprobs" not in refused("1.3.0rc29", role, fields=OLD_FIELDS | {"first_gen_log_probs"})
+
+
+@pytest.mark.parametrize(
+    ("version", "values", "works"),
+    [
+        ("1.0.0", {}, True),
+        ("1.0.0", {"enable_mixed_sampler": True}, False),
+        ("1.2.1", {}, False),
+        ("1.2.1", {"sampler_type": "TRTLLMSampler"}, True),
+        ("1.3.0rc23", {}, False),
+        ("1.3.0rc24", {}, True),
+        ("1.3.0", {}, True),
+    ],
+)
+def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
+    version: str, values: dict[str, Any], works: bool
+) -> None:
+    capabilities = Capabilities(
+        release=version,
+        line=version,
+        disagg_fields=OLD_FIELDS,
+        cache_salt=True,
+        cached_tokens=True,
+        structural_tag_format=True,
+    )
+    assert settings.model_limits(facts_of(version, **values), checkpoint(), capabilities, ()).min_tokens is works
 
 
 def test_values_when_1_0_then_a_sampler_that_samples_is_chosen_unless_one_is() -> None:
