@@ -38,10 +38,10 @@ def make_on(site: Site, folder: Path, role: Role, number: int = 0, **args: Any) 
 async def check_nothing_staged(engine: Any) -> None:
     """A parcel is free once the copies that were queued before it was given back are done, which can only be asked."""
     for _ in range(500):
-        if engine._memory.transfer_buffer.used_bytes == 0:
+        if engine._scheduler.transfer_buffer.used_bytes == 0:
             break
         await asyncio.sleep(0.01)
-    assert engine._memory.transfer_buffer.used_bytes == 0
+    assert engine._scheduler.transfer_buffer.used_bytes == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
