@@ -95,7 +95,9 @@ class Stack:
         self._wait_chat(folder)
 
     def _wait_chat(self, folder: Path) -> None:
-        body = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
+        # long, so that this project's frontend loads the tokenizer of long texts now, not while it is measured
+        messages = [{"role": "user", "content": "hi " * 1000}]
+        body = orjson.dumps({"model": MODEL, "messages": messages, "max_tokens": 2})
         until = time.monotonic() + _READY_S
         while time.monotonic() < until:
             ended = [name for name, process in self._processes.items() if process.poll() is not None]

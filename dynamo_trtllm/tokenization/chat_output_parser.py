@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import Delta, DeltaBuilder, OutputParser
-from dynamo_trtllm.tokenization.text import overlap
+from dynamo_trtllm.tokenization.base import Delta, DeltaBuilder, OutputParser, overlap
 from dynamo_trtllm.tokenization.tool_call_parser import ToolCallParser
 
 THINK: Final = "<think>"

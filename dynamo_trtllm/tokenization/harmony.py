@@ -1,4 +1,4 @@
-"""Render Harmony, the prompt format of gpt-oss: openai-harmony encodes message frames, tiktoken the text inside them.
+"""Render Harmony, the prompt format of gpt-oss: openai-harmony encodes message frames, fastokens the text inside them.
 
 BPE merges never cross a control token, and a frame ends in one. So text that is encoded separately and inserted into a
 frame gives the same ids as rendering the whole message. openai-harmony's encoder does not get text of clients: it is
@@ -13,17 +13,24 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import openai_harmony as oh
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.base import (
+    INLINE_BYTES,
+    NO_FORCED_IDS,
+    TOOL_NAME,
+    BytesTextParser,
+    OutputParser,
+    TokenizationCache,
+    TokenTextCache,
+)
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
-from dynamo_trtllm.tokenization.text import BytesTextParser, TokenizationCache, TokenTextCache
 
 _RETURN: Final = 200002
 _CALL: Final = 200012
@@ -62,22 +69,30 @@ class HarmonyRenderer:
         self._is_reasoning_split = reasoning_parser != "none"
         self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
-        self._tiktoken = vocabulary.load_tiktoken(cache_dir)
+        self._tokenizer = vocabulary.load_tokenizer(cache_dir)
         self._token_cache = TokenizationCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
         self._token_texts = HarmonyTexts(
-            content=TokenTextCache(self._token_bytes), reasoning=TokenTextCache(self._token_bytes, is_reasoning=True)
+            content=TokenTextCache(self._tokenizer.token_bytes),
+            reasoning=TokenTextCache(self._tokenizer.token_bytes, is_reasoning=True),
         )
         self._today = today
         self._frame = functools.lru_cache(maxsize=64)(self._make_frame)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
 
+    @property
+    def inline_bytes(self) -> int:
+        return INLINE_BYTES if self._tokenizer.is_loaded else vocabulary.SHORT_CHARS
+
+    def preload(self) -> None:
+        self._tokenizer.load()
+
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt, up to the start of the assistant's turn. Raise InvalidRequest."""
         try:
             ids = token_ids(self._system(conversation.reasoning_effort, self._today(), bool(conversation.tools)))
-            for message in _said_messages(conversation):
+            for message in conversation_messages(conversation):
                 self._append(ids, message)
         except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
             raise InvalidRequest(f"the conversation can't be rendered: {exc}", field="messages") from exc
@@ -86,18 +101,15 @@ class HarmonyRenderer:
 
     def encode(self, text: str) -> TokenIds:
         """Tokenize plain text. Special tokens in it are encoded as text."""
-        return vocabulary.encode_text(self._tiktoken, text)
+        return self._tokenizer.encode(text)
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
-        try:
-            return self._tiktoken.decode(token_ids.tolist(), errors="replace")
-        except KeyError as exc:
-            raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
+        return self._tokenizer.decode(token_ids)
 
     def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
         return HarmonyParser(
-            self._token_bytes,
+            self._tokenizer.token_bytes,
             self._token_texts,
             forced_ids=forced_ids,
             is_reasoning_split=self._is_reasoning_split,
@@ -119,44 +131,31 @@ class HarmonyRenderer:
         return array("I", self._harmony.encode(text, allowed_special="all"))
 
     def text_parser(self) -> OutputParser:
-        return BytesTextParser(self._token_bytes, self._token_texts.content)
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        return vocabulary.ordinary_bytes(self._tiktoken, token_id)
+        return BytesTextParser(self._tokenizer.token_bytes, self._token_texts.content)
 
     def _make_system(self, effort: str, today: date, has_tools: bool) -> list[int]:
         options = oh.RenderOptions(conversation_has_function_tools=has_tools)
-        ids: list[int] = self._harmony.render(_system_message(effort, today), options)
+        ids: list[int] = self._harmony.render(system_message(effort, today), options)
         return ids
 
-    def _append(self, ids: TokenIds, message: oh.Message) -> None:
-        body = message.content[0]
-        if isinstance(body, oh.DeveloperContent):
-            text = self._developer_texts.text(body)
-        else:
-            assert isinstance(body, oh.TextContent)
-            text = body.text
-        author, recipient = message.author.name, message.recipient
+    def _append(self, ids: TokenIds, message: HarmonyMessage) -> None:
+        role, content, author, recipient, channel, content_type = message
         name = recipient if author is None else author  # the one that a client chose; the other has a fixed value
         placeholders = (author and _NAME, recipient and _NAME if author is None else recipient)
-        head, tail = self._frame(message.author.role, *placeholders, message.channel, message.content_type)
+        head, tail = self._frame(role, *placeholders, channel, content_type)
         for part in head:
             ids.extend(self.encode(part.replace(_NAME, name or "")) if isinstance(part, str) else part)
+        text = content if isinstance(content, str) else self._developer_texts.text(content)
         ids.extend(self._token_cache.ids(text))
         ids.extend(tail)
 
-    def _make_frame(
-        self, role: oh.Role, name: str | None, *header: str | None
-    ) -> tuple[list[str | list[int]], list[int]]:
+    def _make_frame(self, role: oh.Role, *header: str | None) -> tuple[list[str | list[int]], list[int]]:
         """Return what precedes and what follows the text of a message with this header.
 
         The first is a list of token ids, and of texts that contain the placeholder of a name. The second is token ids.
         """
-        recipient, channel, content_type = header
-        message = oh.Message.from_author_and_content(oh.Author(role=role, name=name), "")
-        message.recipient, message.channel, message.content_type = recipient, channel, content_type
         parts: list[str | list[int]] = []
-        rendered = self._harmony.render(message)
+        rendered = self._harmony.render(HarmonyMessage(role, "", *header).for_library())
         for _, run in itertools.groupby(rendered[:-1], _is_control):
             ids = list(run)
             text = self._harmony.decode(ids)
@@ -164,13 +163,25 @@ class HarmonyRenderer:
         return parts, rendered[-1:]
 
 
-def harmony_messages(conversation: Conversation, today: date) -> Iterator[oh.Message]:
-    """Yield the Harmony messages of a conversation in order, each with exactly one content. Raise InvalidRequest."""
-    yield _system_message(conversation.reasoning_effort, today)
-    yield from _said_messages(conversation)
+class HarmonyMessage(NamedTuple):
+    """A message after the system message. To create an `oh.Message` instead takes a third of the time of a prompt."""
+
+    role: oh.Role
+    content: str | oh.DeveloperContent
+    author: str | None = None
+    recipient: str | None = None
+    channel: str | None = None
+    content_type: str | None = None
+
+    def for_library(self) -> oh.Message:
+        """Return openai-harmony's own message."""
+        message = oh.Message.from_author_and_content(oh.Author(role=self.role, name=self.author), self.content)
+        message.recipient, message.channel, message.content_type = self.recipient, self.channel, self.content_type
+        return message
 
 
-def _system_message(effort: str, today: date) -> oh.Message:
+def system_message(effort: str, today: date) -> oh.Message:
+    """Return the first message of a prompt. Raise UnsupportedParameter."""
     known = _EFFORTS.get(effort)
     if known is None:
         raise UnsupportedParameter(
@@ -181,8 +192,8 @@ def _system_message(effort: str, today: date) -> oh.Message:
     return oh.Message.from_role_and_content(oh.Role.SYSTEM, system)
 
 
-def _said_messages(conversation: Conversation) -> Iterator[oh.Message]:
-    """Yield all messages after the system message."""
+def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage]:
+    """Yield the Harmony messages of a conversation in order, after the system message. Raise InvalidRequest."""
     lead = 0
     while lead < len(conversation.messages) and conversation.messages[lead].role in ("system", "developer"):
         lead += 1
@@ -200,13 +211,13 @@ def _said_messages(conversation: Conversation) -> Iterator[oh.Message]:
         yield from _turn(message, names, keep_reasoning=index > last_answer)
 
 
-def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> oh.Message:
+def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessage:
     content = oh.DeveloperContent.new()
     if instructions:
         content = content.with_instructions(instructions)
     if tools:
         content = content.with_function_tools([_tool(tool) for tool in tools])
-    return oh.Message.from_role_and_content(oh.Role.DEVELOPER, content)
+    return HarmonyMessage(oh.Role.DEVELOPER, content)
 
 
 def _tool(tool: Tool) -> oh.ToolDescription:
@@ -215,7 +226,7 @@ def _tool(tool: Tool) -> oh.ToolDescription:
     return oh.ToolDescription.new(tool.name, tool.description, dict(parameters) if parameters else None)
 
 
-def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> Iterator[oh.Message]:
+def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> Iterator[HarmonyMessage]:
     """Yield the Harmony messages of one message.
 
     Args:
@@ -225,8 +236,7 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
     """
     match message.role:
         case "user":
-            author = oh.Author(role=oh.Role.USER, name=message.name)
-            yield oh.Message.from_author_and_content(author, message.content)
+            yield HarmonyMessage(oh.Role.USER, message.content, message.name)
         case "assistant":
             yield from _assistant(message, keep_reasoning=keep_reasoning)
             names.update((call.id, call.name) for call in message.tool_calls)
@@ -240,35 +250,27 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
             )
 
 
-def _assistant(message: Message, *, keep_reasoning: bool) -> Iterator[oh.Message]:
+def _assistant(message: Message, *, keep_reasoning: bool) -> Iterator[HarmonyMessage]:
     """Yield an assistant message. Its reasoning is included only if it led to tool calls without a final answer yet."""
     if message.tool_calls and message.reasoning and keep_reasoning:
-        yield _said(message.reasoning, "analysis")
+        yield HarmonyMessage(oh.Role.ASSISTANT, message.reasoning, channel="analysis")
     if message.content or not message.tool_calls:
-        yield _said(message.content, "commentary" if message.tool_calls else "final")
+        channel = "commentary" if message.tool_calls else "final"
+        yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel=channel)
     for call in message.tool_calls:
         _check_name(call.name, "messages")
-        said = _said(call.arguments, "commentary")
-        yield said.with_recipient(f"functions.{call.name}").with_content_type(_JSON)
+        recipient = f"functions.{call.name}"
+        yield HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", _JSON)
 
 
-def _said(text: str, channel: str) -> oh.Message:
-    return oh.Message.from_role_and_content(oh.Role.ASSISTANT, text).with_channel(channel)
-
-
-def _tool_result(message: Message, names: Mapping[str, str]) -> oh.Message:
+def _tool_result(message: Message, names: Mapping[str, str]) -> HarmonyMessage:
     name = names.get(message.tool_call_id or "")
     if name is None:
         raise InvalidRequest(
             f"tool_call_id {message.tool_call_id!r} does not match a tool call of an earlier assistant message",
             field="messages",
         )
-    author = oh.Author.new(oh.Role.TOOL, f"functions.{name}")
-    return (
-        oh.Message.from_author_and_content(author, message.content)
-        .with_channel("commentary")
-        .with_recipient("assistant")
-    )
+    return HarmonyMessage(oh.Role.TOOL, message.content, f"functions.{name}", "assistant", "commentary")
 
 
 def _is_control(token_id: int) -> bool:

@@ -13,8 +13,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Delta, DeltaBuilder
-from dynamo_trtllm.tokenization.text import TokenTextCache
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Delta, DeltaBuilder, TokenTextCache
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL
 
 ASSISTANT: Final = "assistant"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from array import array
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
 import jinja2
-import tokenizers
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -18,9 +16,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.base import (
+    INLINE_BYTES,
+    NO_FORCED_IDS,
+    TOOL_NAME,
+    BytesTextParser,
+    OutputParser,
+    TokenTextCache,
+    WindowTextParser,
+)
 from dynamo_trtllm.tokenization.chat_output_parser import END_THINK, THINK, ChatOutputParser, ReasoningParser
-from dynamo_trtllm.tokenization.text import BytesTextParser, TokenTextCache, WindowTextParser
+from dynamo_trtllm.tokenization.tokenizer import TOKENIZER, load_json_tokenizer
 from dynamo_trtllm.tokenization.tool_call_parser import (
     END_TOOL_CALL,
     TOOL_CALL,
@@ -101,7 +107,7 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-TOKENIZER: Final = "tokenizer.json"
+_SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
@@ -146,21 +152,23 @@ class ChatTemplateRenderer:
         self.stop_token_ids = stop_token_ids
         self._reasoning_parser = reasoning_parser
         self._tool_call_parser = tool_call_parser
-        self._source = _required(files, TOKENIZER)
-        self._tokenizer = _tokenizer(self._source)
+        self._tokenizer, self._is_byte_level = load_json_tokenizer(_required(files, TOKENIZER))
         config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
         self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
         self.variables = self._templates.variables
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._hidden, self._added = self._tokenizer.special, self._tokenizer.added
         markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
         self._token_texts = TokenTextCache(functools.partial(self._token_bytes, self._hidden))
         self._token_texts_in_chat = TokenTextCache(functools.partial(self._token_bytes, self._hidden_in_chat))
-        decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
-        self._is_byte_level = decoder.get("type") == "ByteLevel"
+
+    @property
+    def inline_bytes(self) -> int:
+        return INLINE_BYTES if self._tokenizer.is_fast else _SLOW_INLINE_BYTES
+
+    def preload(self) -> None:
+        self._tokenizer.encode("", is_plain=True)
 
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt, up to the start of the assistant's turn.
@@ -183,14 +191,14 @@ class ChatTemplateRenderer:
                 "add_generation_prompt": True,
             }
         )
-        return _ids(self._tokenizer, text, add_special_tokens=False)
+        return self._tokenizer.encode(text)
 
     def encode(self, text: str) -> TokenIds:
         """Tokenize a plain prompt, with a begin-of-text token if the model's tokenizer adds one."""
-        return _ids(self._plain_tokenizer, text)
+        return self._tokenizer.encode(text, is_plain=True)
 
     def decode(self, token_ids: TokenIds) -> str:
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids.tolist())
 
     def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
         reasoning_parser = None
@@ -215,12 +223,12 @@ class ChatTemplateRenderer:
             return None
         if TOOL_NAME.match(name) is None:
             raise InvalidRequest(f"tool name {name!r} can't be forced: use letters, digits, '_', '-' and '.'")
-        return self._control_text(f'{opening}{{"name": "{name}", "arguments":')
+        return self._tokenizer.encode(f'{opening}{{"name": "{name}", "arguments":')
 
     def answer_header(self) -> tuple[str, TokenIds]:
         if self._reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
             return "", token_ids()  # a marker of several tokens can't be matched among the ids of an output
-        return END_THINK, self._control_text(END_THINK)
+        return END_THINK, self._tokenizer.encode(END_THINK)
 
     def text_parser(self) -> OutputParser:
         return self._text_parser(self._hidden)
@@ -229,17 +237,7 @@ class ChatTemplateRenderer:
         if self._is_byte_level:
             token_texts = self._token_texts_in_chat if hidden is self._hidden_in_chat else self._token_texts
             return BytesTextParser(functools.partial(self._token_bytes, hidden), token_texts)
-        return WindowTextParser(functools.partial(self._tokenizer.decode, skip_special_tokens=False), hidden)
-
-    def _control_text(self, text: str) -> TokenIds:
-        return _ids(self._tokenizer, text, add_special_tokens=False)
-
-    @functools.cached_property
-    def _plain_tokenizer(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, because `encode_special_tokens` is a global switch and both kinds of requests overlap."""
-        tokenizer = _tokenizer(self._source)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        return WindowTextParser(self._tokenizer.decode, hidden)
 
     def _token_bytes(self, hidden: frozenset[int], token_id: int) -> bytes:
         if token_id in hidden:
@@ -311,13 +309,6 @@ def _required(files: Mapping[str, bytes], name: str) -> bytes:
     return data
 
 
-def _tokenizer(source: bytes) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_buffer(source)
-    except ValueError as exc:
-        raise ConfigError(f"{TOKENIZER} can't be read: {exc}") from exc
-
-
 def _json_object(data: bytes, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
@@ -351,18 +342,3 @@ def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str
         raise ConfigError(f"{CHAT_TEMPLATE} is not UTF-8: {exc}") from exc
     except (TypeError, KeyError) as exc:
         raise ConfigError(f"chat_template in {TOKENIZER_CONFIG} must list objects with name and template") from exc
-
-
-def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-    """Tokenize a text. Unlike `Tokenizer.encode`, this releases the GIL and computes no offsets."""
-    (encoding,) = tokenizer.encode_batch_fast([_well_formed(text)], add_special_tokens=add_special_tokens)
-    return array("I", encoding.ids)
-
-
-def _well_formed(text: str) -> str:
-    """Replace lone surrogates, which JSON allows and UTF-8 does not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

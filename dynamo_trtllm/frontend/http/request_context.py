@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynamo_trtllm.api.response_schemas import Stats
+from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
-_LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # limit of large bodies that are processed at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class AppState:
     limiter: ConcurrencyLimiter
     body_budget: BodyBudget
     running: InFlight
-    large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
+    large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
 
 
 class RequestContext:

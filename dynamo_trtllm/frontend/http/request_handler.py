@@ -21,12 +21,13 @@ from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
 from dynamo_trtllm.streams import unexpected_error
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.base import INLINE_BYTES, ServedModel
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
-THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so that they delay no other stream
+_MANY_OBJECTS = 200  # messages, tools and parts of them; each takes as long as a kilobyte of text
+_MANY_OBJECTS_BYTES = 16 << 10
 
 
 class SseEncoder(Protocol):
@@ -81,7 +82,7 @@ class ApiAdapter(Protocol[B]):
     async def plan(
         self, body: B, served: ServedModel, request_id: str, deadline: float, *, off_loop: bool
     ) -> GenerationPlan:
-        """Plan the request. With `off_loop` the body is large and the work is done in a thread.
+        """Plan the request. With `off_loop` rendering may take long and is done in a thread.
 
         Raises:
             RequestError: the request is wrong or not supported.
@@ -95,6 +96,12 @@ class ApiAdapter(Protocol[B]):
     async def on_complete(self, answer: Any) -> None:
         """Handle a complete response before its last part is sent. `answer`: what `encoder` or `aggregator` gave."""
         ...
+
+
+def is_large_body(raw_body: bytes) -> bool:
+    """Return whether the body is parsed and rendered in a thread, because it would delay other streams."""
+    size = len(raw_body)
+    return size > INLINE_BYTES or (size > _MANY_OBJECTS_BYTES and raw_body.count(b"{") > _MANY_OBJECTS)
 
 
 class GenerateEndpoint(Generic[B]):
@@ -149,14 +156,15 @@ class GenerateEndpoint(Generic[B]):
     async def _plan(self, context: RequestContext, request: HttpRequest) -> tuple[B, GenerationPlan]:
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
         adapter, raw_body = self._adapter, await context.read_body(request)
-        off_loop = len(raw_body) > THREAD_BYTES
-        async with self._large_body_slot() if off_loop else nullcontext():
-            if off_loop:
+        is_large = is_large_body(raw_body)
+        async with self._large_body_slot() if is_large else nullcontext():
+            if is_large:
                 body = await in_thread(parse, adapter.body, raw_body)
             else:
                 body = parse(adapter.body, raw_body)
             context.set_timeout(body.timeout)
             served = self._app_state.models.get(body.model)
+            off_loop = is_large or len(raw_body) > served.renderer.inline_bytes
             plan = await adapter.plan(body, served, context.id, context.deadline, off_loop=off_loop)
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -92,10 +93,15 @@ class CharacterRenderer:
     variables = frozenset({"tools", "reasoning_effort"})
 
     def __init__(self) -> None:
+        self.inline_bytes = 1000
         self.conversations: list[Conversation] = []
+        self.rendered_on_loop: list[bool] = []
+
+    def preload(self) -> None: ...
 
     def render(self, conversation: Conversation) -> TokenIds:
         self.conversations.append(conversation)
+        self.rendered_on_loop.append(threading.current_thread() is threading.main_thread())
         return self.encode("".join(message.content for message in conversation.messages))
 
     def encode(self, text: str) -> TokenIds:
@@ -118,9 +124,10 @@ class CharacterRenderer:
 
 
 class Catalog:
-    def __init__(self) -> None:
+    def __init__(self, context_length: int = CARD.context_length) -> None:
         self.renderer = CharacterRenderer()
-        self.served = {MODEL: ServedModel(CARD, self.renderer)}
+        card = msgspec.structs.replace(CARD, context_length=context_length)
+        self.served = {MODEL: ServedModel(card, self.renderer)}
         self.up: list[Instance] = []
         self.lacks: str | None = None
         self.shown: ReadinessReport = {"pairs": [], "mismatched": [], "rejected_records": []}

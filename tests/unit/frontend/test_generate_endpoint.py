@@ -10,9 +10,23 @@ import httpx
 import pytest
 
 from dynamo_trtllm import errors
+from dynamo_trtllm.frontend.http.request_handler import is_large_body
 from dynamo_trtllm.messages import FinishReason
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import CALL, CONTENT, END, HALF, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    CONTENT,
+    END,
+    HALF,
+    MODEL,
+    REASONING,
+    Catalog,
+    FakeFrontend,
+    ScriptedPipeline,
+    chunk,
+    front,
+    stop,
+)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -74,6 +88,24 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
     assert response.headers["x-decode-instance"] == "cd"
     assert "dynamo_trtllm" not in body
     assert served.pipeline.running == 0
+
+
+@pytest.mark.parametrize("size", [100, 900, 2000])
+async def test_chat_when_its_tokenizer_is_slow_for_a_body_of_this_size_then_rendered_off_the_loop(size: int) -> None:
+    served = FakeFrontend(ScriptedPipeline([stop("x")]), catalog=Catalog(context_length=10_000))
+    response = await post(served, CHAT, chat(messages=[{"role": "user", "content": "a" * size}]))
+    assert response.status_code == 200
+    assert served.catalog.renderer.rendered_on_loop == [size < served.catalog.renderer.inline_bytes]
+
+
+@pytest.mark.parametrize(
+    ("size", "objects", "is_large"),
+    [(49_000, 5, False), (50_000, 5, True), (20_000, 200, False), (20_000, 201, True), (16_000, 500, False)],
+)
+def test_is_large_body_when_it_has_many_objects_then_a_smaller_size_counts(
+    size: int, objects: int, is_large: bool
+) -> None:
+    assert is_large_body(b"{" * objects + b"x" * (size - objects)) is is_large
 
 
 async def test_chat_whole_when_the_model_calls_a_tool_then_finish_is_tool_calls() -> None:

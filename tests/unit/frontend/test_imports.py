@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
-OF_MODELS = {"openai_harmony", "tiktoken", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
+OF_MODELS = {"openai_harmony", "fastokens", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
 LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "yaml"}
 OURS_LATER = {
     "dynamo_trtllm.api.chat",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,17 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(fronte
     assert isinstance(frontend.models.get("oss").renderer, HarmonyRenderer)
     assert frontend.models.not_ready_reason("oss") is None
     assert [instance.id for instance in frontend.models.instances()] == [1]
+
+
+async def test_watch_when_a_model_is_served_for_a_while_then_its_renderer_loads_the_rest_in_a_thread(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 0.001)
+    monkeypatch.setattr(HarmonyRenderer, "preload", lambda renderer: threads.append(threading.current_thread()))
+    await frontend.add(1, HARMONY)
+    await until(lambda: bool(threads))
+    assert threads != [threading.current_thread()]
 
 
 async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that_the_model_is_served(

@@ -24,6 +24,7 @@ from dynamo_trtllm.messages import (
     encode,
 )
 from dynamo_trtllm.tokenization.base import Renderer
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.streaming import ChunkSource
 from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
 
@@ -132,3 +133,17 @@ async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model
     await frontend.add(2, HARMONY)
     await wait_served(frontend, "oss")
     assert frontend.models.names() == ["oss"]
+
+
+async def test_preload_when_it_fails_then_the_model_is_served_all_the_same(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(renderer: HarmonyRenderer) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 0.001)
+    monkeypatch.setattr(HarmonyRenderer, "preload", fail)
+    await frontend.add(1, HARMONY)
+    await until(lambda: "cannot be preloaded" in caplog.text)
+    assert frontend.models.get("oss").card == HARMONY
+    assert "no room" in caplog.text

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.generation.responses import response_builder, response_store
-from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
+from dynamo_trtllm.messages import FinishReason, Message, ToolCall
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
-from tests.unit.frontend.app_helpers import CALL, REASONING, chunk, front, stop
+from tests.unit.frontend.app_helpers import CALL, REASONING, Catalog, FakeFrontend, ScriptedPipeline, chunk, front, stop
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 
 
@@ -160,21 +159,11 @@ async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> N
     Response.model_validate_json(json.dumps(response), strict=True)
 
 
-async def test_long_conversation_then_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_builder, "THREAD_CHARS", 30)
-    served = front(stop("x"))
-    rendered_in: list[str] = []
-    render = served.catalog.renderer.render
-
-    def noted(conversation: Conversation) -> TokenIds:
-        rendered_in.append(threading.current_thread().name)
-        return render(conversation)
-
-    monkeypatch.setattr(served.catalog.renderer, "render", noted)
-    first = await made(served, input="a" * 20)
-    await made(served, input="b" * 20, previous_response_id=first["id"])
-    here = threading.current_thread().name
-    assert [name == here for name in rendered_in] == [True, False]
+async def test_long_conversation_then_rendered_off_the_loop() -> None:
+    served = FakeFrontend(ScriptedPipeline([stop("x")]), catalog=Catalog(context_length=10_000))
+    first = await made(served, input="a" * 700)
+    await made(served, input="b" * 700, previous_response_id=first["id"])
+    assert served.catalog.renderer.rendered_on_loop == [True, False]
 
 
 async def test_references_when_they_are_many_then_each_response_is_read_once_and_all_have_a_bound(

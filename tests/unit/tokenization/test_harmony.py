@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer, harmony_messages
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer, conversation_messages, system_message
 
 TEXTS = (
     "",
@@ -56,9 +56,11 @@ def renderer() -> HarmonyRenderer:
 
 def reference(conversation: Conversation) -> list[int]:
     encoding = vocabulary.load_harmony()
-    messages = oh.Conversation.from_messages(list(harmony_messages(conversation, TODAY)))
+    first = system_message(conversation.reasoning_effort, TODAY)
+    messages = [first, *(message.for_library() for message in conversation_messages(conversation))]
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
-    return encoding.render_conversation_for_completion(messages, oh.Role.ASSISTANT, config)
+    conversation_of_library = oh.Conversation.from_messages(messages)
+    return encoding.render_conversation_for_completion(conversation_of_library, oh.Role.ASSISTANT, config)
 
 
 def full_conversation(text: str) -> Conversation:

@@ -186,7 +186,7 @@ def test_push_when_a_header_has_many_words_then_they_are_not_held(renderer: Harm
 
 
 def test_push_when_bytes_are_no_utf8_then_the_rest_still_comes(renderer: HarmonyRenderer) -> None:
-    lone = vocabulary.load_tiktoken().encode_single_token(b"\xff")
+    lone = vocabulary.mergeable_ranks()[b"\xff"]
     parser = renderer.chat_parser()
     parser.push(token_ids(ids_of(FINAL)))
     assert parser.push(token_ids([lone, *ids_of("on")])).content == "\N{REPLACEMENT CHARACTER}on"

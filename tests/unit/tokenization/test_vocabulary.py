@@ -80,11 +80,11 @@ def test_specials_when_listed_then_they_fill_the_vocabulary_and_are_those_of_ope
 
 
 def test_load_when_called_in_both_ways_then_loads_once() -> None:
-    assert vocabulary.load_tiktoken() is vocabulary.load_tiktoken(None)
+    assert vocabulary.load_tokenizer() is vocabulary.load_tokenizer(vocabulary.default_cache_dir())
     assert vocabulary.load_harmony() is vocabulary.load_harmony(vocabulary.default_cache_dir())
 
 
 def test_load_when_several_threads_ask_at_once_then_all_share_one_copy(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
-        loaded = list(pool.map(vocabulary.load_tiktoken, [tmp_path] * 3))
+        loaded = list(pool.map(vocabulary.load_tokenizer, [tmp_path] * 3))
     assert len({id(each) for each in loaded}) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from weakref import WeakValueDictionary
 
 import orjson
@@ -265,9 +265,6 @@ def _tool_choice(body: ResponseRequest) -> str | dict[str, Any]:
     return choice.model_dump() if isinstance(choice, NamedTool | ResponsesAllowedTools) else choice
 
 
-THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so that they delay no other stream
-
-
 class ResponsesAdapter:
     """The adapter of `/v1/responses`. `builders` has the responses in progress, by id, until their requests end."""
 
@@ -306,7 +303,7 @@ class ResponsesAdapter:
                 "bytes of conversation (--response-store-entry-bytes); set store to false",
                 field="store",
             )
-        if off_loop or size > THREAD_CHARS:
+        if off_loop or size > served.renderer.inline_bytes:
             return await in_thread(prepare_turn, body, items, served, request_id, deadline)
         return prepare_turn(body, items, served, request_id, deadline)
 

@@ -1,0 +1,208 @@
+"""Tokenize text with fastokens, and with the library tokenizers where fastokens does not support a model.
+
+fastokens is ten to forty times faster. Each thread that encodes with it takes 32 MiB for a cache of words, and up to
+110 MiB after much varied text.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import fastokens
+import msgspec
+
+from dynamo_trtllm.config import environ
+from dynamo_trtllm.errors import ConfigError, InvalidRequest
+from dynamo_trtllm.messages import TokenIds, token_ids
+
+if TYPE_CHECKING:
+    import tokenizers
+
+log = logging.getLogger(__name__)
+
+TOKENIZER: Final = "tokenizer.json"
+_MAX_RUN_CHARS: Final = (
+    1_000_000  # a run of twice the length is always rejected; runs are matched at multiples only, in linear time
+)
+_LONG_RUN: Final = re.compile(rf"[^\W\d_]{{{_MAX_RUN_CHARS}}}|\s{{{_MAX_RUN_CHARS}}}|[^\w\s]{{{_MAX_RUN_CHARS}}}")
+
+
+class FastTokenizer:
+    """A tokenizer of fastokens.
+
+    Args:
+        load: Loads it. This may take seconds, and releases the GIL.
+    """
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        # fastokens would start threads for long texts. A frontend is meant to use one core, and threads take memory.
+        environ.export("FASTOKENS_BPE_THREADS", "1", wanted_by="the frontend")
+        self.library = load()
+        # The first call takes up to 0.2 s: it builds a table of all tokens. This thread frees its copy when it ends.
+        first = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
+        first.start()
+        first.join()
+
+    def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
+        """Tokenize a text. This releases the GIL. A lone surrogate becomes U+FFFD.
+
+        Args:
+            text: The text.
+            is_plain: Encode special tokens in the text as text, and add those with which the model's prompts begin.
+
+        Raises:
+            InvalidRequest: A word or a run of blanks is longer than any context. For one ten times as long, fastokens
+                would take seconds and 400 MB.
+        """
+        if any(_LONG_RUN.match(text, start) for start in range(0, len(text) - _MAX_RUN_CHARS, _MAX_RUN_CHARS)):
+            raise InvalidRequest(
+                f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters; "
+                "shorten it"
+            )
+        try:
+            packed, _ = self.library.encode_batch_flat([text], is_plain, is_plain)
+        except UnicodeEncodeError:
+            packed, _ = self.library.encode_batch_flat([_well_formed(text)], is_plain, is_plain)
+        ids = token_ids()
+        ids.frombytes(packed)
+        return ids
+
+
+class JsonTokenizer(Protocol):
+    """The tokenizer of a tokenizer.json."""
+
+    is_fast: bool
+    added: Mapping[int, str]  # texts of the tokens outside the BPE model, by id
+    special: frozenset[int]  # ids of those that are no text of an answer
+
+    def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
+        """See `FastTokenizer`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids, special tokens included."""
+        ...
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Return the token as the file has it, None for an unknown id."""
+        ...
+
+
+def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
+    """Load a tokenizer.json, with fastokens if it supports the file.
+
+    Returns:
+        The tokenizer, and whether the file's tokens are sequences of bytes, written in GPT-2's alphabet.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    try:
+        file = msgspec.json.decode(source, type=_TokenizerFile)
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{TOKENIZER} can't be read: {exc}") from exc
+    is_byte_level = file.decoder is not None and file.decoder.type == _BYTE_LEVEL
+    if is_byte_level and file.is_plain_bpe():
+        try:
+            return FastJsonTokenizer(source.decode()), True
+        except ValueError as exc:
+            log.info("tokenizers, which is slower than fastokens, encodes this model's prompts: %s", exc)
+    return SlowJsonTokenizer(source), is_byte_level
+
+
+_BYTE_LEVEL: Final = "ByteLevel"
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    pretokenizers: list[_Part] = []
+    dropout: float | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What decides about the library; the rest of a tokenizer.json is skipped."""
+
+    model: _Part
+    pre_tokenizer: _Part | None = None
+    decoder: _Part | None = None
+
+    def is_plain_bpe(self) -> bool:
+        """Whether the ids of fastokens equal those of tokenizers, for all parts that fastokens supports."""
+        first = self.pre_tokenizer or _Part()
+        is_bytes = any(part.type == _BYTE_LEVEL for part in (first, *first.pretokenizers))
+        return is_bytes and self.model.type == "BPE" and not self.model.dropout
+
+
+class FastJsonTokenizer(FastTokenizer):
+    """`JsonTokenizer` by fastokens. Raises ValueError for a part that fastokens does not support."""
+
+    is_fast = True
+
+    def __init__(self, source: str) -> None:
+        super().__init__(functools.partial(fastokens.Tokenizer.from_json_str, source))
+        added = self.library.added_tokens()
+        self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}
+        self.special = frozenset(token["id"] for token in added if token["special"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.library.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        token: str | None = self.library.id_to_token(token_id)
+        return token
+
+
+class SlowJsonTokenizer:
+    """`JsonTokenizer` by tokenizers. Raises ConfigError."""
+
+    is_fast = False
+
+    def __init__(self, source: bytes) -> None:
+        self._source = source
+        self._library = self._load()
+        added = self._library.get_added_tokens_decoder()
+        self.added: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
+        library = self._plain if is_plain else self._library
+        # Unlike `encode`, this releases the GIL and computes no offsets.
+        (encoding,) = library.encode_batch_fast([_well_formed(text)], add_special_tokens=is_plain)
+        return array("I", encoding.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=False)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._library.id_to_token(token_id)
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, because `encode_special_tokens` is a global switch and both kinds of requests overlap."""
+        library = self._load()
+        library.encode_special_tokens = True
+        return library
+
+    def _load(self) -> tokenizers.Tokenizer:
+        import tokenizers
+
+        try:
+            return tokenizers.Tokenizer.from_buffer(self._source)
+        except ValueError as exc:
+            raise ConfigError(f"{TOKENIZER} can't be read: {exc}") from exc
+
+
+def _well_formed(text: str) -> str:
+    """Replace lone surrogates, which JSON allows and UTF-8 does not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
