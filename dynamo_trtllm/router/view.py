@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
+from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 _REDUCED_VIEWS = 16  # cached per view

@@ -1,7 +1,7 @@
 """Define what the formats share: one `Renderer` per model card, one `OutputParser` per request, and streamed text.
 
-The text parsers decode tokens incrementally, in complete UTF-8 characters and in linear time. `renderer_for` imports the
-libraries of a format at its first use.
+The text parsers decode tokens incrementally, in complete UTF-8 characters and in linear time. `renderer_for` imports
+the libraries of a format at its first use.
 """
 
 from __future__ import annotations

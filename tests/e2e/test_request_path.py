@@ -16,7 +16,8 @@ from tests.e2e.cluster import Cluster, Process, events, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
-MOST_FILES = 48
+MOST_FILES = 40
+BESIDE = {"discovery/etcd_store.py"}  # renews leases, which may fall into the recorded time
 ASKED = {"model": "mock", "stream": True, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -40,7 +41,7 @@ class RecordedCluster(Cluster):
 def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
     etcd_server: str, nats_server: str, tmp_path: Path
 ) -> None:
-    """Counts what runs beside the request, too, such as the renewal of leases."""
+    """Counts what runs beside the request, too, but the renewal of leases."""
     cluster = RecordedCluster(etcd_server, nats_server, tmp_path)
     try:
         for role in ("prefill", "decode"):
@@ -55,7 +56,7 @@ def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
         until(lambda: all(path.exists() for path in cluster.recorded), 30)
     finally:
         cluster.stop()
-    passed = {file for path in cluster.recorded for file in json.loads(path.read_text())}
+    passed = {file for path in cluster.recorded for file in json.loads(path.read_text())} - BESIDE
     assert len(passed) <= MOST_FILES, sorted(passed)
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     path = page.partition("## Life of a request")[2].partition("\n## ")[0]

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from dynamo_trtllm.errors import BadFrame, RequestRejected, TransferMismatch
-from dynamo_trtllm.kv_transfer import params
+from dynamo_trtllm.kv_transfer import base
 from dynamo_trtllm.messages import (
     GenerateRequest,
     KvLayout,
@@ -111,7 +111,7 @@ class PendingTransfers:
         self._awaiting_fetch[transfer_id] = _PendingTransfer(prompt_tokens, result.release_kv, expiry)
         self._on_change()
         return KvTransferParams(
-            version=params.TRANSFER_PARAMS_VERSION,
+            version=base.TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
             engine=identity.engine,
             model=identity.model,
@@ -136,7 +136,7 @@ class PendingTransfers:
             TransferMismatch: names the field that differs.
         """
         kv_params, identity = transfer_params_of(request), self._identity
-        params.check_params(
+        base.check_params(
             kv_params,
             engine=identity.engine,
             model=identity.model,

@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.params import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.kv_transfer.base import FetchLimits, first_deadline, timeout_error
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, unexpected_error
 

@@ -30,10 +30,9 @@ from dynamo_trtllm.errors import (
     RequestRejected,
     TransferMismatch,
 )
-from dynamo_trtllm.kv_transfer import params
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer import base
+from dynamo_trtllm.kv_transfer.base import Destination, FetchLimits, MemoryRegion, TransferBackend, fetch
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -224,7 +223,7 @@ class MockEngine:
 
     async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
-        params.check_params(kv_params, engine="mock", model=self._model, layout=self._layout, now=time.time())
+        base.check_params(kv_params, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
                 f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens to decode more"
@@ -263,7 +262,7 @@ class MockEngine:
             self.release(transfer_id, ReleaseOutcome.ABORTED)
             raise
         kv_params = KvTransferParams(
-            version=params.TRANSFER_PARAMS_VERSION,
+            version=base.TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
             engine="mock",
             model=self._model,

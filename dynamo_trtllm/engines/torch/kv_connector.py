@@ -18,9 +18,8 @@ import msgspec
 from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
 from dynamo_trtllm.errors import BadFrame, DynamoError, RequestRejected, TransferFailed, TransferMismatch
-from dynamo_trtllm.kv_transfer import params
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
-from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch
+from dynamo_trtllm.kv_transfer import base
+from dynamo_trtllm.kv_transfer.base import Destination, FetchLimits, MemoryRegion, TransferBackend, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -116,7 +115,7 @@ class KvConnector:
         self._follow(transfer_id, prefill_done.copied)
         device = "cuda" if prefill_done.copied else "cpu"
         kv_params = KvTransferParams(
-            version=params.TRANSFER_PARAMS_VERSION,
+            version=base.TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
             engine="torch",
             model=self._model,
@@ -156,7 +155,7 @@ class KvConnector:
             RequestRejected: The request has none.
         """
         kv_params = _kv_params(request)
-        params.check_params(kv_params, engine="torch", model=self._model, layout=layout, now=time.time())
+        base.check_params(kv_params, engine="torch", model=self._model, layout=layout, now=time.time())
         for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
             if (theirs := getattr(kv_params, name)) != ours:
                 raise TransferMismatch(

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
-from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch, first_deadline
+from dynamo_trtllm.kv_transfer.base import Destination, FetchLimits, MemoryRegion, OnRegion, fetch, first_deadline
 from dynamo_trtllm.messages import KvTransferParams
 from tests.instances import make_transfer_params
 

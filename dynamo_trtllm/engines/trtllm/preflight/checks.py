@@ -17,7 +17,7 @@ from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.rules import PeerFacts, RuleSet
 from dynamo_trtllm.engines.trtllm.preflight.facts import TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.preflight.memory import memory_table
-from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
+from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, Role
 
 _MOE = "moe_config.backend"
