@@ -44,6 +44,7 @@ class AppState:
     body_budget: BodyBudget
     running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a body that is planned on the event loop
 
 
 class RequestContext:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 _MANY_OBJECTS = 200  # messages, tools and parts of them; each takes as long as a kilobyte of text
-_MANY_OBJECTS_BYTES = 16 << 10
+_TURN_BYTES = 16 << 10  # the event loop plans one larger body, then does other work
 
 
 class SseEncoder(Protocol):
@@ -101,7 +101,7 @@ class ApiAdapter(Protocol[B]):
 def is_large_body(raw_body: bytes) -> bool:
     """Return whether the body is parsed and rendered in a thread, because it would delay other streams."""
     size = len(raw_body)
-    return size > INLINE_BYTES or (size > _MANY_OBJECTS_BYTES and raw_body.count(b"{") > _MANY_OBJECTS)
+    return size > INLINE_BYTES or (size > _TURN_BYTES and raw_body.count(b"{") > _MANY_OBJECTS)
 
 
 class GenerateEndpoint(Generic[B]):
@@ -165,8 +165,16 @@ class GenerateEndpoint(Generic[B]):
             context.set_timeout(body.timeout)
             served = self._app_state.models.get(body.model)
             off_loop = is_large or len(raw_body) > served.renderer.inline_bytes
-            plan = await adapter.plan(body, served, context.id, context.deadline, off_loop=off_loop)
+            async with self._turn() if len(raw_body) > _TURN_BYTES and not off_loop else nullcontext():
+                plan = await adapter.plan(body, served, context.id, context.deadline, off_loop=off_loop)
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[None, None]:
+        """Plan one body at a time, and let the event loop do other work between two."""
+        async with self._app_state.turn:
+            yield
+            await asyncio.sleep(0)
 
     @asynccontextmanager
     async def _large_body_slot(self) -> AsyncGenerator[None, None]:

@@ -14,10 +14,23 @@ from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIn
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http import request_handler
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
+from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, Role, TokenIds
 from dynamo_trtllm.streams import OnChunk, run_stream
+from dynamo_trtllm.tokenization.base import ServedModel
 from tests.memory_http import MemoryTransport
-from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, FakeFrontend, ScriptedPipeline, chunk, stop
+from tests.unit.frontend.app_helpers import (
+    CALL,
+    CARD,
+    CONTENT,
+    MODEL,
+    REASONING,
+    Catalog,
+    CharacterRenderer,
+    FakeFrontend,
+    ScriptedPipeline,
+    chunk,
+    stop,
+)
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, request
 
 SCRIPT = [
@@ -65,9 +78,9 @@ class Wire(HttpResponse):
         return b"".join(self.transport.sent).decode().partition("\r\n\r\n")[2]
 
 
-def post(path: str, **fields: Any) -> HttpRequest:
+def post(path: str, padding: int = 0, **fields: Any) -> HttpRequest:
     request = HttpRequest("POST", path, "", [], "", lambda: None)
-    request.feed(json.dumps({"model": MODEL, "stream": True} | fields).encode())
+    request.feed(json.dumps({"model": MODEL, "stream": True} | fields).encode() + b" " * padding)
     request.complete()
     return request
 
@@ -217,3 +230,36 @@ async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_
     with pytest.raises(type(error)):
         await run_stream(partial(cluster.pipeline.generate, request(), RouteTrace()), fail)
     assert len(first.requests) + len(second.requests) == 1
+
+
+class Clocked(CharacterRenderer):
+    """Notes in which iteration of the event loop it renders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inline_bytes = 1 << 20
+        self.iteration = 0
+        self.rendered_in: list[int] = []
+
+    async def count(self) -> None:
+        while True:
+            self.iteration += 1
+            await asyncio.sleep(0)
+
+    def render(self, conversation: Conversation) -> TokenIds:
+        self.rendered_in.append(self.iteration)
+        return super().render(conversation)
+
+
+async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other_work_between_two() -> None:
+    catalog = Catalog()
+    renderer = Clocked()
+    catalog.served[MODEL] = ServedModel(CARD, renderer)
+    messages = [{"role": "user", "content": "hi"}]
+    served = FakeFrontend(ScriptedPipeline([chunk("a"), stop()]), FrontendConfig(), catalog)
+    counting = asyncio.create_task(renderer.count())
+    requests = [post("/v1/chat/completions", padding=20_000, messages=messages) for _ in range(8)]
+    await asyncio.gather(*(served.app(request, Wire(1)) for request in requests))
+    counting.cancel()
+    assert len(renderer.rendered_in) == 8
+    assert len(set(renderer.rendered_in)) == 8
