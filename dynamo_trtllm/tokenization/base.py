@@ -7,6 +7,7 @@ the libraries of a format at its first use.
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -309,13 +310,13 @@ class TokenizationCache:
 
     Args:
         encode: Tokenizes a text.
-        max_bytes: Maximum size in bytes, as estimated by `_cost`.
+        max_bytes: Maximum size of the texts and their ids together.
     """
 
     def __init__(self, encode: Callable[[str], TokenIds], max_bytes: int = MAX_BYTES) -> None:
         self._encode = encode
         self._max_bytes = max_bytes
-        self._cached: OrderedDict[str, TokenIds] = OrderedDict()
+        self._cached: OrderedDict[str, tuple[TokenIds, int]] = OrderedDict()  # ids and bytes by text
         self._lock = threading.Lock()  # large bodies are rendered in threads
         self.num_bytes = 0
 
@@ -324,24 +325,21 @@ class TokenizationCache:
         if len(text) < _MIN_CHARS:
             return self._encode(text)
         with self._lock:
-            ids = self._cached.get(text)
-            if ids is not None:
+            cached = self._cached.get(text)
+            if cached is not None:
                 self._cached.move_to_end(text)
-                return ids
+                return cached[0]
         ids = self._encode(text)
         with self._lock:
             self._put(text, ids)
         return ids
 
     def _put(self, text: str, ids: TokenIds) -> None:
-        if text in self._cached or _cost(text, ids) > self._max_bytes:
+        num_bytes = sys.getsizeof(text) + sys.getsizeof(ids)
+        if text in self._cached or num_bytes > self._max_bytes:
             return
-        self._cached[text] = ids
-        self.num_bytes += _cost(text, ids)
+        self._cached[text] = ids, num_bytes
+        self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
-            self.num_bytes -= _cost(*self._cached.popitem(last=False))
-
-
-def _cost(text: str, ids: TokenIds) -> int:
-    """Return an upper bound of the bytes of a text and its ids; a character takes up to four bytes."""
-    return 4 * len(text) + ids.itemsize * len(ids)
+            _, (_, num_bytes) = self._cached.popitem(last=False)
+            self.num_bytes -= num_bytes

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from array import array
 
 import pytest
@@ -17,6 +18,11 @@ class Counting:
         return token_ids(map(ord, text))
 
 
+def size(text: str) -> int:
+    """The bytes of a text and of the ids that `Counting` makes of it."""
+    return sys.getsizeof(text) + sys.getsizeof(token_ids(map(ord, text)))
+
+
 def test_ids_when_a_text_comes_again_then_it_is_not_encoded_again_and_the_ids_are_equal() -> None:
     encode = Counting()
     known = TokenizationCache(encode)
@@ -27,16 +33,23 @@ def test_ids_when_a_text_comes_again_then_it_is_not_encoded_again_and_the_ids_ar
 
 def test_ids_when_there_are_too_many_bytes_then_the_texts_used_longest_ago_go() -> None:
     encode = Counting()
-    known = TokenizationCache(encode, max_bytes=3 * 300 * 8)
+    known = TokenizationCache(encode, max_bytes=3 * size("a" * 300))
     for letter in "abcadaeb":  # a is used all the time
         known.ids(letter * 300)
-        assert known.num_bytes <= 3 * 300 * 8
+        assert known.num_bytes <= 3 * size("a" * 300)
     assert [text[0] for text in encode.texts] == ["a", "b", "c", "d", "e", "b"]
+
+
+def test_ids_when_characters_are_wide_then_they_count_as_the_bytes_that_they_take() -> None:
+    for text in ("a" * 300, "é" * 300, "中" * 300, "🧑" * 300):
+        known = TokenizationCache(Counting())
+        known.ids(text)
+        assert known.num_bytes == size(text)
 
 
 def test_ids_when_a_text_alone_is_too_large_then_it_is_not_kept_and_drives_out_nothing() -> None:
     encode = Counting()
-    known = TokenizationCache(encode, max_bytes=300 * 8)
+    known = TokenizationCache(encode, max_bytes=size("a" * 300))
     for text in ("a" * 300, "b" * 301, "a" * 300):
         known.ids(text)
     assert len(encode.texts) == 2
