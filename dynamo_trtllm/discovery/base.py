@@ -1,4 +1,4 @@
-"""Define the discovery interface. `memory` (in-process) and `etcd` implement it; both pass the same contract tests."""
+"""Define the discovery interface. `etcd` implements it, and tests have an implementation within one process."""
 
 from __future__ import annotations
 

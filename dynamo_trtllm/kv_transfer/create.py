@@ -8,43 +8,30 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
-from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("nixl", "tcp", "loopback")
-
 
 def create_backend(
     name: str | None, config: WorkerConfig | None = None, *, kv_checksums: ChecksumMode = "auto"
 ) -> TransferBackend:
-    """Create the backend called `name`.
+    """Create a backend.
 
     Args:
-        name: None chooses nixl if it is installed, otherwise tcp.
+        name: "nixl" or "tcp"; None chooses nixl if it is installed, otherwise tcp.
         config: Has the addresses for tcp. Without it, only processes on this host can connect.
         kv_checksums: See KV_CHECKSUMS.
 
     Raises:
-        ConfigError: The name is unknown, nixl is not installed, or the addresses have different families.
+        ConfigError: nixl is not installed, or the addresses have different families.
     """
     checksums = Checksums(kv_checksums)
-    match name:
-        case None:
-            return _best(config, checksums)
-        case "nixl":
-            return NixlBackend(checksums)
-        case "tcp":
-            return _tcp(config, checksums)
-        case "loopback":
-            return LoopbackBackend(checksums)
-        case _:
-            raise ConfigError(
-                f"unknown transfer backend {name!r}; choose one of {', '.join(BACKENDS)}", field="transfer_backend"
-            )
+    if name is None:
+        return _best(config, checksums)
+    return NixlBackend(checksums) if name == "nixl" else _tcp(config, checksums)
 
 
 def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.contract.plane_helpers import LIMITS, Network, PlanePair
 from tests.fakes_path import fake_tensorrt_llm, shorten_waits
+from tests.inproc_plane import InprocPlane
 from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
 from tests.trtllm_engines import TrtllmEngines, start_engines
 

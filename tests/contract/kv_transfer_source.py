@@ -9,7 +9,7 @@ import sys
 from collections import deque
 
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of
-from dynamo_trtllm.kv_transfer.create import create_backend
+from tests.loopback_backend import named_backend
 
 if __name__ == "__main__":
     # NIXL 1.5 imports a torch without CUDA only to learn its CUDA version, which takes 2 s of CPU.
@@ -39,7 +39,7 @@ def say(**answer: object) -> None:
 
 
 async def main(name: str) -> None:
-    backend = create_backend(name)
+    backend = named_backend(name)
     await backend.start(lambda transfer_id: say(fetched=transfer_id))
     held: dict[str, bytearray] = {}
     say(ready=True)

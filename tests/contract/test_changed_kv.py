@@ -12,9 +12,9 @@ import pytest
 
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
-from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import Role, token_ids
 from tests.engines import check_nothing_left, make, prefill_then_decode, prompt_of, started, stats, tokens
+from tests.loopback_backend import LoopbackBackend
 
 _PROMPTS = 35
 

@@ -18,10 +18,10 @@ from dynamo_trtllm.discovery.base import Added, Discovery, Event, Rejected, Remo
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance
+from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 from tests.waiting import SOON_S
 
 _CHILD = """

@@ -18,9 +18,9 @@ import pytest
 
 from dynamo_trtllm.errors import KvTransferError, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.kv_transfer.create import create_backend
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS, Start, StartedBackend, backend_starter, count_registrations
+from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
 
 REMOTE = ("tcp", "nixl")
@@ -152,7 +152,7 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kind: str) -> None:
     tasks, threads = len(asyncio.all_tasks()), own_threads()
-    backend = create_backend(kind)
+    backend = named_backend(kind)
     await backend.start(lambda transfer_id: None)
     source, target = content("a", 100), bytearray(100)
     offer = await backend.publish("t", split(source, [100]))

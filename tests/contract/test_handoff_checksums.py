@@ -17,9 +17,9 @@ from benchmarks.chaos.relay import ChangingRelay
 from dynamo_trtllm.errors import KvTransferError, TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, ChecksumMode
-from dynamo_trtllm.kv_transfer.create import create_backend
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS
+from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
 
 TRANSFERS = 300
@@ -40,7 +40,7 @@ async def start(kind: str) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def started(mode: ChecksumMode = "auto") -> TransferBackend:
-            backend = create_backend(kind, kv_checksums=mode)
+            backend = named_backend(kind, kv_checksums=mode)
             await backend.start(lambda transfer_id: None)
             stack.push_async_callback(backend.aclose)
             return backend

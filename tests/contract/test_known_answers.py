@@ -18,16 +18,16 @@ from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, Route
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.base import view as bytes_of
-from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers, PairState
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.engines import ask, make
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
+from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
+from tests.loopback_backend import LoopbackBackend
 from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 

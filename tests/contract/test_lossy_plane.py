@@ -28,11 +28,12 @@ from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, de
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
-from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers
 from dynamo_trtllm.worker.service import Admission, WorkerService
+from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
+from tests.loopback_backend import LoopbackBackend
 from tests.streaming import pipeline_stream
 from tests.waiting import SOON_S
 
@@ -137,9 +138,9 @@ async def cluster() -> AsyncIterator[Cluster]:
             engine="mock",
             disaggregation_mode=role,
             ticket_ttl_s=TICKET_TTL_S,
-            override_engine_args={"step_s": 0, "transfer_backend": "loopback"},
+            override_engine_args={"step_s": 0},
         )
-        engine = MockEngine(config, instance_id=number)
+        engine = MockEngine(config, instance_id=number, backend=LoopbackBackend())
         await engine.start()
         engines.append(engine)
         instance: Instance = make_instance(number, role=role)

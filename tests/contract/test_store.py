@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
-from dynamo_trtllm.launch.servers import _nats_binary
+from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.request_plane import jetstream
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store, StoreLimits
@@ -179,7 +179,7 @@ async def test_jetstream_when_the_server_restarts_then_values_are_still_there(
 @pytest.fixture
 def plain_nats() -> Iterator[str]:
     """URL of a nats-server without JetStream."""
-    process = spawn([_nats_binary(), "-a", "127.0.0.1", "-p", "-1"], stderr=subprocess.PIPE)
+    process = spawn([nats_binary(), "-a", "127.0.0.1", "-p", "-1"], stderr=subprocess.PIPE)
     assert process.stderr is not None
     with process.stderr as log:
         lines = iter(log.readline, b"")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.kv_transfer.base import TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend
+from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
 
 KINDS = ("loopback", "tcp", "nixl")
@@ -49,7 +49,7 @@ async def backend_starter(kind: str) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def start() -> StartedBackend:
-            side = StartedBackend(create_backend(kind))
+            side = StartedBackend(named_backend(kind))
             await side.backend.start(side.on_fetched)
             stack.push_async_callback(side.backend.aclose)
             return side

@@ -14,6 +14,7 @@ from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch,
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, Phase, ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import Admission
 from tests.engines import tokens
 from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
@@ -165,8 +166,9 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(
 
 
 async def test_prefill_when_transfers_hold_their_share_of_kv_then_refused_until_one_is_gone(
-    servers: tuple[str, str], running_workers: RunningWorkers
+    servers: tuple[str, str], running_workers: RunningWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "_UNFETCHED_S", 0.0)
     small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
     async with scene(servers, running_workers, prefill=small) as made:
         transfers = [await made.kv_params() for _ in range(3)]

@@ -14,7 +14,7 @@ from dynamo_trtllm.discovery.base import Added, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import TlsFiles
 from dynamo_trtllm.errors import Unreachable
-from dynamo_trtllm.launch.servers import _etcd_binary
+from dynamo_trtllm.launch.servers import etcd_binary
 from dynamo_trtllm.network.addresses import free_ports
 from tests.instances import make_instance
 
@@ -44,7 +44,7 @@ def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     }.items():
         flags = [flag.replace(old, new) for flag in flags]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([_etcd_binary(), *flags, "--heartbeat-interval=10"], stdout=log, stderr=log)
+        process = subprocess.Popen([etcd_binary(), *flags, "--heartbeat-interval=10"], stdout=log, stderr=log)
     yield f"127.0.0.1:{client}"
     process.kill()
     process.wait()

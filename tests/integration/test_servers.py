@@ -105,7 +105,7 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "sleeper"
     program.write_text(SAYS_IT_IS_READY)
     program.chmod(0o755)
-    for name in ("_etcd_binary", "_nats_binary"):
+    for name in ("etcd_binary", "nats_binary"):
         monkeypatch.setattr(servers, name, lambda: str(program))
     return program
 

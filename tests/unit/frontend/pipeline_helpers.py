@@ -27,8 +27,8 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
+from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource, pipeline_stream
 

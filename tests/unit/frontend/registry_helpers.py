@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from dynamo_trtllm.discovery.base import Registration
-from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.messages import (
@@ -25,12 +24,13 @@ from dynamo_trtllm.messages import (
     encode,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.server import Service
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.service import Admission, WorkerService, digest
+from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
+from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 from tests.streaming import ChunkSource
 from tests.waiting import SOON_S
 

@@ -30,6 +30,7 @@ from tests.unit.frontend.app_helpers import (
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+WHY = {"reasoning_content": "why", "reasoning": "why"}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -75,7 +76,7 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
     assert body["id"].startswith("chatcmpl-")
     assert body["model"] == MODEL
     message = body["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "Hello", "refusal": None, "reasoning_content": "why"}
+    assert message == {"role": "assistant", "content": "Hello", "refusal": None} | WHY
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"] == {
         "prompt_tokens": 2,
@@ -163,7 +164,7 @@ async def test_chat_stream_then_role_first_one_event_per_chunk_finish_and_done()
     deltas = [event["choices"][0]["delta"] for event in got]
     assert deltas == [
         {"role": "assistant", "content": "", "refusal": None},
-        {"reasoning_content": "why"},
+        WHY,
         {"content": 'He"'},
         {"content": "llo"},
         {},

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
-from dynamo_trtllm.discovery.memory import MemoryDiscovery
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.fleet import model_registry as models_module
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
@@ -22,11 +21,12 @@ from dynamo_trtllm.messages import (
     Role,
     encode,
 )
-from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, digest
+from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
+from tests.memory_discovery import MemoryDiscovery
 from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
 from tests.waiting import SOON_S
 

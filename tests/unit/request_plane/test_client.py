@@ -13,8 +13,8 @@ from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
-from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.request_plane.nats import NatsTransport
+from tests.inproc_plane import InprocTransport
 from tests.streaming import ChunkSource, call_stream
 from tests.waiting import SOON_S
 

@@ -8,8 +8,8 @@ import time
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import Batch
-from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
+from tests.inproc_plane import InprocTransport
 from tests.streaming import call_stream
 
 

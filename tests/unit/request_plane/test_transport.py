@@ -8,8 +8,8 @@ import pytest
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError, Unreachable
-from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.request_plane.transport import Heartbeat
+from tests.inproc_plane import InprocTransport
 
 SILENT, OWN_LOSS = Unreachable("no answer"), Disconnected("no connection here")
 

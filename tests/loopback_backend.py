@@ -1,4 +1,4 @@
-"""Transfer KV between engines of one process by memmove, for tests and aggregated runs. Supports CPU memory only."""
+"""A KV transfer backend between engines of one process, by memmove. Supports CPU memory only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from typing import ClassVar
 import msgspec
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_cpu, require_sizes
-from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, ended, results
+from dynamo_trtllm.kv_transfer.base import (
+    MemoryRegion,
+    OnRegion,
+    TransferBackend,
+    decode_offer,
+    require_cpu,
+    require_sizes,
+)
+from dynamo_trtllm.kv_transfer.checksums import NOTHING, ChecksumMode, Checksums, combined, ended, results
+from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.host import HostBackend, PublishedRegions
 from dynamo_trtllm.messages import encode
 
@@ -106,3 +114,10 @@ class LoopbackBackend(HostBackend):
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
         await self._close()
+
+
+def named_backend(name: str, *, kv_checksums: ChecksumMode = "auto") -> TransferBackend:
+    """Return a new backend: nixl, tcp or loopback."""
+    if name == "loopback":
+        return LoopbackBackend(Checksums(kv_checksums))
+    return create_backend(name, kv_checksums=kv_checksums)
