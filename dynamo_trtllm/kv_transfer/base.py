@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from dynamo_trtllm.errors import BadFrame, TransferFailed
-from dynamo_trtllm.messages import decode
+from dynamo_trtllm.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    DynamoError,
+    RequestRejected,
+    TransferExpired,
+    TransferFailed,
+    TransferMismatch,
+    TransferTimeout,
+)
+from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, decode
 
 if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
-import time
-from collections.abc import Mapping
-
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferMismatch, TransferTimeout
-from dynamo_trtllm.messages import KvLayout, KvTransferParams
 
 T = TypeVar("T")
 
@@ -43,7 +48,7 @@ class TransferBackend(Protocol):
     All calls are made on the event loop. A backend runs blocking library calls on threads of its own.
     """
 
-    name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp", "loopback"
+    name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp"
     checksums: Checksums
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
@@ -239,6 +244,40 @@ def check_params(
             )
     if kv_params.expires_at <= now:
         raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago")
+
+
+def request_params(
+    request: GenerateRequest,
+    *,
+    engine: str,
+    model: str,
+    layout: KvLayout,
+    kv_compat: Mapping[str, str] = {},
+    kv_bytes: int | None = None,
+) -> KvTransferParams:
+    """Return the KV transfer parameters of a decode call if they match the call and the engine.
+
+    Args:
+        kv_bytes: The size of the prompt's KV; None if it may differ. The others are those of `check_params`.
+
+    Raises:
+        RequestRejected: The call has no KV transfer parameters.
+        TransferMismatch, TransferExpired: As `check_params`.
+    """
+    kv_params = request.kv_params
+    if kv_params is None:
+        raise RequestRejected("a decode call needs KV transfer parameters (ticket)", field="ticket")
+    check_params(kv_params, engine=engine, model=model, layout=layout, now=time.time(), kv_compat=kv_compat)
+    for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
+        if ours is not None and (theirs := getattr(kv_params, name)) != ours:
+            raise TransferMismatch(
+                f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours} at decode; retry the "
+                "request",
+                field=name,
+            )
+    if not kv_params.first_token_ids:
+        raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
+    return kv_params
 
 
 class FetchLimits(NamedTuple):

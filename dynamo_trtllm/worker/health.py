@@ -31,7 +31,7 @@ _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 class Health:
     """Health of a worker. The worker updates it and the routes read it."""
 
-    phase: str = "starting"  # starting, loading, serving, draining, stopped
+    phase: str = "starting"  # starting, loading, registering, serving, draining, stopped
     reason: str = ""  # why the worker is not ready, as text for users; while loading, the current step
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 

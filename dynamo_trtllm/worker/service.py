@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
 _CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
+_UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers do not fetch it
 
 
 class Admission:
@@ -49,8 +50,8 @@ class Admission:
 
     Args:
         max_active: limit of calls plus reserved slots; None: no limit.
-        max_pending_transfer_fraction: share of the KV blocks that may await transfer; above it, new prompts are
-            rejected.
+        max_pending_transfer_fraction: share of the KV blocks that may await transfer; when more have for a second, new
+            prompts are rejected.
         clock: returns seconds since the epoch, as the expiry of reservations.
     """
 
@@ -65,6 +66,7 @@ class Admission:
         self._clock = clock
         self._num_active = 0
         self._reservations: dict[str, float] = {}  # reservation id -> when it expires
+        self._above_share_since: float | None = None  # of KV to transfer, at every prefill call since then
 
     def active(self) -> int:
         """Return the number of running calls."""
@@ -127,9 +129,18 @@ class Admission:
             )
 
     def _check_pending_transfers(self, stats: EngineStats) -> None:
-        """Reject prompts while decode workers do not fetch KV, because further KV would fill the cache."""
+        """Reject prompts while decode workers do not fetch KV, because further KV would fill the cache.
+
+        The KV of one long prompt may exceed the share until it is fetched, which is no reason to reject others.
+        """
         total = stats.kv_blocks_total  # 0: not reported by the engine
-        if total and stats.ticket_kv_blocks > self._max_pending_transfer_fraction * total:
+        if not total or stats.ticket_kv_blocks <= self._max_pending_transfer_fraction * total:
+            self._above_share_since = None
+            return
+        now = self._clock()
+        if self._above_share_since is None:
+            self._above_share_since = now
+        if now - self._above_share_since >= _UNFETCHED_S:
             raise Overloaded(
                 f"{stats.tickets_held} pending KV transfers hold {stats.ticket_kv_blocks} of {total} KV blocks; retry "
                 "later or start more decode workers"
@@ -262,10 +273,10 @@ class WorkerService:
             case ReleaseKv(transfer_id, outcome):
                 if isinstance(self._engine, KvHolder):
                     self._engine.release(transfer_id, outcome)
-            case ReserveSlot(reservation_id, expires_at):
+            case ReserveSlot(reservation_id, expires_at, left_s):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
-                self._admission.reserve(reservation_id, expires_at)
+                self._admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
             case ReleaseSlot(reservation_id):
                 self._admission.unreserve(reservation_id)
             case Restart(reason):

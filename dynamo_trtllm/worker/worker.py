@@ -215,6 +215,7 @@ class Worker:
         )
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
+        self._health.phase = "registering"
         instance, files = self._describe(info)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
         admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)

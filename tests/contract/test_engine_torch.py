@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from dynamo_trtllm.errors import (
     EngineFailed,
     RequestRejected,
 )
-from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,
@@ -39,6 +39,8 @@ from tests.engines import (
     stats,
     tokens,
 )
+from tests.loopback_backend import LoopbackBackend
+from tests.waiting import SOON_S
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 600, 1300]
 CHUNK = 512  # tokens of a prefill step: the last two take two and three
@@ -60,6 +62,37 @@ async def test_greedy_when_compared_with_transformers_then_equal(name: str, requ
             wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[0, length:].tolist()
             assert got == wanted
             assert len(set(got)) > 3
+
+
+@pytest.mark.parametrize(("role", "lengths"), [(Role.AGGREGATED, (1, 2, 256, 257, 600)), (Role.PREFILL, (1, 2, 257))])
+async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_then_equal(
+    gpt_oss: Path, role: Role, lengths: tuple[int, ...]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.float32, attn_implementation="eager")
+    phase = Phase.PREFILL if role is Role.PREFILL else Phase.AGGREGATED
+    engine = make("torch", gpt_oss, role, prefill_chunk_tokens=CHUNK)
+    async with started(engine):
+        prompts = [prompt_of(length) for length in lengths]
+        asked = [ask(prompt, phase=phase, prompt_logprobs=2, logprobs=0, max_tokens=2) for prompt in prompts]
+        asked.append(ask(prompts[-1], phase=phase))
+        *scored, plain = await asyncio.gather(*(collect(engine, each) for each in asked))
+        assert not any(chunk.prompt_logprobs for chunk in plain)
+        for prompt, chunks in zip(prompts, scored, strict=True):
+            first, *rest = [each for chunk in chunks for each in chunk.prompt_logprobs]
+            assert (first.token_id, math.isnan(first.logprob), first.top) == (prompt[0], True, ())
+            assert [each.token_id for each in rest] == list(prompt[1:])
+            with torch.inference_mode():
+                wanted = reference(torch.tensor([list(prompt)])).logits[0].log_softmax(-1)
+            own = [float(wanted[at, token]) for at, token in enumerate(prompt[1:])]
+            assert [each.logprob for each in rest] == pytest.approx(own, abs=1e-4)
+            likeliest = wanted[: len(rest)].topk(2)
+            assert [token for each in rest for token, _ in each.top] == likeliest.indices.flatten().tolist()
+            assert [p for each in rest for _, p in each.top] == pytest.approx(
+                likeliest.values.flatten().tolist(), abs=1e-4
+            )
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +240,22 @@ async def test_prefill_when_cancelled_as_its_kv_is_ready_then_nothing_is_left(
         handles.append(engine.generate(ask(prompt_of(20), phase=Phase.PREFILL), events.append))
         await check_nothing_left(engine)
         assert events == []
+
+
+async def test_receiver_when_one_has_a_bug_then_the_others_get_their_events_and_the_engine_drains(
+    gpt_oss: Path,
+) -> None:
+    class ReceiverBug(Exception):
+        pass
+
+    def raises(event: StreamEvent) -> None:
+        raise ReceiverBug
+
+    bugs: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, bug: bugs.append(bug["exception"]))
+    engine = make("torch", gpt_oss, Role.AGGREGATED)
+    async with started(engine):
+        engine.generate(ask(prompt_of(20), max_tokens=20), raises)
+        assert len(await asyncio.wait_for(answer(engine, prompt_of(20), max_tokens=20), SOON_S)) == 20
+        await asyncio.wait_for(engine.drain(), SOON_S)
+    assert {type(bug) for bug in bugs} == {ReceiverBug}

@@ -126,6 +126,39 @@ async def test_health_when_the_engine_loads_then_it_says_what_loading_does(
     assert engines[0].peers == []
 
 
+async def test_ready_when_the_engine_has_loaded_then_the_worker_is_registering(
+    etcd_server: str,
+    nats_server: str,
+    engines: list[JudgingEngine],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    registering, go_on = asyncio.Event(), asyncio.Event()
+    register = EtcdDiscovery.register
+
+    async def held(self: EtcdDiscovery, instance: Instance) -> Any:
+        registering.set()
+        await go_on.wait()
+        return await register(self, instance)
+
+    monkeypatch.setattr(EtcdDiscovery, "register", held)
+    serving_worker = Worker(config(etcd_server, nats_server, system_port=0))
+    async with asyncio.timeout(3 * SOON_S), httpx.AsyncClient() as client:
+        serving = asyncio.create_task(serving_worker.serve())
+        await logged(caplog, "reading weights")
+        engines[0].loaded.set()
+        await registering.wait()
+        found = re.search(r"health at (http://localhost:\d+)", caplog.text)
+        assert found is not None
+        ready = await client.get(f"{found[1]}/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "registering")
+        go_on.set()
+        await logged(caplog, "serving as instance")
+        serving_worker.stop()
+        await serving
+
+
 async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
     while text not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
         await asyncio.sleep(0.01)

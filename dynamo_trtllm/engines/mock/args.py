@@ -23,7 +23,5 @@ class MockArgs(BaseModel):
     max_seq_len: Annotated[int, Field(gt=0)] = Field(
         131072, description="maximum prompt and output tokens of one request"
     )
-    transfer_backend: Literal["tcp", "loopback", "nixl"] = Field(
-        "tcp", description="KV transfer backend for the simulated KV"
-    )
+    transfer_backend: Literal["tcp", "nixl"] = Field("tcp", description="KV transfer backend for the simulated KV")
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)

@@ -16,7 +16,6 @@ import zlib
 from array import array
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
@@ -28,11 +27,10 @@ from dynamo_trtllm.errors import (
     EngineFailed,
     Overloaded,
     RequestRejected,
-    TransferMismatch,
 )
-from dynamo_trtllm.kv_transfer import base
-from dynamo_trtllm.kv_transfer.base import Destination, FetchLimits, MemoryRegion, TransferBackend, fetch
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -54,19 +52,12 @@ _UNSUPPORTED_FEATURES = (
     "guided",
     "logit_bias",
     "logprobs",
+    "prompt_logprobs",
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
     "stop_token_ids",
 )
-
-
-class _MockTransfer(NamedTuple):
-    """The blocks and memory of one KV transfer."""
-
-    blocks: int
-    kv: array[int]  # the memory that the backend reads
-    expiry: asyncio.TimerHandle
 
 
 class _MockStream(TaskStream):
@@ -138,11 +129,15 @@ class MockEngine:
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
-        self._model = config.served_model_name or Path(config.model_path).name
-        self._instance_id = instance_id
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._ticket_ttl_s = config.ticket_ttl_s
-        self._handoff_timeout_s = config.handoff_timeout_s
+        self._transfers = KvTransfers(
+            self._backend,
+            engine="mock",
+            model=config.served_model_name or Path(config.model_path).name,
+            prefill_instance_id=instance_id,
+            ttl_s=config.ticket_ttl_s,
+            timeout_s=config.handoff_timeout_s,
+        )
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
@@ -150,16 +145,14 @@ class MockEngine:
         self._running: dict[_MockStream, None] = {}
         self._free_blocks = args.kv_cache_blocks
         self.work = asyncio.Event()  # set when the next step has work
-        self._awaiting_fetch: dict[str, _MockTransfer] = {}
-        self._num_transfers = 0
+        self._num_published = 0  # prompts whose KV is held
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
-        self._unpublish_tasks: set[asyncio.Task[None]] = set()
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
 
     async def start(self) -> EngineInfo:
-        await self._backend.start(lambda transfer_id: self.release(transfer_id, ReleaseOutcome.FETCHED))
+        await self._backend.start(self._transfers.release)
         self._step_task = asyncio.create_task(self._run(), name="mock-engine-steps")
         return EngineInfo(
             engine="mock",
@@ -223,94 +216,57 @@ class MockEngine:
 
     async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
-        base.check_params(kv_params, engine="mock", model=self._model, layout=self._layout, now=time.time())
+        kv_bytes = self.num_blocks(len(stream.request.token_ids)) * _KV_WORDS * array("I").itemsize
+        self._transfers.validate(stream.request, self._layout, kv_bytes=kv_bytes)  # before allocating this much memory
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
                 f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens to decode more"
             )
-        kv_bytes = self.num_blocks(len(stream.request.token_ids)) * _KV_WORDS * array("I").itemsize
-        if kv_params.kv_bytes != kv_bytes:  # check before allocating this much memory
-            raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id}: kv_bytes is {kv_params.kv_bytes} at prefill and "
-                f"{kv_bytes} at decode",
-                field="kv_bytes",
-            )
         kv = array("I", bytes(kv_bytes))
-        region = MemoryRegion(kv.buffer_info()[0], kv_params.kv_bytes)
-        limits = FetchLimits(stream.request.deadline, self._handoff_timeout_s)
-        await fetch(self._backend, kv_params, kv_params.engine_state, Destination([region]), limits)
+        region = MemoryRegion(kv.buffer_info()[0], kv_bytes)
+        await self._transfers.fetch(stream.request, kv_params, kv_params.engine_state, Destination([region]))
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
         return Chunk(token_ids=kv_params.first_token_ids)
 
     async def export_kv(self, stream: _MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        prompt = len(stream.request.token_ids)
-        blocks = self.num_blocks(prompt)
+        blocks = self.num_blocks(len(stream.request.token_ids))
         kv = _kv_of(stream.seed, blocks)
-        kv_bytes = len(kv) * kv.itemsize
-        self._num_transfers += 1
-        transfer_id = f"{self._instance_id:x}-{self._num_transfers}"
-        loop = asyncio.get_running_loop()
-        expires_at = time.time() + self._ticket_ttl_s
-        expiry = loop.call_later(self._ticket_ttl_s, self.release, transfer_id, ReleaseOutcome.ABORTED)
-        self._awaiting_fetch[transfer_id] = _MockTransfer(blocks, kv, expiry)
-        stream.blocks -= blocks  # they stay reserved until `_unpublish`
-        try:
-            engine_state = await self._backend.publish(transfer_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
-        except BaseException:  # also if cancelled: the backend may have published this memory
-            self.release(transfer_id, ReleaseOutcome.ABORTED)
-            raise
-        kv_params = KvTransferParams(
-            version=base.TRANSFER_PARAMS_VERSION,
-            transfer_id=transfer_id,
-            engine="mock",
-            model=self._model,
-            layout=self._layout,
-            prefill_instance_id=self._instance_id,
-            expires_at=expires_at,
-            prompt_tokens=prompt,
-            first_token_ids=token_ids([first]),
-            transport=self._backend.name,
-            kv_bytes=kv_bytes,
-            engine_state=engine_state,
+
+        def unpublished(_: array[int] = kv) -> None:  # keeps the memory alive until then
+            self._num_published -= 1
+            self._free_blocks += blocks
+            self.work.set()
+            self._note_idle()
+
+        stream.blocks -= blocks  # they stay reserved until `unpublished`
+        self._num_published += 1
+        regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
+        published = PublishedKv(regions, self._layout, lambda offer: offer, unpublished)
+        return await self._transfers.publish(
+            stream.request, Chunk(token_ids=token_ids([first]), stats=stream.timings()), published
         )
-        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stream.timings())
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        pending = self._awaiting_fetch.pop(transfer_id, None)
-        if pending is None:
-            return
-        pending.expiry.cancel()
-        task = asyncio.get_running_loop().create_task(self._unpublish(transfer_id, pending))
-        self._unpublish_tasks.add(task)
-        task.add_done_callback(self._unpublished)
+        self._transfers.release(transfer_id)
 
     def is_pending(self, transfer_id: str) -> bool:
-        return transfer_id in self._awaiting_fetch
-
-    async def _unpublish(self, transfer_id: str, pending: _MockTransfer) -> None:
-        """Unpublish the memory and free its blocks. `pending` keeps the memory alive until then."""
-        await self._backend.unpublish(transfer_id)
-        self._free_blocks += pending.blocks
-        self.work.set()
-
-    def _unpublished(self, task: asyncio.Task[None]) -> None:
-        self._unpublish_tasks.discard(task)
-        self._note_idle()
+        return self._transfers.is_pending(transfer_id)
 
     def _note_idle(self) -> None:
-        if not (self._waiting or self._running or self._awaiting_fetch or self._unpublish_tasks):
+        if not (self._waiting or self._running or self._num_published):
             self._idle.set()
 
     def stats(self) -> EngineStats:
+        pending = self._transfers.prompt_tokens
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
             kv_blocks_used=self._args.kv_cache_blocks - self._free_blocks,
             kv_blocks_total=self._args.kv_cache_blocks,
-            tickets_held=len(self._awaiting_fetch),
-            ticket_kv_blocks=sum(pending.blocks for pending in self._awaiting_fetch.values()),
+            tickets_held=len(pending),
+            ticket_kv_blocks=sum(map(self.num_blocks, pending)),
             kv_checksum_mismatches=self._backend.checksums.mismatches,
         )
 
@@ -375,11 +331,8 @@ class MockEngine:
         if self._step_task is not None:
             self._step_task.cancel()
             await asyncio.gather(self._step_task, return_exceptions=True)
-        for transfer_id in list(self._awaiting_fetch):
-            self.release(transfer_id, ReleaseOutcome.ABORTED)
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await asyncio.gather(*self._unpublish_tasks)
-        await self._backend.aclose()
+        await self._transfers.aclose()
 
 
 def _kv_of(seed: int, blocks: int) -> array[int]:

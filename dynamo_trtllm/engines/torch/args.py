@@ -28,7 +28,7 @@ class TorchArgs(BaseModel):
     num_threads: _Count | None = Field(
         None, description="number of CPU threads; default 1 on CPU, PyTorch's choice on a GPU"
     )
-    transfer_backend: Literal["auto", "nixl", "tcp", "loopback"] = Field(
+    transfer_backend: Literal["auto", "nixl", "tcp"] = Field(
         "auto", description="KV transfer backend; auto: nixl if it is installed, otherwise tcp"
     )
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
+from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats, warm_up
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
@@ -28,8 +26,9 @@ from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, Sampling, token_ids
-from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream, as_stream
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, Sampling
+from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel
@@ -100,16 +99,17 @@ class TorchEngine:
         if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.transfer_backend == "auto" else args.transfer_backend
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
-        self._handoff_timeout_s = config.handoff_timeout_s
         self._kv_connector: KvConnector | None = None
         if backend is not None:
-            self._kv_connector = KvConnector(
+            transfers = KvTransfers(
                 backend,
-                prefill_instance_id=instance_id,
+                engine="torch",
                 model=self._model_name,
+                prefill_instance_id=instance_id,
                 ttl_s=config.ticket_ttl_s,
-                retire=self.retire,
+                timeout_s=config.handoff_timeout_s,
             )
+            self._kv_connector = KvConnector(transfers, retire=self.retire)
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
@@ -195,17 +195,8 @@ class TorchEngine:
         return info, scheduler
 
     async def _warm_up(self) -> None:
-        request = GenerateRequest(
-            request_id="warm-up",
-            model=self._model_name,
-            token_ids=token_ids([0]),
-            sampling=Sampling(max_tokens=2, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + 600,
-        )
         try:
-            async with aclosing(as_stream(self, request)) as stream:
-                async for _ in stream:
-                    pass
+            await warm_up(self, self._model_name, max_tokens=2)
         except NonFinite as exc:
             raise EngineFailed(
                 f"{self._model_path} computes NaN or infinity; check its weights and the engine argument dtype"
@@ -271,7 +262,7 @@ class TorchEngine:
                 f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
             )
         scatter = partial(scheduler.transfer_buffer.scatter, reserved.allocation, reserved.rows)
-        await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_region=scatter)
+        await self._kv_connector.fetch(request, reserved.allocation, on_region=scatter)
         scheduler.post(partial(scheduler.install, seq))
 
     def _new_sequence(
@@ -341,11 +332,11 @@ class TorchEngine:
         """End a KV transfer. See `KvHolder.release`."""
         log.debug("KV transfer %s: %s", transfer_id, outcome)
         if self._kv_connector is not None:
-            self._kv_connector.release(transfer_id)
+            self._kv_connector.transfers.release(transfer_id)
 
     def is_pending(self, transfer_id: str) -> bool:
         """See `KvHolder.is_pending`."""
-        return self._kv_connector is not None and self._kv_connector.is_pending(transfer_id)
+        return self._kv_connector is not None and self._kv_connector.transfers.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:
@@ -356,11 +347,15 @@ class TorchEngine:
     # --- called by the scheduler, on the loop ------------------------------------------------------------
 
     def _receive(self, delivery: Delivery) -> None:
-        for seq, event in delivery:
+        for index, (seq, event) in enumerate(delivery):
             if isinstance(event, Freed):
                 self._sequences.discard(seq)
-            else:
+                continue
+            try:
                 seq.inbox(event)
+            except BaseException:  # a bug of one receiver: the events of the others are delivered all the same
+                asyncio.get_running_loop().call_soon(self._receive, delivery[index + 1 :])
+                raise
         if not self._sequences:
             self._idle.set()
 

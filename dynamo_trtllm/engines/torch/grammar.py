@@ -1,4 +1,4 @@
-"""Constrain output to a JSON schema with llguidance, which is imported at the first request that needs it.
+"""Constrain output to a format with llguidance, which is imported at the first request that needs it.
 
 The state of a grammar depends on the output tokens alone. A decode worker rebuilds it from the first token, which is
 in the KV transfer parameters.
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 # Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
 _QUOTED: Final = re.compile(r"\n\s*1 \| start: ")  # an error message continues with the grammar here
+_SLASHES: Final = re.compile(r"\\.|/|\n")
 _ANY_OBJECT: Final = {"type": "object"}
 
 
@@ -116,10 +117,10 @@ class GrammarCompiler:
         try:
             grammar = _grammar(guided.alternatives, self._specials)
         except (ValueError, TypeError) as exc:
-            raise RequestRejected(f"the JSON schema is invalid: {exc}", field="guided") from exc
+            raise RequestRejected(f"the output format is invalid: {exc}", field="guided") from exc
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestRejected(f"the JSON schema is not supported: {_reason(matcher)}", field="guided")
+            raise RequestRejected(f"the output format is not supported: {_reason(matcher)}", field="guided")
         return GrammarMatcher(matcher, tuple(guided.trigger_ids), stop_ids, self._vocab_size)
 
     def _ready(self) -> LLTokenizer:
@@ -138,17 +139,41 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _grammar(alternatives: tuple[OutputFormat, ...], specials: Mapping[str, int]) -> str:
-    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by JSON."""
+    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by its content."""
     numbers = range(len(alternatives))
     lines = ["start: " + " | ".join(f"form{n}" for n in numbers)]
     for n, alternative in zip(numbers, alternatives, strict=True):
-        schema = json.loads(alternative.json_schema) or _ANY_OBJECT
-        if not isinstance(schema, dict):
-            raise ValueError("it must be an object")
-        options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
-        lines.append(f"form{n}: {_quoted_prefix(alternative.prefix, specials)} json{n}")
-        lines.append(f"json{n}: %json {json.dumps(schema | {'x-guidance': options})}")
-    return "\n".join(lines)
+        lines.append(f"form{n}: {_quoted_prefix(alternative.prefix, specials)} content{n}")
+        lines.append(f"content{n}: {_content(alternative)}")
+    return "\n".join(lines) + "\n"
+
+
+def _content(alternative: OutputFormat) -> str:
+    """Return the content of an alternative as the right side of a Lark rule."""
+    if alternative.grammar:
+        return f"%lark {{\n{_to_lark(alternative.grammar)}\n}}"
+    if alternative.regex:
+        return f"/{_SLASHES.sub(_escaped, alternative.regex)}/"
+    schema = json.loads(alternative.json_schema) or _ANY_OBJECT
+    if not isinstance(schema, dict):
+        raise ValueError("the JSON schema must be an object")
+    options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Escape a slash or a line break for a regular expression in Lark syntax. An escaped character stays as it is."""
+    return {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group())
+
+
+def _to_lark(grammar: str) -> str:
+    """Convert EBNF to Lark syntax. A grammar in Lark syntax is returned unchanged."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as exc:
+        raise ValueError(f"the grammar can't be read: {exc}") from exc
 
 
 def _quoted_prefix(text: str, specials: Mapping[str, int]) -> str:

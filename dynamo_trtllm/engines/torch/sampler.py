@@ -173,6 +173,22 @@ def _draw(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     return (picked if order is None else order.gather(1, picked)).squeeze(1)
 
 
+def score(logits: Tensor, ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Return the log-probability of each of the tokens `ids`, and of its `top` alternatives.
+
+    Args:
+        logits: [tokens, vocabulary].
+    """
+    logs = torch.log_softmax(logits.float(), dim=-1)
+    likeliest = logs.topk(min(top, logs.shape[-1]))
+    own = logs.gather(1, torch.tensor(ids, device=logs.device)[:, None]).squeeze(1).tolist()
+    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(token_id, logprob, tuple(zip(*alternatives, strict=True)))
+        for token_id, logprob, alternatives in zip(ids, own, pairs, strict=True)
+    )
+
+
 def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[SamplingMetadata]) -> list[TokenLogprob | None]:
     wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None and ids[n] >= 0]
     logprobs: list[TokenLogprob | None] = [None] * len(rows)

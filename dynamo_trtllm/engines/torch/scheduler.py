@@ -37,6 +37,7 @@ from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
+_MOST_SCORED = 256  # prompt tokens per step whose log-probabilities are requested: each takes logits of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,15 +274,23 @@ class Scheduler:
         for seq, count in parts:
             seq.num_computed_tokens += count
         sampled, rows, at = list(decoding), list(range(len(decoding))), len(decoding)
+        scored, scored_rows = [(seq, count) for seq, count in chunks if seq.scores_prompt], list[int]()
         for seq, count in chunks:
+            if seq.scores_prompt:
+                scored_rows += range(at, at + count)
             at += count
             if seq.num_computed_tokens == seq.prompt_tokens:
                 sampled.append(seq)
                 rows.append(at - 1)
-        logits = self._forward(ids, step, rows)
+        logits, at = self._forward(ids, step, rows + scored_rows), len(rows)
+        for seq, count in scored:
+            self._events.append((seq, seq.prompt_chunk(logits[at : at + count])))
+            at += count
         finite = self._finite(step, decoding, chunks)
         if sampled:
-            self._update_from_output(sampled, sample(logits, [_sampling_metadata(seq) for seq in sampled], finite))
+            self._update_from_output(
+                sampled, sample(logits[: len(rows)], [_sampling_metadata(seq) for seq in sampled], finite)
+            )
 
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
@@ -299,9 +308,12 @@ class Scheduler:
         return torch.cat(rows)
 
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
-        planned = []
+        planned, scored = [], _MOST_SCORED
         for seq in self._prefilling:
             count = min(budget, self._limits.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
+            if seq.scores_prompt:
+                count = min(count, scored)
+                scored -= count
             if count <= 0:
                 break
             planned.append((seq, count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.sampler import LogitsProcessor
+from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, TokenLogprob
 
 
 class BlocksReserved(NamedTuple):
@@ -82,6 +83,23 @@ class TorchSequence:
         The last output token needs no KV, because no later token attends to it.
         """
         return self.prompt_tokens + (0 if self.request.phase is Phase.PREFILL else self.max_new_tokens - 1)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Return whether the log-probabilities of the prompt are requested."""
+        return self.request.sampling.prompt_logprobs is not None
+
+    def prompt_chunk(self, logits: Tensor) -> Chunk:
+        """Return the log-probabilities of the prompt tokens that follow those of the last step.
+
+        Args:
+            logits: of the prompt tokens of the last step, [tokens, vocabulary].
+        """
+        ids, end = self.request.token_ids, self.num_computed_tokens
+        begin = end - len(logits)
+        following = ids[begin + 1 : end + 1].tolist()  # after the prompt's last token there is none
+        scored = score(logits[: len(following)], following, self.request.sampling.prompt_logprobs or 0)
+        return Chunk(prompt_logprobs=scored if begin else (TokenLogprob(ids[0], math.nan), *scored))
 
 
 def phase_timings(seq: TorchSequence) -> PhaseTimings:

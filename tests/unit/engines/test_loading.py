@@ -76,7 +76,7 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
 def test_progress_when_memory_grows_then_the_phase_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
     load, _ = make(str, used=[2 * GIB, 5 * GIB, 13 * GIB])
-    assert load.progress() == "loading weights, 3.0 GiB of GPU memory used"
+    assert load.progress() == "loading weights 30%, 3.0 GiB of GPU memory used"
     assert load.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
 
 

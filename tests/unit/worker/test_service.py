@@ -37,6 +37,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.worker import service
 from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, Admission, WorkerService, digest
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource
@@ -288,7 +289,11 @@ async def test_generate_when_no_place_is_left_then_refused_before_the_engine_see
     }
 
 
-async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
+async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_and_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_UNFETCHED_S", 0.0)
+
     class Full(PlainEngine):
         def stats(self) -> EngineStats:
             return EngineStats(
@@ -299,6 +304,13 @@ async def test_generate_when_transfers_hold_too_much_kv_then_prefill_is_refused_
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
         await bench.ask(phase=Phase.PREFILL)
     assert bench.engine.asked == 0
+
+
+async def test_reserve_when_the_frontends_clock_is_an_hour_behind_then_the_slot_is_kept_as_long() -> None:
+    bench = MeteredService(PlainEngine(), Role.DECODE, admission=Admission(1))
+    await bench.service.control(ReserveSlot("a", time.time() - 3540, 60.0))
+    with pytest.raises(Overloaded):
+        await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
 
 
 async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_call() -> None:

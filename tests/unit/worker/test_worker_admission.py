@@ -125,10 +125,19 @@ def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: C
     admission = Admission(max_active=9, max_pending_transfer_fraction=0.5, clock=clock)
     with admission.admit(leg(), stats(ticket_kv_blocks=50)):
         pass
+    with admission.admit(leg(), stats(ticket_kv_blocks=51)):
+        clock.now += 1
     with pytest.raises(Overloaded, match="7 pending KV transfers hold 51 of 100 KV blocks"):
         with admission.admit(leg(), stats(ticket_kv_blocks=51)):
             raise AssertionError("it was let in")
     assert admission.active() == 0
+
+
+def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(clock: Clock) -> None:
+    admission = Admission(max_pending_transfer_fraction=0.5, clock=clock)
+    for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
+        with admission.admit(leg(), stats(ticket_kv_blocks=blocks)):
+            clock.now += 0.6
 
 
 def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:

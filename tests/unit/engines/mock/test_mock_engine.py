@@ -16,10 +16,10 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.streams import as_stream
 from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, prompt_of, started, tokens
+from tests.loopback_backend import LoopbackBackend
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # four blocks

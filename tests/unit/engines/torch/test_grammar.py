@@ -127,6 +127,38 @@ def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(grammar_co
     assert allowed(grammar_matcher) == set(STOPS)
 
 
+def formatted(prefix: str = "", **content: str) -> StructuredOutput:
+    return StructuredOutput(alternatives=(OutputFormat(json_schema="", prefix=prefix, **content),))
+
+
+@pytest.mark.parametrize("prefix", ["", "<|message|>"])
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ({"regex": "(yes|no)!{2}"}, {"yes!!", "no!!"}),
+        ({"regex": r"a/b\.c"}, {"a/b.c"}),
+        ({"grammar": 'root ::= "a" mid\nmid ::= "b" | "c"'}, {"ab", "ac"}),
+        ({"grammar": 'start: "a" ("b" | "c")'}, {"ab", "ac"}),
+    ],
+)
+def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts(
+    grammar_compiler: GrammarCompiler, prefix: str, content: dict[str, str], texts: set[str]
+) -> None:
+    found = {
+        spell(write(grammar_compiler.compile(formatted(prefix, **content), STOPS), seed)[:-1]) for seed in range(12)
+    }
+    assert found == {prefix + each for each in texts}
+
+
+@pytest.mark.parametrize("content", [{"regex": "(a"}, {"grammar": "(("}, {"grammar": 'no_root ::= "a"'}])
+def test_format_that_cannot_be_read_then_refused_with_the_reason(
+    grammar_compiler: GrammarCompiler, content: dict[str, str]
+) -> None:
+    with pytest.raises(RequestRejected, match="the output format is") as refused:
+        grammar_compiler.compile(formatted(**content), STOPS)
+    assert refused.value.field == "guided"
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -135,7 +167,7 @@ def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(grammar_co
         ({"not": {"type": "string"}}, "Unimplemented keys"),
         ({"type": "string", "pattern": "(?=x)"}, "regex parse error"),
         ({"type": "string", "minLength": 5, "maxLength": 2}, "Unsatisfiable schema"),
-        ([1], "it must be an object"),
+        ([1], "must be an object"),
     ],
 )
 def test_schema_that_cannot_be_followed_then_refused_with_the_reason(

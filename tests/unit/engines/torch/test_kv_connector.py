@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
+from tests.loopback_backend import LoopbackBackend
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=4)
 TOKENS = 40
@@ -31,14 +33,17 @@ class Copy(threading.Event):
         assert self.wait(10)
 
 
+def connector(backend: LoopbackBackend, retire: Callable[[TorchSequence], None]) -> KvConnector:
+    transfers = KvTransfers(backend, engine="torch", model="m", prefill_instance_id=1, ttl_s=60, timeout_s=10)
+    return KvConnector(transfers, retire=retire)
+
+
 class Side:
     def __init__(self) -> None:
         self.pool = KvPool(LAYOUT, 20, windows=(None, None), device=torch.device("cpu"))
         self.transfer_buffer = TransferBuffer(self.pool, 1 << 16)
         self.retired: list[TorchSequence] = []
-        self.kv_connector = KvConnector(
-            LoopbackBackend(), prefill_instance_id=1, model="m", ttl_s=60, retire=self.retired.append
-        )
+        self.kv_connector = connector(LoopbackBackend(), self.retired.append)
         allocation = self.transfer_buffer.allocate(TOKENS, self.pool.row_bytes * 20)
         assert allocation is not None
         self.allocation = allocation
@@ -75,7 +80,7 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     terms = reader.kv_connector.validate(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert (terms.seed, terms.region_bytes) == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
-    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, 10, on_region=arrived.put_nowait))
+    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, on_region=arrived.put_nowait))
     for number, copy in enumerate(copies):
         await asyncio.sleep(0.05)
         assert arrived.empty()
@@ -140,7 +145,7 @@ async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_mem
 
     caplog.set_level(logging.INFO)
     backend = HostOnly()
-    kv_connector = KvConnector(backend, prefill_instance_id=1, model="m", ttl_s=60, retire=lambda seq: None)
+    kv_connector = connector(backend, lambda seq: None)
     transfer_buffer: Any = OnGpu()
     await kv_connector.start(transfer_buffer)
     assert backend.registered == ["cpu"]
