@@ -25,7 +25,7 @@ CLAIM = "# releases: "
 RESULTS: Mapping[str, tuple[str, ...]] = {
     "GenerationResult": ("abort", "outputs", "cached_tokens"),
     "TokenLogprobs": ("logprob", "rank"),
-    "LLM": ("_check_health",),
+    "LLM": ("_check_health", "_executor"),
     "LLM.get_stats": ("timeout",),
 }
 

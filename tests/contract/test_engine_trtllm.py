@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -60,8 +60,9 @@ ELSEWHERE = {
     *FAILING,
     *"""
     context_refuses_overlap transfer_fails transfer_hangs executor_dies no_context_params start_fails
-    abort_never_answers abort_lost abort_slow abort_drops_waiting abort_keeps_context logprobs_asserted
-    min_tokens_ignored seed_ignored ignore_eos_drops_stop_words
+    abort_never_answers abort_lost abort_fails abort_slow abort_drops_waiting abort_keeps_context
+    logprobs_asserted min_tokens_ignored min_p_ignored penalties_ignored seed_ignored
+    ignore_eos_drops_stop_words result_call_fails no_disagg_id
     """.split(),
 }
 
@@ -104,7 +105,6 @@ async def check_answers(engines: TrtllmEngines, expected: Expected) -> None:
 
 
 def check_logprobs(chunks: list[Chunk]) -> None:
-    """One for each token, and its own."""
     assert [entry.token_id for chunk in chunks for entry in chunk.logprobs] == tokens(chunks)
 
 
@@ -138,6 +138,9 @@ async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine
             sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
             chosen = await prefill_then_decode(engines.prefill, engines.decode, PROMPT, **sampled)
             assert tokens(chosen) == await answer(engines.aggregated, PROMPT, **sampled)
+            with engines.turned("no_disagg_id"):
+                lacking = await prefill_then_decode(engines.prefill, engines.decode, PROMPT)
+            assert tokens(lacking) == of_torch.free
 
 
 async def test_answers_when_a_trap_is_turned_then_the_same(
@@ -248,22 +251,19 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
         await collect(engine, ask(prompt_of(64), phase=phase, max_tokens=1))
 
 
-@pytest.mark.parametrize("theirs", RELEASES)
-async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(theirs: str, gpt_oss: Path) -> None:
-    with fake_tensorrt_llm(theirs):
-        prefill = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=60.0)
-        async with started(prefill):
-            kv_params = await prefill_params(prefill, PROMPT)
-            for ours in RELEASES:
-                if ours == theirs:
-                    continue
-                with fake_tensorrt_llm(ours):
-                    decode = make("trtllm", gpt_oss, Role.DECODE)
-                    async with started(decode):
-                        with pytest.raises(TransferMismatch) as caught:
-                            await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
-                        await check_nothing_left(decode)
-                assert caught.value.field == "release", ours
+async def test_transfer_when_decode_is_of_another_release_then_refused_by_name(gpt_oss: Path) -> None:
+    for theirs, ours in pairwise(RELEASES):
+        with fake_tensorrt_llm(theirs):
+            prefill = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=60.0)
+            async with started(prefill):
+                kv_params = await prefill_params(prefill, PROMPT)
+        with fake_tensorrt_llm(ours):
+            decode = make("trtllm", gpt_oss, Role.DECODE)
+            async with started(decode):
+                with pytest.raises(TransferMismatch) as caught:
+                    await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
+                await check_nothing_left(decode)
+        assert caught.value.field == "release", ours
 
 
 # --- failures --------------------------------------------------------------------------------------------
@@ -369,12 +369,18 @@ async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_fail
         with pytest.raises(EngineFailed):
             async for _ in running:
                 pass
-    for _ in range(2):
-        with pytest.raises(EngineFailed):
-            await engine.check()
+    with pytest.raises(EngineFailed):
+        await engine.check()
     with pytest.raises(EngineFailed):
         await answer(engine, PROMPT)
     await engine.drain()
+
+
+async def test_result_when_the_call_for_it_fails_then_no_rejection(engines: TrtllmEngines) -> None:
+    with engines.turned("result_call_fails"), pytest.raises(EngineFailed, match="RPCError"):  # not RequestError
+        await answer(engines.aggregated, PROMPT)
+    await check_nothing_left(engines.aggregated)
+    assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
 async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: TrtllmEngines) -> None:

@@ -32,14 +32,14 @@ from tests.trtllm_engines import TrtllmEngines, check_engines_idle, start_engine
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(70)
-ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting", "-abort_keeps_context"]
+ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting"]
 
 
 @pytest.mark.parametrize("trap", ABORTS)
 async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path, package: Any) -> None:
     async with start_engines(package, gpt_oss, max_batch_size=1) as engines:
         with engines.turned(*([trap] if trap else [])):
-            tokens_left = 30 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
+            tokens_left = 10 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
             await cancel_while_waiting_and_running(engines, tokens_left)
             await cancel_both_legs(engines, tokens_left)
             for engine in engines.all():
@@ -49,12 +49,20 @@ async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path,
         assert tokens(await prefill_then_decode(engines.prefill, engines.decode, PROMPT)) == expected
 
 
+async def test_cancel_when_the_abort_raises_then_the_request_ends_by_itself(engines: TrtllmEngines) -> None:
+    with engines.turned("abort_fails"):
+        async with aclosing(as_stream(engines.aggregated, ask(PROMPT, max_tokens=10))) as stream:
+            await anext(stream)
+        await check_nothing_left(engines.aggregated)
+    await engines.aggregated.check()
+
+
 async def cancel_while_waiting_and_running(engines: TrtllmEngines, max_tokens: int) -> None:
     """One streams, two wait for its place: all three are cancelled."""
     engine = engines.aggregated
     async with aclosing(as_stream(engine, ask(PROMPT, max_tokens=max_tokens))) as running:
         await anext(running)
-        waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=50)) for n in range(2)]
+        waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=10)) for n in range(2)]
         await asyncio.sleep(0.02)
         for task in waiting:
             task.cancel()

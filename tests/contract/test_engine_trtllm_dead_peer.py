@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm import transfers
-from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.errors import TransferFailed, TransferMismatch
 from dynamo_trtllm.messages import Phase, Role
 from tests.engines import (
     answer,
@@ -80,6 +84,20 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_nothing_is_sub
     assert submitted == []
 
 
+async def test_decode_when_the_kv_is_of_the_other_transceiver_then_it_is_rejected_before_the_engine(
+    gpt_oss: Path,
+) -> None:
+    """Even if its worker registered the same settings, as a build may have that chooses another by itself."""
+    prefill, decode = engine(gpt_oss, Role.PREFILL), make("trtllm", gpt_oss, Role.DECODE, transceiver="UCX")
+    async with started(prefill, decode):
+        kv_params = await prefill_params(prefill, PROMPT)
+        own = msgspec.structs.replace(kv_params, kv_compat=decode._kv_compat)  # type: ignore[attr-defined]
+        for sent in (kv_params, own):
+            with pytest.raises(TransferMismatch):
+                await collect(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=sent))
+        await check_nothing_left(decode)
+
+
 async def test_probe_when_many_calls_need_one_endpoint_then_it_is_connected_to_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,3 +112,35 @@ async def test_probe_when_many_calls_need_one_endpoint_then_it_is_connected_to_o
     await probe.check("tcp://host:6")
     await probe.check("ipc:///tmp/x")
     assert connected == [("::1", 5), ("host", 6)]
+
+
+@contextmanager
+def listener(answer: bytes | None) -> Iterator[str]:
+    """Yield the address of a socket that sends `answer` to the first connection; None: its process is frozen."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(answer or b"")
+
+        if answer is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(None, "no answer within"), (b"HTTP/1.1 400", "another program listens"), (b"", "closed the connection")],
+)
+async def test_probe_when_an_address_accepts_but_is_no_live_transceiver_then_transfer_failed(
+    answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_PROBE_TIMEOUT_S", SOON_S if answer is not None else 0.05)
+    with listener(answer) as address, pytest.raises(TransferFailed, match=f"{address} is unreachable: .*{reason}"):
+        await transfers.EndpointProbe().check(address)
+
+
+async def test_probe_when_it_is_greeted_as_by_zeromq_then_the_address_is_alive() -> None:
+    with listener(bytes.fromhex("ff00000000000000017f03")) as address:  # of libzmq 4.3.5
+        await transfers.EndpointProbe().check(address)

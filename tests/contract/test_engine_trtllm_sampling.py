@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,40 @@ from tests.fakes_path import RELEASES, fake_tensorrt_llm
 from tests.trtllm_engines import full_sampler
 
 PROMPT = prompt_of(70)
-IGNORED = {"seed": 7, "min_tokens": 3, "min_p": 0.1, "presence_penalty": 0.5}
+SAMPLED = {"temperature": 1.0, "max_tokens": 30}
+FAVORED = {"logit_bias": ((9, 1000.0), (11, 999.0))}  # chosen by turns if the last one is penalized
+FIELDS: dict[str, dict[str, Any]] = {
+    "seed": SAMPLED | {"seed": 7},
+    "min_tokens": {"min_tokens": 3, "logit_bias": ((1, 1000.0),)},
+    "min_p": SAMPLED | {"seed": 7, "min_p": 0.9},
+    "presence_penalty": FAVORED | {"presence_penalty": 1.9},
+    "frequency_penalty": FAVORED | {"frequency_penalty": 1.9},
+    "repetition_penalty": FAVORED | {"repetition_penalty": 1.9},
+}
+# Fields that the PyTorch sampler ignores. 1.0 runs the TRTLLM sampler.
+ALL = frozenset(FIELDS)
+REJECTED = {
+    "1.0.0": frozenset[str](),
+    "1.1.0": ALL,
+    "1.2.1": ALL,
+    "1.3.0rc20": ALL,
+    "1.3.0rc25": frozenset({"seed", "min_p"}),  # which is asked for with a seed here
+    "1.3.0rc29": frozenset[str](),
+}
+
+
+@pytest.fixture(scope="module")
+def of_torch(gpt_oss: Path) -> dict[str, list[int]]:
+    """The answers of the torch engine itself."""
+
+    async def ask_torch() -> dict[str, list[int]]:
+        engine = make("torch", gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            answers = {name: await answer(engine, PROMPT, **sampling) for name, sampling in FIELDS.items()}
+            assert await answer(engine, PROMPT, **FAVORED) not in answers.values()
+            return answers
+
+    return asyncio.run(ask_torch())
 
 
 async def rejected_field(engine: Any, **sampling: Any) -> str | None:
@@ -25,25 +59,25 @@ async def rejected_field(engine: Any, **sampling: Any) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("version", RELEASES)
-async def test_field_when_the_sampler_ignores_it_then_rejected_by_name(version: str, gpt_oss: Path) -> None:
-    with fake_tensorrt_llm(version):
-        engine = make("trtllm", gpt_oss, Role.AGGREGATED)
-        async with started(engine):
-            rejected = {name: await rejected_field(engine, **{name: value}) for name, value in IGNORED.items()}
-    ignores = version in ("1.1.0", "1.2.1")  # 1.0 runs the TRTLLM sampler
-    assert rejected == {name: name if ignores else None for name in IGNORED}
-
-
-@pytest.mark.parametrize("version", RELEASES)
-async def test_seed_and_min_tokens_when_supported_then_they_have_an_effect(version: str, gpt_oss: Path) -> None:
+@pytest.mark.parametrize("version", REJECTED)
+async def test_field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_has_an_effect(
+    version: str, gpt_oss: Path, of_torch: dict[str, list[int]]
+) -> None:
     with fake_tensorrt_llm(version) as package:
-        engine = make("trtllm", gpt_oss, Role.AGGREGATED, **full_sampler(package))
-        async with started(engine):
-            sampled = {"temperature": 1.0, "seed": 7, "max_tokens": 30}
-            assert await answer(engine, PROMPT, **sampled) == await answer(engine, PROMPT, **sampled)
-            ended = await answer(engine, PROMPT, logit_bias=((1, 1000.0),), min_tokens=3)
-            assert (len(ended), ended[-1]) == (4, 1)
+        plain = make("trtllm", gpt_oss, Role.AGGREGATED)
+        async with started(plain):
+            for name, sampling in FIELDS.items():
+                if name in REJECTED[version]:
+                    assert await rejected_field(plain, **sampling) in (name, "seed")
+                else:
+                    assert await answer(plain, PROMPT, **sampling) == of_torch[name]
+        args = full_sampler(package)
+        if not args:
+            return
+        full = make("trtllm", gpt_oss, Role.AGGREGATED, **args)
+        async with started(full):
+            for name, sampling in FIELDS.items():
+                assert await answer(full, PROMPT, **sampling) == of_torch[name]
 
 
 @pytest.mark.parametrize("version", RELEASES)
@@ -75,3 +109,19 @@ async def test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_th
                 return
             for engine in (prefill, decode):
                 assert await rejected_field(engine, logprobs=1) == "logprobs"
+
+
+@pytest.mark.parametrize("version", RELEASES)
+async def test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop(version: str, gpt_oss: Path) -> None:
+    """A Harmony tool call that fits exactly ends with one."""
+    with fake_tensorrt_llm(version):
+        roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+        whole, prefill, decode = (make("trtllm", gpt_oss, role) for role in roles)
+        async with started(whole, prefill, decode):
+            free = await answer(whole, PROMPT)
+            chosen = {"stop_token_ids": (free[4],), "max_tokens": 5}
+            for chunks in (
+                await collect(whole, ask(PROMPT, **chosen)),
+                await prefill_then_decode(prefill, decode, PROMPT, **chosen),
+            ):
+                assert (tokens(chunks), chunks[-1].finish_reason) == (free[:5], FinishReason.STOP)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.messages import Role
-from tests.engines import check_stats, make, prefill_params, prompt_of, release, started, stats
+from tests.engines import check_stats, make, prefill_params, prompt_of, started, stats
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.waiting import SOON_S
 
@@ -22,9 +22,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize("trap", ["", "stats_fail", "stats_rpc_fails", "no_stats_raise"])
 async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
-    version: str, trap: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_tensorrt_llm(version) as package:
         ended, get_stats = asyncio.Event(), package.LLM.get_stats
@@ -40,14 +39,14 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
             return rows
 
         monkeypatch.setattr(package.LLM, "get_stats", watched)
-        engine = make("trtllm", gpt_oss, Role.PREFILL)
+        engine = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=60.0)
         async with started(engine):
-            with package.standin.traps.turned(*([trap] if trap else [])):
-                ended.clear()
-                await asyncio.wait_for(ended.wait(), SOON_S)
-            kv_params = await prefill_params(engine, PROMPT)
-            await check_stats(engine, tickets_held=1, kv_blocks_used=3)
-            release(engine, kv_params)
+            for held, traps in enumerate([(), ("stats_fail",), ("stats_rpc_fails",), ("no_stats_raise",)], 1):
+                with package.standin.traps.turned(*traps):
+                    ended.clear()
+                    await asyncio.wait_for(ended.wait(), SOON_S)
+                await prefill_params(engine, PROMPT)
+                await check_stats(engine, tickets_held=held, kv_blocks_used=3 * held)
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])

@@ -213,7 +213,7 @@ def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) ->
 
 
 def _own_transceiver(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> dict[str, Any]:
-    """Return defaults for the cache transceiver of a prefill or decode worker; {} without one.
+    """Return defaults for the cache transceiver; {} without one. Also an aggregated engine creates a given one.
 
     The Python transceiver supports NIXL only, and newer builds choose it for every model: with another backend they
     fail when they create it (create_kv_cache_transceiver in _torch/pyexecutor/kv_cache_transceiver.py, main).
@@ -221,11 +221,11 @@ def _own_transceiver(config: WorkerConfig, given: Sequence[Source], release: Api
     than --ticket-ttl-s, because it starts before the lifetime of KV transfer parameters does.
     """
     backend = layers.merge(given).leaves.get(f"{_TRANSCEIVER}.backend")
-    if config.disaggregation_mode is Role.AGGREGATED or backend is None or backend.value is None:
+    if backend is None or backend.value is None:
         return {}
     has = {name: release.presence("CacheTransceiverConfig", name) is Presence.PRESENT for name in (_TIMEOUT, _RUNTIME)}
     values: dict[str, Any] = {}
-    if has[_TIMEOUT]:
+    if has[_TIMEOUT] and config.disaggregation_mode is not Role.AGGREGATED:
         values[_TIMEOUT] = math.ceil(config.ticket_ttl_s * _TIMEOUT_MARGIN * 1000)
     if has[_RUNTIME] and backend.value not in ("NIXL", "DEFAULT"):
         values[_RUNTIME] = "CPP"
@@ -292,6 +292,10 @@ def _advice(
                 raise
             if key not in decided:
                 notes.append(f"{exc.message}; dropped")
+            continue
+        if leaf.value == "TRITON" and schema.default(release, key, {}) == "AUTO":
+            # pull request 19035 of TensorRT-LLM, and ModelConfig.resolve_moe_backend in _torch/model_config.py
+            notes.append(f"{source}: {key} TRITON is dropped: 1.3 deprecates it, and AUTO takes it while it exists")
             continue
         if _EITHER.get(key) not in decided:
             applied[key] = leaf

@@ -5,8 +5,11 @@ Importing this module does not import TensorRT-LLM; `load_bindings` does.
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +83,12 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
+# dictionary with it fails, and without it the first class that fits is taken (DecodingBaseConfig and
+# BaseSparseAttentionConfig in llmapi/llm_args.py of 1.2).
+_OBJECTS = ("speculative_config", "sparse_attention_config")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Features of the installed release, determined once at start."""
@@ -90,6 +99,7 @@ class Capabilities:
     cache_salt: bool
     cached_tokens: bool  # results report reused prompt tokens
     structural_tag_format: bool  # accepts structural tags of the form {"format": …}
+    config_dicts: bool  # `LLM` takes the arguments of _OBJECTS as dictionaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,42 @@ class TrtllmBindings:
     def healthy(self, llm: Any) -> bool:
         """Return False if the executor is shut down. True does not prove that it responds."""
         return bool(llm._check_health()) if self.reports_health else True
+
+    def create_llm(self, values: Mapping[str, Any]) -> Any:
+        """Return an LLM whose shutdown does not block an event loop.
+
+        When a result or a call brings an error of the executor, TensorRT-LLM shuts it down in the thread that asked,
+        which here is the event loop's: it waits for all ranks, and a lost rank can make it wait for ever
+        (`GenerationExecutor._handle_background_error` in executor/executor.py, `shutdown` in executor/proxy.py, 1.0 to
+        main).
+
+        Args:
+            values: arguments of `LLM`.
+        """
+        llm = self.llm(**values)
+        executor = getattr(llm, "_executor", None)  # of all releases; LLM._check_health asks it, too
+        if executor is not None:
+            executor.shutdown = _off_event_loop(executor.shutdown)
+        return llm
+
+    def engine_arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `LLM`, with objects in place of dictionaries that the release can't take.
+
+        TensorRT-LLM's own conversion makes them, as for trtllm-serve and Dynamo.
+
+        Raises:
+            ConfigError: TensorRT-LLM rejected a dictionary.
+        """
+        given = {name: copy.deepcopy(values[name]) for name in _OBJECTS if isinstance(values.get(name), Mapping)}
+        if not given or self.capabilities.config_dicts:
+            return dict(values)
+        modules = ("tensorrt_llm.llmapi.llm_utils", "tensorrt_llm.llmapi.llm_args")
+        convert = PACKAGE.find("update_llm_args_with_extra_dict", *modules)
+        try:
+            return {**values, **convert({}, given)}
+        except (ValueError, TypeError, KeyError, AssertionError) as exc:
+            names = ", ".join(given)
+            raise ConfigError(f"TensorRT-LLM {self.version} rejected {names}: {exc}", field=next(iter(given))) from exc
 
     def arguments(self, call: TrtllmRequest, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
         """Return keyword arguments of `generate_async`; its positional order depends on the release.
@@ -199,6 +245,7 @@ def _capabilities(release: ApiManifest, version: str, has: Mapping[str, frozense
         cache_salt="cache_salt" in has["LLM.generate_async"],
         cached_tokens=not release.name.startswith(("1.0", "1.1")),
         structural_tag_format=not release.name.startswith(("1.0", "1.1")),
+        config_dicts=not release.name.startswith(("1.0", "1.1", "1.2")),
     )
 
 
@@ -216,6 +263,31 @@ def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -
                     owner,
                     name,
                 )
+
+
+def _off_event_loop(shutdown: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that runs `shutdown` in the caller's thread, or in one of its own for an event loop."""
+    lock = threading.Lock()
+
+    def run() -> None:
+        with lock:
+            shutdown()
+
+    def run_in_thread() -> None:
+        try:
+            run()
+        except Exception as exc:  # noqa: BLE001 - of any class; the error that caused the shutdown is reported
+            _log.warning("TensorRT-LLM failed to shut down after an error: %s", exc)
+
+    def guarded() -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            run()
+        else:
+            threading.Thread(target=run_in_thread, name="trtllm-error-shutdown", daemon=True).start()
+
+    return guarded
 
 
 def _bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> Any:

@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings
-from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
+from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams
@@ -99,13 +99,13 @@ class TrtllmEngine(ExternalEngine):
         """Build the LLM; called on a thread. TensorRT-LLM reads the environment when it is imported."""
         kernels.apply(self._args.profile)
         bindings = load_bindings()
-        values = settings.llm_values(self._args, model=str(self._checkpoint.folder))
+        values = bindings.engine_arguments(settings.llm_values(self._args, model=str(self._checkpoint.folder)))
         try:
-            llm = bindings.llm(**values)
+            llm = bindings.create_llm(values)
         except (ValueError, TypeError) as exc:
             raise ConfigError(f"TensorRT-LLM {bindings.version} rejected the engine arguments: {exc}") from exc
         except Exception as exc:
-            raise EngineFailed(f"TensorRT-LLM failed to start: {type(exc).__name__}: {exc}") from exc
+            raise EngineFailed(f"TensorRT-LLM failed to start: {error_text(exc)}") from exc
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,50 @@ _log = logging.getLogger(__name__)
 
 # What `generate_async` raises, besides RequestError, for a request that it does not accept.
 _REJECTIONS = (ValueError, TypeError, AssertionError)
+# Pattern in the text of an error -> what to do. Users of TensorRT-LLM and Dynamo report these; the first match counts.
+_HINTS = (
+    (
+        r"backend '?\w+'? not found|undefined symbol.*(nixl|uc[pstm]_)|NIXL_SUCCESS|NIXL_ERR_BACKEND",
+        "builds of NIXL or UCX may be mixed, or UCX has no CUDA transport: check LD_LIBRARY_PATH, NIXL_PLUGIN_DIR and "
+        "UCX_TLS",
+    ),
+    (
+        r"UCP API version is incompatible|libuc[pstm]\.so",
+        "another UCX than TensorRT-LLM's is loaded: check LD_LIBRARY_PATH",
+    ),
+    (
+        r"detected as host by UCX|UCX CUDA support was not found",
+        "UCX has no CUDA transport: unset UCX_TLS, or add cuda_copy and cuda_ipc",
+    ),
+    (
+        r"Python transceiver currently only supports",
+        "set cache_transceiver_config.backend: NIXL, or transceiver_runtime: CPP",
+    ),
+    (
+        r"cuMemImportFromShareableHandle|invalid resource handle",
+        "the hosts may be of different NVLink domains: set UCX_CUDA_IPC_ENABLE_MNNVL=n",
+    ),
+    (
+        r"UCX_ERR_ENDPOINT_TIMEOUT|Endpoint timeout",
+        "UCX found no working path between the workers: check UCX_TLS and UCX_NET_DEVICES",
+    ),
+    (r"TritonFusedMoE", "set moe_config.backend to TRTLLM on data-center Blackwell, CUTLASS on other GPUs"),
+    (r"out of memory", "lower kv_cache_config.free_gpu_memory_fraction or max_num_tokens, or use more GPUs"),
+    (r"Executor worker returned error|Executor worker died", "the reason is in the lines of the rank above"),
+)
+
+
+def error_text(exc: BaseException) -> str:
+    """Return the class and text of an error of TensorRT-LLM, with a hint if its kind, or that of a cause, is known."""
+    causes: list[str] = []
+    cause: BaseException | None = exc
+    while cause is not None:
+        causes.append(f"{type(cause).__name__}: {cause}")
+        cause = cause.__cause__ or cause.__context__
+    hint = next((hint for pattern, hint in _HINTS if re.search(pattern, "\n".join(causes))), "")
+    return f"{causes[0]}; {hint}" if hint else causes[0]
+
+
 _STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
 
 
@@ -128,7 +173,7 @@ class TrtllmLibrary:
 
     def _engine_error(self, exc: Exception) -> EngineFailed:
         what = "TensorRT-LLM failed" if self._is_healthy() else "TensorRT-LLM's executor shut down"
-        return EngineFailed(f"{what}: {type(exc).__name__}: {exc}")
+        return EngineFailed(f"{what}: {error_text(exc)}")
 
     def counts(self, *, is_idle: bool) -> Counts:
         """See `Library.counts`. An idle engine has no iterations, so the used KV blocks of the last one don't count."""

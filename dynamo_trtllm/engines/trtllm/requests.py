@@ -199,8 +199,13 @@ class TrtllmOutputCursor:
             new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
         self._seen += len(new)
         self._last = new[-1] if new else self._last
+        finish = output.finish_reason
+        if finish == "length" and self._last in self._stop_ids:
+            # The samplers look for the length before they look for stop words (_handle_stop_criteria in
+            # _torch/pyexecutor/sampler.py, main at 00043967).
+            finish = "stop"
         logprobs = self._logprobs(output, start, new)
-        return EngineOutput(token_ids=new, logprobs=logprobs, finish=output.finish_reason, cached_tokens=cached_tokens)
+        return EngineOutput(token_ids=new, logprobs=logprobs, finish=finish, cached_tokens=cached_tokens)
 
     def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
         """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""

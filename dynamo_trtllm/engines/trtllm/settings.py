@@ -73,7 +73,7 @@ def unsupported_features(facts: RoleFacts, capabilities: Capabilities) -> tuple[
             ", ".join(features),
             release.title,
         )
-    return tuple(features)
+    return (*features, "prompt_logprobs")  # this adapter does not pass them on
 
 
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:

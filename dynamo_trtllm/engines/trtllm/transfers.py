@@ -154,23 +154,29 @@ class ContextParams:
 
 _PROBE_TIMEOUT_S = 2.0
 _PROBE_VALID_S = 1.0
+# ZeroMQ's signature, which libzmq sends before it has read anything.
+_GREETING_BYTES = 10
+_SIGNATURE = (0xFF, 0x7F)  # its first and last byte
 
 
 class EndpointProbe:
-    """Checks that Python transceivers of prefill workers accept connections, before a decode call uses them.
+    """Checks that Python transceivers of prefill workers are alive, before a decode call uses them.
 
     A decode engine asks its peer for the KV on its executor's loop without a time limit: a peer that is gone stops the
-    whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes the endpoint for the same reason).
+    whole engine (NVIDIA's gRPC adapter to TensorRT-LLM, OpenEngine, probes the endpoint for the same reason). The
+    endpoint is a ROUTER socket of ZeroMQ (_torch/disaggregation/native/messenger.py, 0825635c), which greets each
+    connection from a thread of its process: a frozen process accepts connections, but is silent. Discovery is not
+    asked, because a worker that drains is not registered, and its KV is still fetched.
     """
 
     def __init__(self) -> None:
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def check(self, endpoint: str) -> None:
-        """Connect to an endpoint, unless that was done within the last second.
+        """Connect to an endpoint and wait for its greeting, unless that was done within the last second.
 
         Raises:
-            TransferFailed: the endpoint does not accept a connection.
+            TransferFailed: the endpoint does not accept a connection, or does not greet.
         """
         address = urlsplit(endpoint)
         if address.scheme != "tcp" or not address.hostname or not address.port:
@@ -191,5 +197,12 @@ class EndpointProbe:
 
 async def _connect(host: str, port: int) -> None:
     async with asyncio.timeout(_PROBE_TIMEOUT_S):
-        _, writer = await asyncio.open_connection(host, port)
-    writer.close()
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            greeting = await reader.readexactly(_GREETING_BYTES)
+        except asyncio.IncompleteReadError as exc:
+            raise ConnectionError("it closed the connection") from exc
+        finally:
+            writer.close()
+    if (greeting[0], greeting[-1]) != _SIGNATURE:
+        raise ConnectionError("another program listens there")

@@ -14,6 +14,7 @@ import pytest
 
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
+from tests.gpu.trtllm import probes, report
 from tests.gpu.trtllm.signatures import differences
 from tests.tiny_models import save_tiny_gpt_oss
 
@@ -261,6 +262,28 @@ async def test_failure_when_it_comes_then_its_kind_says_whether_the_executor_liv
             llm.generate_async(PROMPT, sampling(trt))
     else:
         assert (await llm.generate_async(PROMPT, sampling(trt))).outputs[0].length == 8
+
+
+PLAYED = (*((version, "CPP") for version in RELEASES), ("1.3.0rc20", "CPP"), ("1.3.0rc29", "PYTHON"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("version", "runtime"), PLAYED)
+def test_probes_when_the_stand_in_is_asked_what_the_real_package_will_be_then_its_traps_are_as_assumed(
+    version: str, runtime: str, tiny: Path
+) -> None:
+    with fake_tensorrt_llm(version) as package:
+        answers = probes.run(package, str(tiny), runtime=runtime, kv_timeout_s=1.0)
+    assert len(answers) > 10
+    differing = [
+        each for each in answers if not each.is_as_assumed and each.question != "structural_tag"
+    ]  # it has none
+    assert differing == []
+
+
+def test_report_when_an_answer_differs_then_its_row_is_marked() -> None:
+    text = report.table([report.Row("a", "works", "works"), report.Row("b", "works", "Error: x | y\nz")])
+    assert text.splitlines()[2:] == ["| a | works | works |  |", "| b | works | Error: x \\| y z | **differs** |"]
 
 
 def test_traps_when_one_is_unknown_then_refused_by_name(trt: Any) -> None:

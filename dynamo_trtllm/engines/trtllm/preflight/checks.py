@@ -82,7 +82,12 @@ def _kernel_fix(facts: RoleFacts) -> str:
     sm = 0 if facts.gpu is None else facts.gpu.sm
     if sm < 90:
         return "use a newer GPU"
-    return f"set it to {'TRITON' if sm < 100 else 'TRTLLM' if sm < 120 else 'CUTLASS'}"
+    return f"set it to {_hopper_backend(facts) if sm < 100 else 'TRTLLM' if sm < 120 else 'CUTLASS'}"
+
+
+def _hopper_backend(facts: RoleFacts) -> str:
+    """Return the MoE backend that runs MXFP4 best on Hopper. 1.3 deprecates TRITON; AUTO takes it while it exists."""
+    return "AUTO" if facts.line >= (1, 3, 0) else "TRITON"
 
 
 def _moe_ranks(facts: RoleFacts) -> int | None:
@@ -108,13 +113,30 @@ def _lacks_cuda_transport(facts: RoleFacts) -> bool:
     return bool(given) and not any(word.strip().startswith(_CUDA_TRANSPORTS) for word in given.split(","))
 
 
+def _foreign_nixl(facts: RoleFacts) -> tuple[str, str] | None:
+    """Return the variable and its path by which another build of NIXL or UCX may be loaded; None if there is none."""
+    for name in ("NIXL_PLUGIN_DIR", "LD_LIBRARY_PATH"):
+        for path in facts.variable(name).split(":"):
+            if path and "tensorrt_llm" not in path and ("nixl" in path or "ucx" in path):
+                return name, path
+    return None
+
+
+def _has_multi_node_nvlink(facts: RoleFacts) -> bool | None:
+    """Return True for GPUs of racks whose hosts share NVLink; None if the GPU is unknown."""
+    return None if facts.gpu is None else any(name in facts.gpu.name.lower() for name in ("gb200", "gb300"))
+
+
 # Facts by the names that conditions and texts use.
 DERIVED: Mapping[str, Callable[[RoleFacts], object]] = {
     "algorithm_without_kernels": _algorithm_without_kernels,
     "answer": lambda facts: 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1),
     "concurrency": lambda facts: facts.load.concurrency,
+    "foreign_nixl": _foreign_nixl,
     "gpu_title": lambda facts: f"{facts.gpu.name} (sm{facts.gpu.sm})" if facts.gpu else "",
     "graph_key": _graph_key,
+    "has_multi_node_nvlink": _has_multi_node_nvlink,
+    "hopper_backend": _hopper_backend,
     "is_gpt_oss": lambda facts: facts.model is not None and facts.model.model_type == "gpt_oss",
     "is_hopper": _is_hopper,
     "is_mxfp4": _is_mxfp4,

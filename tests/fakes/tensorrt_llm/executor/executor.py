@@ -21,6 +21,7 @@ from tensorrt_llm.standin.handoff import PythonTransceiver
 from tensorrt_llm.standin.release import LINE
 
 _SLOW_ABORT_S = 0.3
+_SLOW_SHUTDOWN_S = 0.5
 _STATS_KEPT = 1000
 
 
@@ -37,7 +38,7 @@ class Submission:
 
 class GenerationExecutor:
     def __init__(self, core: Core, args: dict[str, Any], transceiver: PythonTransceiver | None) -> None:
-        self.doing_shutdown = False
+        self.doing_shutdown = self._has_shut_down = False
         self.transceiver = transceiver
         self.core = core
         core.die = self.die
@@ -63,13 +64,25 @@ class GenerationExecutor:
         self.core.post(lambda: self._begin(submission, result))
 
     def abort_request(self, request_id: int) -> None:
+        if traps.is_on("abort_fails"):
+            raise RPCError("the stand-in was told to fail at a remote call")
         self.core.post(lambda: self._abort(request_id))
 
+    def handle_background_error(self, error: Exception) -> None:
+        """In the thread that reads a result: an error that is no request's own shuts the executor down there."""
+        if not isinstance(error, RequestError) and traps.is_on("error_shuts_down"):
+            self.shutdown()
+
     def shutdown(self) -> None:
+        if self._has_shut_down:
+            return
         self.doing_shutdown = True
+        if traps.is_on("shutdown_hangs"):
+            time.sleep(_SLOW_SHUTDOWN_S)
         if self.transceiver is not None:
             self.transceiver.close()
         self.core.call(self._end_all(RuntimeError("Executor is shutting down")))
+        self._has_shut_down = True
 
     def die(self, reason: str) -> None:
         """As when a rank is lost: nothing is answered any more."""

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tensorrt_llm.executor.utils import RPCError
 from tensorrt_llm.standin import traps
 
 
@@ -155,7 +156,10 @@ class GenerationResult:
 
     async def _aresult_step(self) -> None:
         assert self._aqueue is not None, "The asyncio event loop was not present during initialization"
-        self._take(await self._aqueue.get())
+        response = await self._aqueue.get()
+        if traps.is_on("result_call_fails"):
+            raise RPCError("the stand-in was told to fail at a remote call")
+        self._take(response)
 
     def _put(self, response: Response) -> None:
         """From the executor's thread."""
@@ -166,6 +170,8 @@ class GenerationResult:
     def _take(self, response: Response) -> None:
         if response.error is not None:
             self._done = True
+            if (executor := self._executor()) is not None:
+                executor.handle_background_error(response.error)
             raise response.error
         if traps.is_on("new_outputs"):
             self.outputs = [copy.deepcopy(self.outputs[0])]

@@ -13,6 +13,7 @@ from tensorrt_llm.disaggregated_params import check_request_type
 from tensorrt_llm.executor.executor import GenerationExecutor, Submission
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
 from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.llmapi import llm_utils
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
@@ -20,7 +21,6 @@ from tensorrt_llm.standin.handoff import python_transceiver
 from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
 
 _log = logging.getLogger(__name__)
-_SLOW_SHUTDOWN_S = 0.5
 
 
 class RequestOutput(GenerationResult):
@@ -66,6 +66,8 @@ class LLM:
             "dtype": dtype,
         }
         self.args = args = checked_arguments("TorchLlmArgs", named | kwargs)
+        for name in llm_utils.CLASSES.keys() & args.keys():
+            args[name] = llm_utils.checked(name, args[name])
         if args["max_num_tokens"] is None:
             args["max_num_tokens"] = 8192
         _log.warning("STAND-IN plays TensorRT-LLM %s: no NVIDIA code runs; the torch engine computes", VERSION)
@@ -161,8 +163,6 @@ class LLM:
         executor, self._executor = self._executor, None
         if executor is None:
             return
-        if traps.is_on("shutdown_hangs"):
-            time.sleep(_SLOW_SHUTDOWN_S)
         executor.shutdown()
         self._core.close()
 

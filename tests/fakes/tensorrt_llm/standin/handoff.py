@@ -17,6 +17,7 @@ from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.release import LINE, VERSION
 
 _DRAFTS = [7, 8, 9]
+GREETING = b"\xff" + (1).to_bytes(8, "big") + b"\x7f"  # of ZeroMQ, at once for each connection
 
 
 class PythonTransceiver:
@@ -35,6 +36,7 @@ class PythonTransceiver:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
+                self.wfile.write(GREETING)
                 asked = self.rfile.readline()
                 if asked:  # else it only looked whether anybody listens
                     self.wfile.write(states.get(int(asked), b""))
@@ -47,7 +49,7 @@ class PythonTransceiver:
             try:
                 with socket.create_connection((host, int(port))) as connection:
                     connection.sendall(f"{request_id}\n".encode())
-                    return b"".join(iter(lambda: connection.recv(65536), b""))
+                    return b"".join(iter(lambda: connection.recv(65536), b"")).removeprefix(GREETING)
             except OSError:
                 if not traps.is_on("dead_peer_blocks"):
                     raise
@@ -99,9 +101,11 @@ def context_answer(
     if transceiver is not None:
         fields |= {"ctx_dp_rank": 0, "ctx_info_endpoint": transceiver.endpoint}
     if LINE >= (1, 3):
-        fields["disagg_request_id"] = asked.disagg_request_id
+        fields["disagg_request_id"] = None if traps.is_on("no_disagg_id") else asked.disagg_request_id
         fields["ctx_usage"] = {"prompt_tokens": kv_params.prompt_tokens}
     expected = {name: value for name, value in fields.items() if name not in ("request_type", "ctx_usage")}
+    if LINE >= (1, 3):  # both sides name the transfer by the id that context was asked with
+        expected["disagg_request_id"] = asked.disagg_request_id
     state = encode(_State(VERSION, kv_params, expected))
     if LINE >= (1, 3) and first[0][1] is not None:
         fields["first_gen_log_probs"] = [[entry] for _, entry in first]

@@ -17,6 +17,12 @@ RELEASE = release_for(VERSION)
 LINE = tuple(int(part) for part in VERSION.split(".")[:2])  # (1, 2) of 1.2.1
 
 
+def is_before(line: tuple[int, int], candidate: int) -> bool:
+    """True if the played release is older than this candidate of a line."""
+    played = re.search(r"rc(\d+)", VERSION)
+    return LINE < line or (LINE == line and played is not None and int(played[1]) < candidate)
+
+
 def fields_class(
     name: str, namespace: Mapping[str, Any], *, internal: Mapping[str, Any] = {}, slots: bool, kw_only: bool
 ) -> type:

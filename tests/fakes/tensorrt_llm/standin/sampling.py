@@ -26,6 +26,14 @@ class Stop:
         return token != self.end_id
 
 
+_IGNORED = {  # by the PyTorch sampler
+    "min_tokens_ignored": ("min_tokens",),
+    "min_p_ignored": ("min_p",),
+    "penalties_ignored": ("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    "seed_ignored": ("seed",),
+}
+
+
 def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple[Sampling, Stop]:
     """Raises ValueError for what the played engine refuses."""
     drops = params.ignore_eos and traps.is_on("ignore_eos_drops_stop_words")
@@ -36,9 +44,10 @@ def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple
     is_torch = str(args.get("sampler_type")) != "TRTLLMSampler" and not args.get("enable_trtllm_sampler")
     wanted = stop.words | ({stop.end_id} if stop.end_id is not None else set())
     own = frozenset(info.eos_token_ids)
+    ignored = {name for trap, names in _IGNORED.items() if is_torch and traps.is_on(trap) for name in names}
     chosen = {
         "max_tokens": params.max_tokens or info.context_length,
-        "min_tokens": None if is_torch and traps.is_on("min_tokens_ignored") else params.min_tokens,
+        "min_tokens": params.min_tokens,
         "temperature": 0.0 if params._greedy_decoding else (1.0 if params.temperature is None else params.temperature),
         "top_p": params.top_p,
         "top_k": params.top_k,
@@ -47,13 +56,15 @@ def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple
         "presence_penalty": params.presence_penalty,
         "repetition_penalty": params.repetition_penalty,
         "logit_bias": _bias(params.embedding_bias),
-        "seed": None if is_torch and traps.is_on("seed_ignored") else params.seed,
+        "seed": params.seed,
         "logprobs": params.logprobs,
         "guided": _guided(params.guided_decoding, args),
         "stop_token_ids": tuple(sorted(wanted)),
         "ignore_eos": not own <= wanted,
     }
-    return Sampling(**{name: value for name, value in chosen.items() if value is not None}), stop
+    return Sampling(
+        **{name: value for name, value in chosen.items() if value is not None and name not in ignored}
+    ), stop
 
 
 def _bias(bias: Any) -> tuple[tuple[int, float], ...] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tensorrt_llm.standin.release import LINE
+from tensorrt_llm.standin.release import LINE, is_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,10 @@ TRAPS = {
     "draft_tokens": Trap(False, "context_only answers with draft tokens, which decode must be given"),
     "logprobs_asserted": Trap(LINE < (1, 3), "a decode with log-probabilities fails: its first token has none"),
     # what is ignored
-    "min_tokens_ignored": Trap(LINE < (1, 3), "min_tokens has no effect with the PyTorch sampler"),
-    "seed_ignored": Trap(LINE < (1, 3), "a request's seed has no effect with the PyTorch sampler"),
+    "min_tokens_ignored": Trap(is_before((1, 3), 24), "min_tokens has no effect with the PyTorch sampler"),
+    "min_p_ignored": Trap(is_before((1, 3), 24), "min_p has no effect with the PyTorch sampler"),
+    "penalties_ignored": Trap(is_before((1, 3), 24), "penalties have no effect with the PyTorch sampler"),
+    "seed_ignored": Trap(is_before((1, 3), 27), "a request's seed has no effect with the PyTorch sampler"),
     "ignore_eos_drops_stop_words": Trap(LINE >= (1, 3), "with ignore_eos no stop token ends a request"),
     # calls that are refused, requests that fail
     "context_refuses_overlap": Trap(LINE < (1, 2), "context_only fails where the overlap scheduler is on"),
@@ -50,9 +52,11 @@ TRAPS = {
     "transfer_fails": Trap(False, "a decode fails because its KV did not come, alone"),
     "step_fails": Trap(False, "a step fails: all active requests fail with one message, the executor lives"),
     "executor_dies": Trap(False, "a step fails fatally: all requests fail, the executor is shut down"),
+    "result_call_fails": Trap(False, "a wait for a result raises an error of the remote call, no RequestError"),
     "dies_of_long": Trap(False, "as executor_dies, at a request that may make more than 1000 tokens"),
     "finishes_timeout": Trap(False, "requests end with finish_reason 'timeout'"),
     "no_context_params": Trap(False, "a context_only answer has no disaggregated_params"),
+    "no_disagg_id": Trap(False, "a context_only answer lacks the disagg_request_id that it was asked with"),
     "dead_peer_blocks": Trap(True, "a Python transceiver asks a peer that is gone again and again: the engine stands"),
     # what never comes
     "never_answers": Trap(False, "a request gets no answer"),
@@ -60,6 +64,7 @@ TRAPS = {
     "abort_never_answers": Trap(False, "an aborted request ends without a word"),
     "abort_drops_waiting": Trap(True, "an aborted request that still waits for a place ends without a word"),
     "abort_lost": Trap(False, "an abort has no effect: tokens go on (attention DP)"),
+    "abort_fails": Trap(False, "an abort raises an error of the remote call, and has no effect"),
     "abort_slow": Trap(False, "an abort takes effect after 0.3 s"),
     "abort_keeps_context": Trap(True, "an abort after a context-only answer does nothing: a time-out frees the KV"),
     # around requests
@@ -68,6 +73,7 @@ TRAPS = {
     "stats_rpc_fails": Trap(False, "get_stats is a remote call that fails, with an error of the package"),
     "no_stats_raise": Trap(LINE < (1, 2), "get_stats raises TypeError when there are no statistics"),
     "start_fails": Trap(False, "the constructor raises"),
+    "error_shuts_down": Trap(True, "an error that ends the executor shuts it down in the thread that reads a result"),
     "shutdown_hangs": Trap(False, "shutdown takes half a second"),
 }
 

@@ -213,7 +213,10 @@ class Core:
             finish = "length"
         told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
         params = self._lease(job) if finish and job.kv_transfer_params.get("do_remote_decode") else None
-        _send(job, self._output([token], told, finish, params, job.cached_tokens))
+        output = self._output([token], told, finish, params, job.cached_tokens)
+        if len(job.output) == 1 and sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:])]
+        _send(job, output)
         if finish:
             job.blocks = 0 if params is not None else job.blocks  # they are the lease's
             self._end(job, RequestStatus.FINISHED_STOPPED)
@@ -252,6 +255,7 @@ class Core:
             outputs=[completion],
             finished=finish is not None,
             kv_transfer_params=params,
+            prompt_logprobs=None,
             num_cached_tokens=cached_tokens,
         )
 

@@ -41,7 +41,7 @@ class Result:
 
     def __init__(self) -> None:
         self.outputs = [SimpleNamespace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)]
-        self.outputs[0].disaggregated_params = SimpleNamespace(**PARAMS)
+        self.outputs[0].disaggregated_params = SimpleNamespace(**PARAMS, disagg_request_id=None)
         self.cached_tokens = 0
         self.aborts = 0
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -73,10 +73,12 @@ class Result:
 class Llm:
     def __init__(self) -> None:
         self.results: list[Result] = []
+        self.calls: list[dict[str, Any]] = []  # the arguments of each
         self.healthy = True
         self.rows: list[dict[str, Any]] = []  # of statistics
 
-    def generate_async(self, **_: Any) -> Result:
+    def generate_async(self, **call: Any) -> Result:
+        self.calls.append(call)
         self.results.append(Result())
         return self.results[-1]
 
@@ -88,14 +90,16 @@ class Llm:
         return self.healthy
 
 
-def vendor() -> TrtllmBindings:
+def vendor(*fields: str) -> TrtllmBindings:
+    """Return bindings whose DisaggregatedParams has the `fields` besides those of PARAMS."""
     capabilities = Capabilities(
         release="1.2.1",
         line="1.2",
-        disagg_fields=frozenset({"request_type", *PARAMS}),
+        disagg_fields=frozenset({"request_type", *PARAMS, *fields}),
         cache_salt=True,
         cached_tokens=True,
         structural_tag_format=True,
+        config_dicts=False,
     )
     return TrtllmBindings(
         version="1.2.1",
@@ -111,7 +115,11 @@ def vendor() -> TrtllmBindings:
 
 
 def make(
-    role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, kv_timeout_s: float = math.inf
+    role: Role,
+    *fields: str,
+    ttl_s: float = 60.0,
+    handoff_timeout_s: float = 30.0,
+    kv_timeout_s: float = math.inf,
 ) -> tuple[Runner, Llm]:
     rules = TrtllmModelLimits(
         role=role,
@@ -123,7 +131,7 @@ def make(
         structural_tags=True,
         min_tokens=True,
     )
-    llm, settled = Llm(), vendor()
+    llm, settled = Llm(), vendor(*fields)
     terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
     context_params = ContextParams(1, settled.capabilities.disagg_fields)
     library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)

@@ -70,5 +70,6 @@ def facts(
     wanted = {key: value for key, value in {**good, **(changes or {})}.items() if value is not ...}
     values = nested({key: SourcedValue(value, "test") for key, value in wanted.items()})
     config = WorkerConfig(model_path="model", engine="trtllm", disaggregation_mode=role, override_engine_args=values)
-    given: dict[str, Any] = {"model": GPT_OSS, "load": LOAD, "gpu": gpu(on), **known}
+    environment = {"UCX_CUDA_IPC_ENABLE_MNNVL": "y", "UCX_TLS": "^gdr_copy"}
+    given: dict[str, Any] = {"model": GPT_OSS, "load": LOAD, "gpu": gpu(on), "environment": environment, **known}
     return RoleFacts(role=role, args=trtllm_args(config, release_for(release), [gpu(on)]), release=release, **given)

@@ -57,6 +57,14 @@ def test_read_when_the_stop_token_was_shown_and_then_cut_then_it_is_there_once()
     assert all_ids(output(1), output(1, 91), output(1, finish="stop", stop=91)) == [1, 91]
 
 
+def test_read_when_a_stop_word_is_the_last_allowed_token_then_the_finish_is_stop() -> None:
+    found = [reader().read(output(1, token, finish="length")).finish for token in (2, 90, 91)]
+    assert found == ["length", "stop", "stop"]
+    same = reader()
+    assert same.read(output(1, 91)).finish is None
+    assert same.read(output(1, 91, finish="length")).finish == "stop"  # a last step without a token
+
+
 def test_read_when_the_end_id_is_not_shown_then_it_is_put_back() -> None:
     assert all_ids(output(1), output(1, finish="stop")) == [1, 90]
 

@@ -85,6 +85,11 @@ ERRORS = [
         both={"moe_config.backend": "CUTLASS"},
         known={"on": "gb200", "environment": {"OVERRIDE_QUANT_ALGO": "W4A16_MXFP4"}},
     ),
+    Planted(
+        "triton-expert-parallel",
+        "error",
+        decode={"moe_config.backend": "TRITON", "moe_expert_parallel_size": 4},
+    ),
     Planted("kv-dtype-gpu", "error", known={"on": "a100"}),
     Planted("kv-dtype-gpu", "error", both={K + "dtype": "nvfp4"}, known={"on": "h200", "release": "1.3.0rc27"}),
     Planted("weights-over-memory", "error", known={"on": "rtx-5090"}),
@@ -183,6 +188,7 @@ WARNINGS = [
         "warning",
         known={"environment": {"TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP": "1"}},
     ),
+    Planted("roce-local-subnet", "warning", known={"environment": {"UCX_IB_ROCE_LOCAL_SUBNET": "y"}}),
     Planted("host-offload-corruption", "warning", decode={K + "host_cache_size": 1 << 30}, known={"release": "1.1.0"}),
     Planted("speculative-disaggregated", "warning", both=SPECULATIVE),
     Planted("lora-disaggregated", "warning", both={"enable_lora": True}),
@@ -231,6 +237,20 @@ NOTES = [
     Planted("reuse-on-prefill", "note", prefill={K + "enable_block_reuse": True}),
     Planted("reuse-with-windows", "note", decode={K + "enable_block_reuse": True}),
     Planted("moe-cutlass-hopper", "note", both={"moe_config.backend": "CUTLASS"}, known={"on": "h200"}),
+    Planted("nvlink-domains", "note", known={"environment": {}}),
+    Planted("infiniband-loopback", "note", known={"environment": {}, "on": "b200"}),
+    Planted(
+        "foreign-nixl",
+        "note",
+        both={T + "backend": "NIXL"},
+        known={"environment": {"LD_LIBRARY_PATH": "/usr/lib:/opt/nvidia/nvda_nixl/lib64"}},
+    ),
+    Planted(
+        "triton-deprecated",
+        "note",
+        both={"moe_config.backend": "TRITON"},
+        known={"on": "h200", "release": "1.3.0rc27"},
+    ),
     Planted("load-over-batch", "note", known={"load": replace(LOAD, concurrency=4000)}),
 ]
 PLANTED = [*ERRORS, *WARNINGS, *NOTES]
@@ -276,14 +296,6 @@ def test_planted_when_counted_then_every_rule_has_one() -> None:
 def test_check_when_a_worker_serves_whole_requests_then_a_transceiver_is_noted_as_idle() -> None:
     (finding,) = check_role(facts(A, {T + "backend": "UCX"}))
     assert (finding.rule, finding.severity) == ("transceiver-idle", "note")
-
-
-def test_check_when_nobody_chose_moe_kernels_then_it_is_noted_with_the_gpu() -> None:
-    judged = facts(D, {"moe_config.backend": ...})
-    leaves = {key: leaf for key, leaf in judged.args.leaves.items() if key != "moe_config.backend"}
-    unadvised = replace(judged, args=replace(judged.args, leaves=leaves))  # type: ignore[type-var]
-    (finding,) = check_role(unadvised)
-    assert (finding.rule, finding.other) == ("moe-backend-unset", "gb200 (sm100)")
 
 
 def test_check_when_something_is_found_then_field_both_values_sources_and_cure_are_told() -> None:
@@ -356,7 +368,8 @@ def test_pair_when_tensor_parallelism_differs_with_trtllm_attention_then_silent(
 
 @pytest.mark.parametrize("given", ["", "all", "cuda_ipc,cuda_copy,sm,tcp,self", "tcp,cuda", "^ib"])
 def test_ucx_rule_when_cuda_is_among_the_transports_then_silent(given: str) -> None:
-    assert check_role(facts(D, environment={"UCX_TLS": given, "TRTLLM_DISAGG_LAYERWISE": "0"})) == []
+    environment = {"UCX_TLS": given, "TRTLLM_DISAGG_LAYERWISE": "0", "UCX_CUDA_IPC_ENABLE_MNNVL": "y"}
+    assert check_role(facts(D, environment=environment)) == []
 
 
 def test_moe_rules_when_the_model_has_no_experts_then_silent() -> None:

@@ -39,6 +39,11 @@ SHIPPED: dict[str, tuple[tuple[str, ...], str, str]] = {
     "gpt-oss-120b/k8s-disagg": (BLACKWELL, "", ""),
     "gpt-oss-120b/k8s-agg": (BLACKWELL, LAUNCH_AGG + LAUNCH_BOTH, ""),
     "gpt-oss-120b/hopper": (("h100", "h200"), "", ""),
+    "gpt-oss-120b/nixl": (BLACKWELL, LAUNCH_PREFILL + LAUNCH_BOTH, LAUNCH_DECODE + LAUNCH_BOTH),
+    "gpt-oss-120b/k8s-disagg/nixl": (BLACKWELL, "", ""),
+    "gpt-oss-120b/hopper/nixl": (("h100", "h200"), "", ""),
+    "gpt-oss-20b/nixl": (("h100", "h200", *BLACKWELL), "", ""),
+    "llama-3.1-8b/nixl": (("a100", "l40s", "h100", "h200", *BLACKWELL), "", ""),
     "gpt-oss-20b": (("h100", "h200", *BLACKWELL), "", ""),
     "llama-3.1-8b": (("a100", "l40s", "h100", "h200", *BLACKWELL), "", ""),
 }
@@ -46,6 +51,8 @@ SHIPPED: dict[str, tuple[tuple[str, ...], str, str]] = {
 LOADS = {
     "gpt-oss-120b": (32000, 256, 256),
     "gpt-oss-120b/v0.5": (32000, 256, 256),
+    "gpt-oss-120b/nixl": (32000, 256, 256),
+    "gpt-oss-120b/k8s-disagg/nixl": (8192, 1024, 1536),
     "gpt-oss-120b/draft": (1000, 2000, None),
     "gpt-oss-120b/k8s-disagg": (8192, 1024, 1536),
     "gpt-oss-120b/k8s-agg": (128, 1000, 3600),

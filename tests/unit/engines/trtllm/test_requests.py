@@ -204,6 +204,19 @@ def test_guided_when_a_schema_is_all_then_the_json_guide_is_used() -> None:
     assert guided(OutputFormat(json_schema=SCHEMA), structural_tags=False) == {"json": SCHEMA}
 
 
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [("regex", {"type": "regex", "pattern": "a+"}), ("grammar", {"type": "grammar", "grammar": "a+"})],
+)
+def test_guided_when_regex_or_grammar_then_alone_by_its_name_and_after_a_header_in_a_structural_tag(
+    kind: str, content: dict[str, str]
+) -> None:
+    form = OutputFormat(json_schema="", **{kind: "a+"})
+    assert guided(form, structural_tags=False) == {kind: "a+"}
+    found = json.loads(guided(form, after="<|message|>")["structural_tag"])["format"]
+    assert found["tags"] == [{"begin": "<|message|>", "content": content, "end": ""}]
+
+
 def test_guided_when_any_object_then_json_object() -> None:
     assert guided(OutputFormat(json_schema="{}")) == {"json_object": True}
 

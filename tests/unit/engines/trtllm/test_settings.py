@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,11 @@ def refused(
         cache_salt=cache_salt,
         cached_tokens=True,
         structural_tag_format=True,
+        config_dicts=False,
     )
-    return set(settings.unsupported_features(facts_of(version, role, **values), capabilities))
+    features = set(settings.unsupported_features(facts_of(version, role, **values), capabilities))
+    assert "prompt_logprobs" in features  # with every release and every argument
+    return features - {"prompt_logprobs"}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc23"])
@@ -124,6 +128,7 @@ def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
         cache_salt=True,
         cached_tokens=True,
         structural_tag_format=True,
+        config_dicts=False,
     )
     assert settings.model_limits(facts_of(version, **values), checkpoint(), capabilities, ()).min_tokens is works
 
@@ -208,6 +213,14 @@ def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
 def test_pairing_when_1_3_then_by_the_transceiver_that_runs(config: dict[str, Any], runtime: str) -> None:
     found = settings.kv_compat(facts_of("1.3.0rc29", cache_transceiver_config=config), "1.3.0rc29")
     assert found["transceiver_runtime"] == runtime
+
+
+def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_transceiver() -> None:
+    found = replace(
+        facts_of("1.3.0rc29", cache_transceiver_config={"backend": "DEFAULT"}),
+        environment={"TRTLLM_USE_UCX_KVCACHE": "1"},
+    )
+    assert settings.kv_compat(found, "1.3.0rc29")["transceiver_runtime"] == "CPP"
 
 
 def test_pairing_when_the_transceiver_is_python_then_by_the_whole_build() -> None:

@@ -251,9 +251,9 @@ def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> Non
             "kv_cache_free_gpu_memory_fraction is deprecated; use kv_cache_config.free_gpu_memory_fra",
         ),
         (
-            {"cache_transceiver_config": {"backend": "ucx"}},
-            {"cache_transceiver_config": {"backend": "UCX"}},
-            "cache_transceiver_config.backend: ucx is deprecated; use UCX",
+            {"cache_transceiver_config": {"backend": "nixl"}},
+            {"cache_transceiver_config": {"backend": "NIXL"}},
+            "cache_transceiver_config.backend: nixl is deprecated; use NIXL",
         ),
         (
             {"enable_overlap_scheduler": False},

@@ -7,18 +7,12 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.engines.external.runner import Runner
-from dynamo_trtllm.errors import (
-    RequestRejected,
-)
-from dynamo_trtllm.messages import (
-    FinishReason,
-    Phase,
-    ReleaseOutcome,
-    Role,
-)
+from dynamo_trtllm.engines.trtllm.transfers import unpack
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import FinishReason, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.streams import as_stream
 from tests.engines import check_stats
-from tests.unit.engines.trtllm.fake_bindings import Llm, ask, check_idle, make, some_transfer_params, started
+from tests.unit.engines.trtllm.fake_bindings import PARAMS, Llm, ask, check_idle, make, some_transfer_params, started
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -76,6 +70,17 @@ async def test_transfer_when_its_kv_was_fetched_then_nothing_is_held() -> None:
     assert chunk.kv_params is not None
     at.release(chunk.kv_params.transfer_id, ReleaseOutcome.FETCHED)
     assert (at.stats().tickets_held, at.stats().leaked_kv_blocks) == (0, 0)
+
+
+async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_that_of_the_call() -> None:
+    at, llm = make(Role.PREFILL, "disagg_request_id")
+    task, result = await started(at, llm, ask(Phase.PREFILL))
+    result.say(7, finish="length")
+    (chunk,) = await task
+    assert chunk.kv_params is not None
+    sent = llm.calls[0]["disaggregated_params"]["disagg_request_id"]
+    received = unpack(chunk.kv_params, known={*PARAMS, "disagg_request_id"}, logprob=None)
+    assert received["disagg_request_id"] == sent > 0
 
 
 # --- decode --------------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""The LLM is made with arguments in the form that each release takes, and never shuts down on the event loop."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.messages import Role
+from tests.engines import answer, make, prompt_of, started
+from tests.fakes_path import RELEASES, fake_tensorrt_llm
+
+PROMPT = prompt_of(70)
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 4}
+SPARSE = {"algorithm": "dsa"}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+async def test_start_when_a_config_names_its_class_then_the_engine_has_one_of_that_class(
+    version: str, gpt_oss: Path
+) -> None:
+    given: dict[str, Any] = {"speculative_config": NGRAM}
+    if version >= "1.2":
+        given["sparse_attention_config"] = SPARSE
+    with fake_tensorrt_llm(version):
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, **given)
+        async with started(engine):
+            found = engine._llm.args  # type: ignore[attr-defined]
+            assert (found["speculative_config"].name, found["speculative_config"].values) == (
+                "NGram",
+                {"max_draft_len": 4},
+            )
+            assert version < "1.2" or found["sparse_attention_config"].name == "dsa"
+    assert NGRAM == {"decoding_type": "NGram", "max_draft_len": 4}
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.2.1", "1.3.0rc29"])
+async def test_start_when_a_config_names_no_known_class_then_a_config_error_names_it(
+    version: str, gpt_oss: Path
+) -> None:
+    with fake_tensorrt_llm(version):
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, speculative_config={"decoding_type": "Oracle"})
+        with pytest.raises(ConfigError, match="Oracle"):
+            await engine.start()
+
+
+@pytest.mark.parametrize("version", RELEASES)
+async def test_shutdown_when_an_error_ends_the_executor_then_it_is_not_on_the_event_loop(
+    version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for all ranks, so /live would not answer, and the worker would not restart."""
+    threads = []
+    with fake_tensorrt_llm(version) as package:
+        executor = importlib.import_module("tensorrt_llm.executor").GenerationExecutor
+        shutdown = executor.shutdown
+
+        def recorded(self: Any) -> None:
+            threads.append(threading.current_thread().name)
+            shutdown(self)
+
+        monkeypatch.setattr(executor, "shutdown", recorded)
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            with package.standin.traps.turned("executor_dies"), pytest.raises(EngineFailed):
+                await answer(engine, PROMPT)
+        await engine.aclose()
+    assert set(threads) == {"trtllm-error-shutdown", "trtllm-shutdown"}

@@ -1,0 +1,44 @@
+"""A wrong assumption about TensorRT-LLM in the adapter turns a contract test red: else the test would prove nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.planted import PLANTS, Plant
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "trtllm-verification.md").read_text(encoding="utf-8")
+PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "tests.planted", "-p", "no:cacheprovider", "--tb=line")
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
+def test_plant_when_named_then_its_text_stands_once_and_it_is_on_the_page(plant: Plant) -> None:
+    found = importlib.util.find_spec(plant.module)
+    assert found is not None
+    assert found.origin is not None
+    assert Path(found.origin).read_text(encoding="utf-8").count(plant.old) == 1
+    assert f"| {plant.topic} | {plant.assumes} |" in PAGE
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
+def test_contract_when_an_assumption_is_wrong_then_red(plant: Plant) -> None:
+    environment = {**os.environ, "PLANTED": json.dumps([plant.module, plant.old, plant.new])}
+    run = subprocess.run(
+        [sys.executable, *PYTEST, f"tests/{plant.test}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
+    assert " failed" in run.stdout.splitlines()[-1], run.stdout  # not an error while it is set up

@@ -1,0 +1,277 @@
+"""Plants wrong assumptions about TensorRT-LLM in the adapter, each of which a contract test finds.
+
+As a plugin of pytest (`-p tests.planted`), replaces the text that the environment variable PLANTED names in one module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+_TRTLLM = "dynamo_trtllm.engines.trtllm"
+
+
+class Plant(NamedTuple):
+    """A wrong assumption: text of a module, what it becomes, and the contract test that fails then."""
+
+    topic: str  # of docs/trtllm-verification.md
+    assumes: str
+    module: str
+    old: str
+    new: str
+    test: str  # in tests
+
+
+_ANSWERS = "contract/test_engine_trtllm.py::test_answers_when_any_release_is_played_then_those_of_the_torch_engine"
+_SAMPLING = "contract/test_engine_trtllm_sampling.py::test_"
+_FIELD = f"{_SAMPLING}field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_has_an_effect"
+_STATISTICS = "contract/test_engine_trtllm_statistics.py::test_statistics_when"
+
+PLANTS = (
+    Plant(
+        "Python transceiver",
+        "every context-only answer has an `opaque_state`",
+        f"{_TRTLLM}.transfers",
+        "if not any(params.get(name) for name in _PLACES):",
+        'if not params.get("opaque_state"):',
+        f"{_ANSWERS}[1.3.0rc29-NIXL]",
+    ),
+    Plant(
+        "Python transceiver",
+        "`ctx_dp_rank` need not reach the decode call",
+        f"{_TRTLLM}.transfers",
+        '    "ctx_dp_rank",\n',
+        "",
+        f"{_ANSWERS}[1.3.0rc29-NIXL]",
+    ),
+    Plant(
+        "Python transceiver",
+        "1.3 runs UCX without `transceiver_runtime: CPP`",
+        f"{_TRTLLM}.args",
+        'values[_RUNTIME] = "CPP"',
+        "pass",
+        f"{_ANSWERS}[1.3.0rc29-UCX]",
+    ),
+    Plant(
+        "Python transceiver",
+        "KV of one release can be read by another",
+        f"{_TRTLLM}.settings",
+        'values = {"release": line,',
+        'values = {"release": "1",',
+        "contract/test_engine_trtllm.py::test_transfer_when_decode_is_of_another_release_then_refused_by_name",
+    ),
+    Plant(
+        "KV that is never fetched",
+        "an abort frees the KV of a finished context-only call",
+        f"{_TRTLLM}.library",
+        "return self._ended_at + self._library.kv_timeout_s",
+        "return None",
+        "contract/test_engine_trtllm_cancellation.py::"
+        "test_transfer_when_aborted_then_its_kv_is_held_until_the_librarys_timeout[1.2.1]",
+    ),
+    Plant(
+        "KV that is never fetched",
+        "releases without a timeout free KV as well",
+        f"{_TRTLLM}.settings",
+        "return math.inf if timeout_ms is None else timeout_ms / 1000",
+        "return 0.1 if timeout_ms is None else timeout_ms / 1000",
+        "contract/test_engine_trtllm_cancellation.py::"
+        "test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_is_leaked[1.0.0]",
+    ),
+    Plant(
+        "KV that is never fetched",
+        "a prefill call whose first token is a stop word ends with `stop`",
+        "dynamo_trtllm.engines.external.runner",
+        "if output.token_ids and output.token_ids[-1] in call.stop_ids:",
+        "if False:",
+        "contract/test_engine_trtllm_cancellation.py::"
+        "test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout",
+    ),
+    Plant(
+        "Dead prefill worker",
+        "a decode call whose peer is gone fails by itself",
+        f"{_TRTLLM}.library",
+        "await library.probe.check(endpoint)",
+        "pass",
+        "contract/test_engine_trtllm_dead_peer.py::"
+        "test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_the_engine_goes_on",
+    ),
+    Plant(
+        "Log-probabilities of a decode call",
+        "every release transfers the first token's",
+        f"{_TRTLLM}.settings",
+        'if facts.is_disaggregated and "first_gen_log_probs" not in capabilities.disagg_fields:',
+        "if False:",
+        "contract/test_engine_trtllm_sampling.py::"
+        "test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_the_first_token_has_none[1.2.1]",
+    ),
+    Plant(
+        "Log-probabilities of a decode call",
+        "an entry is always a mapping, never a number",
+        f"{_TRTLLM}.requests",
+        "if not isinstance(entry, Mapping):",
+        "if False:",
+        "contract/test_engine_trtllm.py::test_answers_when_a_trap_is_turned_then_the_same",
+    ),
+    Plant(
+        "min_tokens",
+        "the PyTorch sampler of every release obeys it",
+        f"{_TRTLLM}.settings",
+        "min_tokens=not has_torch_sampler(facts.args) or",
+        "min_tokens=True or",
+        f"{_FIELD}[1.2.1]",
+    ),
+    Plant(
+        "ignore_eos",
+        "with it the request's own stop tokens still stop",
+        f"{_TRTLLM}.requests",
+        'values |= {"end_id": _NO_END, "ignore_eos": False}',
+        "pass",
+        "contract/test_engine_trtllm_sampling.py::"
+        "test_stop_token_when_the_models_own_are_ignored_then_it_still_stops[1.3.0rc29]",
+    ),
+    Plant(
+        "Statistics",
+        "`get_stats` raises RuntimeError only",
+        f"{_TRTLLM}.library",
+        "except Exception as exc:  # noqa: BLE001 - logged, and tried again",
+        "except RuntimeError as exc:",
+        f"{_STATISTICS}_the_library_had_none_or_failed_then_they_go_on[1.0.0]",
+    ),
+    Plant(
+        "Statistics",
+        "with attention DP a row has the KV blocks of all ranks",
+        f"{_TRTLLM}.library",
+        'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows)',
+        'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) // len(rows)',
+        f"{_STATISTICS}_attention_is_data_parallel_then_the_kv_of_all_ranks_counts[1.2.1]",
+    ),
+    Plant(
+        "Classes of errors",
+        "what a wait for a result raises is a rejection of the request",
+        f"{_TRTLLM}.library",
+        "if self._is_healthy() and isinstance(exc, self.bindings.request_error):",
+        "if self._is_healthy():",
+        "contract/test_engine_trtllm.py::test_result_when_the_call_for_it_fails_then_no_rejection",
+    ),
+    Plant(
+        "Classes of errors",
+        "an abort raises AssertionError only",
+        f"{_TRTLLM}.library",
+        "except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no common base class",
+        "except AssertionError as exc:",
+        "contract/test_engine_trtllm_cancellation.py::test_cancel_when_the_abort_raises_then_the_request_ends_by_itself",
+    ),
+    Plant(
+        "Ignored sampling fields",
+        "the PyTorch sampler of every release applies penalties and `min_p`",
+        f"{_TRTLLM}.settings",
+        'features += [*_PENALTIES, "min_p"]',
+        "pass",
+        f"{_FIELD}[1.2.1]",
+    ),
+    Plant(
+        "Ignored sampling fields",
+        "every candidate of 1.3 applies `seed`",
+        f"{_TRTLLM}.settings",
+        "if not facts.is_at_least_candidate(_SEED_SINCE):",
+        "if False:",
+        f"{_FIELD}[1.3.0rc25]",
+    ),
+    Plant(
+        "Speculative decoding",
+        "every release takes `speculative_config` as a dictionary",
+        f"{_TRTLLM}.bindings",
+        "if not given or self.capabilities.config_dicts:",
+        "if True:",
+        "contract/test_engine_trtllm_arguments.py::"
+        "test_start_when_a_config_names_its_class_then_the_engine_has_one_of_that_class[1.2.1]",
+    ),
+    Plant(
+        "TRITON experts",
+        "TRITON is right for Hopper in every release",
+        f"{_TRTLLM}.args",
+        'if leaf.value == "TRITON" and schema.default(release, key, {}) == "AUTO":',
+        "if False:",
+        "unit/engines/trtllm/test_preflight_experts.py::"
+        "test_args_when_the_release_deprecates_the_profiles_experts_then_its_own_choice_stays",
+    ),
+    Plant(
+        "Smaller ones",
+        "the executor's shutdown after an error does not wait",
+        f"{_TRTLLM}.bindings",
+        "executor.shutdown = _off_event_loop(executor.shutdown)",
+        "pass",
+        "contract/test_engine_trtllm_arguments.py::"
+        "test_shutdown_when_an_error_ends_the_executor_then_it_is_not_on_the_event_loop[1.2.1]",
+    ),
+    Plant(
+        "Smaller ones",
+        "a stop token that is the last allowed one ends the output with `stop`",
+        f"{_TRTLLM}.requests",
+        'if finish == "length" and self._last in self._stop_ids:',
+        "if False:",
+        "contract/test_engine_trtllm_sampling.py::"
+        "test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop[1.2.1]",
+    ),
+    Plant(
+        "Smaller ones",
+        "a context-only answer repeats the `disagg_request_id` of its call",
+        f"{_TRTLLM}.library",
+        'if not values.get("disagg_request_id") and self._disagg is not None:',
+        "if False:",
+        f"{_ANSWERS}[1.3.0rc29-NIXL]",
+    ),
+    Plant(
+        "Results",
+        "`token_ids` has only the tokens of the last step",
+        f"{_TRTLLM}.requests",
+        "new = list(output.token_ids[self._seen :])",
+        "new = list(output.token_ids)",
+        f"{_ANSWERS}[1.2.1-UCX]",
+    ),
+    Plant(
+        "Results",
+        "the token that ended an output is always in `token_ids`",
+        f"{_TRTLLM}.requests",
+        'if output.finish_reason == "stop":',
+        "if False:",
+        "contract/test_engine_trtllm.py::test_answers_when_a_trap_is_turned_then_the_same",
+    ),
+)
+
+
+class _PlantedLoader(SourceFileLoader):
+    def __init__(self, name: str, path: str, old: str, new: str) -> None:
+        super().__init__(name, path)
+        self._old, self._new = old, new
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_source(fullname) or ""
+        assert source.count(self._old) == 1, f"{fullname} has the text {source.count(self._old)} times: {self._old}"
+        return compile(source.replace(self._old, self._new), self.path, "exec")
+
+
+class _Planter:
+    """Finds one module, and loads it with another text."""
+
+    def __init__(self, module: str, old: str, new: str) -> None:
+        self._module, self._old, self._new = module, old, new
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _PlantedLoader(name, spec.origin, self._old, self._new)
+        return spec
+
+
+if "PLANTED" in os.environ:
+    sys.meta_path.insert(0, _Planter(*json.loads(os.environ["PLANTED"])))
