@@ -17,7 +17,6 @@ from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_transfer.base import TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -33,6 +32,7 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.streams import KvHolder, StreamEvent, as_stream
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.instances import make_instance
+from tests.loopback_backend import named_backend
 from tests.waiting import SOON_S
 
 TRTLLM_TTL_S = 2.0  # TensorRT-LLM frees KV that was not fetched only after a time, which tests wait for
@@ -65,7 +65,7 @@ def make(
         from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
         return VllmEngine(config, instance_id=number)
-    chosen = create_backend(backend) if isinstance(backend, str) else backend
+    chosen = named_backend(backend) if isinstance(backend, str) else backend
     if kind == "mock":
         return MockEngine(config, instance_id=number, backend=chosen)
     from dynamo_trtllm.engines.torch.engine import TorchEngine
@@ -109,6 +109,53 @@ async def started(*engines: Engine) -> AsyncIterator[None]:
             stack.push_async_callback(engine.aclose)
             await engine.start()
         yield
+
+
+class EnginePool:
+    """Engines of one kind for many tests. One with default arguments serves another test if nothing is left in it."""
+
+    def __init__(self, kind: str, folder: Path, *, leaks: bool = False, **args: Any) -> None:
+        self.leaks = leaks
+        self._make = lambda role, more: make(kind, folder, role, **args, **more)
+        self._roles: dict[Engine, Role] = {}  # of those with default arguments
+        self._running: set[Engine] = set()
+        self._free: list[Engine] = []
+
+    def open(self, role: Role = Role.AGGREGATED, **args: Any) -> Engine:
+        """Return an engine for `started`: a new one if it has arguments of its own."""
+        found = None if args else next((engine for engine in self._free if self._roles[engine] is role), None)
+        if found is not None:
+            self._free.remove(found)
+            return found
+        engine = self._make(role, args)
+        if not args:
+            self._roles[engine] = role
+        return engine
+
+    @asynccontextmanager
+    async def started(self, *engines: Engine) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for engine in engines:
+                stack.push_async_callback(self._put_back, engine)
+                if engine not in self._running:
+                    self._running.add(engine)
+                    await engine.start()
+            yield
+
+    async def check_nothing_left(self, engine: Engine) -> None:
+        await check_nothing_left(engine, leaks=self.leaks)
+
+    async def _put_back(self, engine: Engine) -> None:
+        now = stats(engine)
+        if engine in self._roles and not (now.running or now.waiting or now.tickets_held or now.kv_blocks_used):
+            self._free.append(engine)
+        else:
+            await engine.aclose()
+            self._running.remove(engine)
+
+    async def aclose(self) -> None:
+        for engine in self._running:
+            await engine.aclose()
 
 
 def prompt_of(length: int, seed: int = 1) -> array[int]:
@@ -211,7 +258,14 @@ async def check_stats(engine: Engine, **expected: int) -> None:
     assert now == expected
 
 
-async def check_nothing_left(engine: Engine) -> None:
+async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
+    """Wait until the engine is idle. Fail after a timeout.
+
+    Args:
+        engine: the engine.
+        leaks: it may have KV that it never frees, if it counts it as leaked.
+    """
     async with asyncio.timeout(SOON_S):
         await engine.drain()
-    await check_stats(engine, running=0, waiting=0, kv_blocks_used=0, tickets_held=0)
+    leaked = stats(engine).leaked_kv_blocks if leaks else 0
+    await check_stats(engine, running=0, waiting=0, kv_blocks_used=leaked, leaked_kv_blocks=leaked, tickets_held=0)

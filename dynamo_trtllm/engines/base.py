@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits
-from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
+from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Sampling, token_ids
+from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle, run_stream
+
+_WARM_UP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,18 @@ class Engine(Generator, Protocol):
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
         ...
+
+
+async def warm_up(engine: Generator, model: str, *, max_tokens: int) -> None:
+    """Run one greedy request without a KV transfer to its end. Raises its error."""
+    request = GenerateRequest(
+        request_id="warm-up",
+        model=model,
+        token_ids=token_ids([0]),
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        deadline=time.time() + _WARM_UP_S,
+    )
+    await run_stream(partial(engine.generate, request), lambda _: True)
 
 
 @runtime_checkable

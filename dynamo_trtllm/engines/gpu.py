@@ -1,7 +1,11 @@
-"""List the GPUs that this process may use and their memory, from the driver (NVML), without a CUDA context."""
+"""List the GPUs that this process may use and their memory, from the driver, without a CUDA context.
+
+Engines ask NVML. `list_gpus` asks nvidia-smi, which needs no Python package and can't block this process.
+"""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,8 @@ from dynamo_trtllm.config.load import process_environment
 T = TypeVar("T")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.total,memory.free,name", "--format=csv,noheader,nounits")
+_NVIDIA_SMI_TIMEOUT_S = 20.0  # without persistence mode the driver loads first
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux, WSL
 
 
@@ -22,6 +28,37 @@ class Gpu:
     name: str
     sm: int  # compute capability times ten: 90 Hopper, 100 Blackwell, 120 RTX Blackwell
     memory_bytes: int  # total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """One GPU and its memory at this moment."""
+
+    number: int  # in the order of the PCI bus
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def list_gpus(environment: Mapping[str, str]) -> tuple[list[GpuMemory], str]:
+    """Return the GPUs that a process with this environment may use, and if there is none, the reason."""
+    try:
+        listed = subprocess.run(
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+        ).stdout
+    except FileNotFoundError:
+        return [], "nvidia-smi is not installed"
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi did not answer within {_NVIDIA_SMI_TIMEOUT_S:g} s"
+    except subprocess.CalledProcessError as exc:
+        return [], f"nvidia-smi failed with status {exc.returncode}"
+    rows = [line.split(", ", 3) for line in listed.splitlines() if line.startswith("GPU-")]
+    gpus = [
+        GpuMemory(number=number, name=name, total_bytes=int(total) << 20, free_bytes=int(free) << 20)
+        for number, (_, total, free, name) in enumerate(rows)
+    ]
+    visible = [gpus[number] for number in _chosen(environment.get(VISIBLE), [row[0] for row in rows])]
+    return visible, "" if visible else f"{VISIBLE} hides all" if gpus else "nvidia-smi lists none"
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -94,6 +95,18 @@ async def engines(folder: Path) -> AsyncIterator[Engines]:
 def core_of(engine: Engine) -> Any:
     """The stand-in's engine process, behind the adapter's back."""
     return engine._llm.core  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("phase", [Phase.AGGREGATED, Phase.PREFILL])
+async def test_prompt_logprobs_then_they_come_in_pieces_before_the_first_token(engines: Engines, phase: Phase) -> None:
+    engine, prompt = engines.prefill if phase is Phase.PREFILL else engines.whole, prompt_of(1500)
+    chunks = await collect(engine, ask(prompt, phase=phase, prompt_logprobs=1, logprobs=1, max_tokens=2))
+    if chunks[-1].kv_params is not None:
+        release(engine, chunks[-1].kv_params)
+    assert [len(chunk.prompt_logprobs) for chunk in chunks][:3] == [1024, 476, 0]
+    first, *rest = [each for chunk in chunks for each in chunk.prompt_logprobs]
+    assert (first.token_id, math.isnan(first.logprob)) == (prompt[0], True)
+    assert [(each.token_id, each.logprob, len(each.top)) for each in rest] == [(token, -0.5, 1) for token in prompt[1:]]
 
 
 def logprobs(chunks: list[Chunk]) -> list[int]:

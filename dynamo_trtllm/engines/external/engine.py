@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from dynamo_trtllm.engines.base import NO_STATS, EngineStats
+from dynamo_trtllm.engines.base import NO_STATS, EngineStats, warm_up
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Runner, Times
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
-from dynamo_trtllm.messages import GenerateRequest, ReleaseOutcome, Sampling, token_ids
-from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle, as_stream
+from dynamo_trtllm.messages import GenerateRequest, ReleaseOutcome
+from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 _log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 60.0
-_WARM_UP_S = 600.0
 
 V = TypeVar("V")
 
@@ -63,17 +60,8 @@ class ExternalEngine:
 
     async def _warm_up(self, model: str) -> None:
         """Generate one token, without a KV transfer, so that `start` returns only when the library responds."""
-        request = GenerateRequest(
-            request_id="warm-up",
-            model=model,
-            token_ids=token_ids([0]),
-            sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + _WARM_UP_S,
-        )
         try:
-            async with aclosing(as_stream(self, request)) as stream:
-                async for _ in stream:
-                    pass
+            await warm_up(self, model, max_tokens=1)
         except DynamoError as exc:
             raise EngineFailed(f"{self._library} was loaded but the warm-up request failed: {exc.message}") from exc
 

@@ -29,6 +29,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: list[int]
     logprobs: tuple[TokenLogprob, ...]
     finish: str | None  # the library's finish reason
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache; set with `finish`
 
     def chunk(self, stats: PhaseTimings | None = None) -> Chunk:
@@ -63,7 +64,10 @@ class Receiver(Protocol):
         ...
 
     def on_error(self, error: DynamoError) -> None:
-        """End the call with an error. EngineFailed ends all calls: the library serves no more."""
+        """End the call with an error.
+
+        EngineFailed ends all calls if the library is not healthy, or if several requests in a row end in it.
+        """
         ...
 
 
@@ -77,8 +81,8 @@ class LibraryCall(Protocol):
         """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
 
         Raises:
-            DynamoError: the library rejected the call, or it ended without a finish reason. EngineFailed ends all
-                calls.
+            DynamoError: the library rejected the call, or it ended without a finish reason. EngineFailed as for
+                `Receiver.on_error`.
         """
         ...
 

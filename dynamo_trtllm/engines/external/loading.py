@@ -74,7 +74,7 @@ class EngineLoader(Generic[T]):
             build: blocking function that builds the engine.
             discard: receives an engine that was built after `load` was cancelled.
             gpu_bytes_used: returns the bytes in use on the GPU, or None if unknown.
-            weight_bytes: weights of one GPU. When more memory is in use, `progress` reports the next phase.
+            weight_bytes: weights of one GPU. While less memory is in use, weights are being loaded.
         """
         self._build = build
         self._discard = discard
@@ -101,5 +101,8 @@ class EngineLoader(Generic[T]):
         if self._bytes_now is None or self._bytes_before is None:
             return "building the engine"
         own = max(0, self._bytes_now - self._bytes_before)
-        phase = "capturing CUDA graphs and warming up" if own >= self._weight_bytes else "loading weights"
+        if own < self._weight_bytes:
+            phase = f"loading weights {100 * own // self._weight_bytes}%"
+        else:
+            phase = "capturing CUDA graphs and warming up"
         return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"

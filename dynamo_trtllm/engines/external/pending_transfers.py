@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from dynamo_trtllm.errors import BadFrame, RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import BadFrame, TransferMismatch
 from dynamo_trtllm.kv_transfer import base
 from dynamo_trtllm.messages import (
     GenerateRequest,
@@ -135,24 +135,14 @@ class PendingTransfers:
             TransferExpired: the transfer has expired.
             TransferMismatch: names the field that differs.
         """
-        kv_params, identity = transfer_params_of(request), self._identity
-        base.check_params(
-            kv_params,
+        identity = self._identity
+        return base.request_params(
+            request,
             engine=identity.engine,
             model=identity.model,
             layout=identity.layout,
-            now=time.time(),
             kv_compat=identity.kv_compat,
         )
-        if kv_params.prompt_tokens != len(request.token_ids):
-            raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id}: the prompt has {kv_params.prompt_tokens} tokens at prefill and "
-                f"{len(request.token_ids)} at decode; retry the request",
-                field="prompt_tokens",
-            )
-        if not kv_params.first_token_ids:
-            raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
-        return kv_params
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Release a transfer; an unknown one is ignored. On ABORTED the engine frees the KV, if it can."""
@@ -211,13 +201,6 @@ class PendingTransfers:
         self._awaiting_fetch.clear()
         self._retained.clear()
         self._on_change()
-
-
-def transfer_params_of(request: GenerateRequest) -> KvTransferParams:
-    """Return the KV transfer parameters of a decode call. Raises RequestRejected if it has none."""
-    if request.kv_params is None:
-        raise RequestRejected("a decode call needs KV transfer parameters", field="ticket")
-    return request.kv_params
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

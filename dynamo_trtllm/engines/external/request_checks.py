@@ -75,15 +75,19 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def is_plain(guided: StructuredOutput) -> bool:
-    """Return True if one JSON schema covers the complete output."""
+    """Return True if one format covers the complete output."""
     return len(guided.alternatives) == 1 and not guided.alternatives[0].prefix and not guided.trigger
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
     """Return the arguments of the class for guided decoding, which are the same in TensorRT-LLM and vLLM."""
     if is_plain(guided):
-        schema = guided.alternatives[0].json_schema
-        return {"json_object": True} if schema == "{}" else {"json": schema}
+        only = guided.alternatives[0]
+        if only.grammar:
+            return {"grammar": only.grammar}
+        if only.regex:
+            return {"regex": only.regex}
+        return {"json_object": True} if only.json_schema == "{}" else {"json": only.json_schema}
     return {"structural_tag": _structural_tag(guided)}
 
 
@@ -96,19 +100,23 @@ def _structural_tag(guided: StructuredOutput) -> str:
 def _triggered_tags(guided: StructuredOutput) -> dict[str, Any]:
     """Return a format of free text up to `trigger`, followed by exactly one of the alternatives."""
     tags = [
-        {"begin": guided.trigger + each.prefix, "content": _schema(each), "end": ""} for each in guided.alternatives
+        {"begin": guided.trigger + each.prefix, "content": _content(each), "end": ""} for each in guided.alternatives
     ]
     return {"type": "triggered_tags", "triggers": [guided.trigger], "tags": tags, "stop_after_first": True}
 
 
 def _format(alternative: OutputFormat) -> dict[str, Any]:
     if not alternative.prefix:
-        return _schema(alternative)
+        return _content(alternative)
     prefix = {"type": "const_string", "value": alternative.prefix}
-    return {"type": "sequence", "elements": [prefix, _schema(alternative)]}
+    return {"type": "sequence", "elements": [prefix, _content(alternative)]}
 
 
-def _schema(alternative: OutputFormat) -> dict[str, Any]:
+def _content(alternative: OutputFormat) -> dict[str, Any]:
+    if alternative.grammar:
+        return {"type": "grammar", "grammar": alternative.grammar}
+    if alternative.regex:
+        return {"type": "regex", "pattern": alternative.regex}
     schema = {"type": "object"} if alternative.json_schema == "{}" else json.loads(alternative.json_schema)
     return {"type": "json_schema", "json_schema": schema}
 

@@ -30,8 +30,10 @@ _log = logging.getLogger(__name__)
 # Finish reasons of a prefill call that continues in decode: the libraries stop it after its first token.
 _CONTINUES = frozenset({"length", "not_finished"})
 
+_PROMPT_PIECE = 1024  # prompt tokens in one chunk of log-probabilities
 KV_WAIT_S = 30.0  # for the KV of a cancelled decode call, if the library can't abort a fetch
 ANSWER_S = 10.0  # for the last result after an abort
+MAX_FAILED_REQUESTS = 5  # in a row, without a result between them: then the engine has failed
 
 
 class Times(NamedTuple):
@@ -56,6 +58,7 @@ class Runner:
         self.times = times
         self.transfers = PendingTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
+        self.failed_requests: set[str] = set()  # ids of those that ended in EngineFailed since the last result
         self._failed: EngineFailed | None = None
         self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
         self._idle = asyncio.Event()
@@ -232,13 +235,15 @@ class ExternalCall(Stream):
         call = self._call
         if call is None:
             return
+        self._runner.failed_requests.clear()
         if not self._has_started:
             self._note_started()
         event: StreamEvent | None = None
         finish: str | None = None
+        has_ended = self.has_ended
         try:
             finish = result.outputs[0].finish_reason
-            if not self.has_ended:
+            if not has_ended:
                 event = self._event_of(call, result)
         except DynamoError as exc:
             event = exc
@@ -247,7 +252,7 @@ class ExternalCall(Stream):
         try:
             if finish is not None:
                 self._end(keeps_kv=isinstance(event, Chunk) and event.kv_params is not None)
-            elif self.has_ended and not self._is_aborted:  # it waited for this result
+            elif has_ended and not self._is_aborted:  # it waited for this result
                 self._abort(call)
             if event is not None:
                 self._pass_on(event)
@@ -256,15 +261,18 @@ class ExternalCall(Stream):
 
     def on_error(self, error: DynamoError) -> None:
         """See `Receiver.on_error`."""
-        if not isinstance(error, EngineFailed) or self._runner.has_failed:
-            self._end()
-            self._pass_on(error)
-        elif self.has_ended and not self._runner.library.health(None):
-            _log.warning("%s failed after its stream had ended: %s", self._task.get_name(), error)
-            self._end()
-        else:
-            self._runner.fail(error.message, error.__cause__)  # which ends this call, too
-            self._end()
+        runner = self._runner
+        if isinstance(error, EngineFailed) and not runner.has_failed:
+            if not self.has_ended:
+                runner.failed_requests.add(self._request.request_id)
+            if runner.library.health(None) or len(runner.failed_requests) >= MAX_FAILED_REQUESTS:
+                runner.fail(error.message, error.__cause__)  # which ends this call, too
+            else:
+                _log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
+                if self._call is not None:
+                    self._call.abort()  # it may still run
+        self._end()
+        self._pass_on(error)
 
     def _pass_on(self, event: StreamEvent) -> None:
         """Emit an event. An exception of its receiver ends this stream, and not the library's loop over all calls."""
@@ -282,6 +290,8 @@ class ExternalCall(Stream):
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
         output = call.read(result)
+        for begin in range(0, len(output.prompt_logprobs), _PROMPT_PIECE):  # a message has a limited size
+            self._pass_on(Chunk(prompt_logprobs=output.prompt_logprobs[begin : begin + _PROMPT_PIECE]))
         finish = output.finish
         if finish is None:
             if not output.token_ids:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
+
+import msgspec
 
 from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, Receiver
 from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
@@ -109,6 +112,8 @@ class VllmCall:
             first=converted.first,
             first_logprobs=() if request.kv_params is None else request.kv_params.first_logprobs,
         )
+        scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
+        self._unscored = request if scores_prompt else None  # until its prompt's log-probabilities are returned
 
     async def run(self, receiver: Receiver) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
@@ -151,9 +156,12 @@ class VllmCall:
     def read(self, result: Any) -> EngineOutput:
         """See `LibraryCall.read`."""
         output = result.outputs[0]
-        return self._cursor.read(
-            output, cached_tokens=0 if output.finish_reason is None else int(result.num_cached_tokens or 0)
-        )
+        cached_tokens = 0 if output.finish_reason is None else int(result.num_cached_tokens or 0)
+        read = self._cursor.read(output, cached_tokens=cached_tokens)
+        if self._unscored is None or not result.prompt_logprobs:
+            return read
+        request, self._unscored = self._unscored, None
+        return msgspec.structs.replace(read, prompt_logprobs=prompt_logprobs(request, result.prompt_logprobs))
 
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         """See `LibraryCall.export`."""
@@ -237,6 +245,13 @@ class VllmOutputCursor:
                 "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
             )
         return tuple(token_logprob(token, reported[n], self._alternatives) for n, token in enumerate(tokens))
+
+
+def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
+    """Convert vLLM's log-probabilities of a prompt, whose first token has none."""
+    ids, alternatives = request.token_ids, request.sampling.prompt_logprobs or 0
+    scored = (token_logprob(ids[at], reported[at], alternatives) for at in range(1, len(ids)))
+    return (TokenLogprob(ids[0], math.nan), *scored)
 
 
 def token_logprob(token: int, entry: Mapping[int, Any], alternatives: int) -> TokenLogprob:

@@ -101,6 +101,8 @@ def build_request(
             max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
     stop_ids = stop_token_ids(sampling, model_limits.end_ids)
     values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+    if sampling.prompt_logprobs is not None and request.phase is not Phase.DECODE:
+        values["prompt_logprobs"] = sampling.prompt_logprobs
     if transfer is not None:
         values["extra_args"] = {"kv_transfer_params": dict(transfer)}
     return VllmRequest(

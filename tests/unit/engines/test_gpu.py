@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.gpu import Gpu, count_visible, memory_free_bytes, visible_gpus
+from dynamo_trtllm.engines.gpu import Gpu, GpuMemory, count_visible, list_gpus, memory_free_bytes, visible_gpus
 
 H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
 B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
@@ -116,3 +116,42 @@ def test_count_visible_when_a_driver_is_there_that_can_not_be_asked_then_it_is_n
     assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) is None
     monkeypatch.setattr(gpu, "_DRIVERS", ())
     assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) == 0
+
+
+def put_nvidia_smi(monkeypatch, folder, script):
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_list_gpus_when_nvidia_smi_answers_then_numbers_and_memory_of_the_visible_ones(monkeypatch, tmp_path):
+    lines = "echo 'GPU-a1, 81559, 81000, NVIDIA H100'; echo 'GPU-b2, 143771, 500, NVIDIA H200, NVL'"
+    put_nvidia_smi(monkeypatch, tmp_path, lines)
+    assert list_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == (
+        [GpuMemory(number=1, name="NVIDIA H200, NVL", total_bytes=143771 << 20, free_bytes=500 << 20)],
+        "",
+    )
+    assert [each.number for each in list_gpus({})[0]] == [0, 1]
+    assert list_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ([], "CUDA_VISIBLE_DEVICES hides all")
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo No devices were found", "nvidia-smi lists none"),
+        ("exit 9", "nvidia-smi failed with status 9"),
+        ("exec sleep 60", "nvidia-smi did not answer within 0.2 s"),
+    ],
+)
+def test_list_gpus_when_there_is_none_then_the_reason(monkeypatch, tmp_path, script, why):
+    monkeypatch.setattr(gpu, "_NVIDIA_SMI_TIMEOUT_S", 0.2)
+    put_nvidia_smi(monkeypatch, tmp_path, script)
+    gpus, reason = list_gpus({})
+    assert gpus == []
+    assert reason == why
+
+
+def test_list_gpus_when_nvidia_smi_is_missing_then_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list_gpus({}) == ([], "nvidia-smi is not installed")

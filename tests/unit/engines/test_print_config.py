@@ -62,7 +62,7 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
     assert "TensorRT-LLM is not installed" in title
     found = rows(text)
     assert found["tensor_parallel_size"].split(maxsplit=1) == ["4", "flag --tensor-parallel-size"]
-    assert found["moe_config.backend"].split(maxsplit=1) == ["TRITON", "kernels profile hopper"]
+    assert found["moe_config.backend"].split(maxsplit=1) == ["AUTO", "default (TensorRT-LLM 1.3.0rc)"]
     assert found["enable_chunked_prefill"].split(maxsplit=1) == ["false", "default (TensorRT-LLM 1.3.0rc)"]
 
 
@@ -117,5 +117,5 @@ def test_main_when_the_config_is_printed_then_settings_and_arguments_and_no_work
         worker_main.main()
     assert stop.value.code == 0
     found = rows(capsys.readouterr().out)
-    assert found["model_path"].split() == ["m", "flag", "--model-path"]
+    assert found["model_path"].split() == ["m", "flag", "--model"]
     assert found["step_s"].split() == ["0.005", "default", "(mock)"]

@@ -22,8 +22,8 @@ def config_of(**override: Any) -> WorkerConfig:
 def test_argument_when_its_former_name_is_used_then_it_counts_and_a_warning_is_logged(
     schema: type[MockArgs] | type[TorchArgs], caplog: pytest.LogCaptureFixture
 ) -> None:
-    args = engine_arguments(config_of(carrier="loopback"), schema, "mock")
-    assert args.transfer_backend == "loopback"
+    args = engine_arguments(config_of(carrier="nixl"), schema, "mock")
+    assert args.transfer_backend == "nixl"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith("--override-engine-args: argument carrier was renamed; use transfer_backend")
 

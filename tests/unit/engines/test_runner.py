@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines.external.runner import MAX_FAILED_REQUESTS, Runner
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -25,7 +26,7 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
 )
 from dynamo_trtllm.streams import StreamEvent
-from tests.unit.engines.scripted_library import STOP_ID, ask, event, make, some_transfer_params, started
+from tests.unit.engines.scripted_library import STOP_ID, Call, ask, event, make, some_transfer_params, started
 from tests.waiting import SOON_S
 
 # --- chunks ----------------------------------------------------------------------------------------------
@@ -197,6 +198,40 @@ async def test_error_when_its_stream_has_ended_then_the_others_go_on_while_the_l
         assert bool(events) is bool(reason)
 
 
+async def fail_one(runner: Runner, request_id: str) -> tuple[list[StreamEvent], Call]:
+    _, events, call = await started(runner, msgspec.structs.replace(ask(), request_id=request_id))
+    call.receiver.on_error(EngineFailed(f"no result for {request_id}"))
+    return events, call
+
+
+async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and_is_aborted() -> None:
+    runner, _ = make()
+    _, others, other = await started(runner, ask())
+    for _ in range(2 * MAX_FAILED_REQUESTS):  # the same request, as a client or a frontend tries it again
+        events, call = await fail_one(runner, "poison")
+        assert [type(each) for each in events] == [EngineFailed]
+        assert call.aborts == 1
+    runner.check()
+    assert others == []
+    other.say(1, finish="length")
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_error_when_requests_in_a_row_have_one_then_the_engine_has_failed() -> None:
+    runner, _ = make()
+    _, others, other = await started(runner, ask())
+    for number in range(MAX_FAILED_REQUESTS - 1):
+        await fail_one(runner, f"a{number}")
+    other.say(1)
+    for number in range(MAX_FAILED_REQUESTS - 1):
+        await fail_one(runner, f"b{number}")
+    runner.check()
+    await fail_one(runner, "last")
+    with pytest.raises(EngineFailed, match="no result for last"):
+        runner.check()
+    assert isinstance(others[-1], EngineFailed)
+
+
 async def test_task_when_somebody_cancels_it_then_its_stream_ends_with_an_error() -> None:
     runner, _ = make()
     events: list[StreamEvent] = []
@@ -210,6 +245,7 @@ async def test_task_when_somebody_cancels_it_then_its_stream_ends_with_an_error(
 async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reason() -> None:
     runner, library = make()
     streams = [await started(runner, ask()) for _ in range(3)]
+    library.reason = "its process is gone"
     streams[1][2].receiver.on_error(EngineFailed("the process died"))
     streams[2][2].receiver.on_error(EngineFailed("another word for it"))
     for _, events, call in streams:

@@ -64,6 +64,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop_token_ids": ((9,), {"stop_token_ids": [1, 2, 9]}),
     "ignore_eos": (True, {"stop_token_ids": []}),
     "logprobs": (3, {"logprobs": 3}),
+    "prompt_logprobs": (3, {"prompt_logprobs": 3}),
 }
 
 
