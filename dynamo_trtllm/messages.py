@@ -74,9 +74,11 @@ class FinishReason(StrEnum):
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One allowed form of structured output: `prefix`, then JSON of the schema, then the end."""
+    """One allowed form of structured output: `prefix`, then a content in the form of another field, then the end."""
 
-    json_schema: str  # JSON Schema as JSON text; "{}": any JSON object
+    json_schema: str  # JSON Schema as JSON text; "{}": any JSON object; "": another field has the form
+    regex: str = ""  # the whole content matches it
+    grammar: str = ""  # EBNF as in llama.cpp and xgrammar, with the start rule `root`
     prefix: str = msgspec.field(default="", name="literal")  # text before the JSON, control tokens as text
 
 
@@ -106,10 +108,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # continue after the model's own stop tokens
     logprobs: int | None = None  # number of alternatives per token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log) of one output token and of the most likely alternatives."""
+    """Log-probability (natural log) of one token and of the most likely alternatives. NaN: the prompt's first token."""
 
     token_id: int
     logprob: float
@@ -188,10 +191,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
 
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if requested
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the next prompt tokens; such a chunk has no other field
     finish_reason: FinishReason | None = None
-    kv_params: KvTransferParams | None = msgspec.field(
-        default=None, name="ticket"
-    )  # set exactly when finish_reason is KV_TRANSFER
+    # set exactly when finish_reason is KV_TRANSFER
+    kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
     stats: PhaseTimings | None = None  # set on the terminal chunk
 
 
@@ -257,9 +260,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
 
 
-# --- control verbs -------------------------------------------------------------------------------------
-
-
 class ReleaseOutcome(StrEnum):
     """The reason why a prefill worker may free the KV of a transfer."""
 
@@ -292,7 +292,8 @@ class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
     """Reserve a decode slot for a request before its prefill call. The reply is empty, or the error Overloaded."""
 
     reservation_id: str
-    expires_at: float  # seconds since the epoch
+    expires_at: float  # seconds since the epoch, by the sender's clock
+    left_s: float = 0.0  # seconds until then: clocks of two machines may differ. 0: an older sender
 
 
 class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):
@@ -348,8 +349,6 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     template_args: Mapping[str, Any] = {}  # extra variables of a chat template
     answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it
 
-
-# --- encoding ------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from dynamo_trtllm.api.output_format import StructuredFields
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     Id,
@@ -15,6 +16,7 @@ from dynamo_trtllm.api.request_model import (
     LongText,
     Object,
     RequestModel,
+    agreed,
     check_size,
     first_repeated,
     invalid,
@@ -22,8 +24,9 @@ from dynamo_trtllm.api.request_model import (
     shown,
     unsupported,
 )
-from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.api.sampling import NO_OPS
 from dynamo_trtllm.api.schemas import Schema, schema_text
+from dynamo_trtllm.messages import OutputFormat
 
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 256 << 10  # JSON size of all tools together
@@ -35,8 +38,11 @@ MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may support fewer
 
 
-def part_texts(value: Any, types: Sequence[str], fields: Set[str]) -> list[str]:
-    """Return the texts of `value`: a string, or a list of text parts of these types with no other fields than these."""
+def part_texts(value: Any, types: Sequence[str], fields: Set[str], info: ValidationInfo) -> list[str]:
+    """Return the texts of `value`: a string, or a list of text parts of these types with no other fields than these.
+
+    Other fields are rejected, or ignored as unknown ones.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -52,7 +58,11 @@ def part_texts(value: Any, types: Sequence[str], fields: Set[str]) -> list[str]:
         if not isinstance(kind, str) or not isinstance(text, str):
             form = f'{{"type": "{types[0]}", "text": "…"}}'
             invalid(f"must hold parts of the form {form}; the part at index {index} does not")
-        for name in part.keys() - fields:
+        others = part.keys() - fields
+        if info.context is not None:
+            info.context.extend(others)
+        elif others:
+            name = min(others)
             unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")
         if part.get("annotations"):
             unsupported(f"holds a part with annotations at index {index}, which are not supported; leave them out")
@@ -60,8 +70,8 @@ def part_texts(value: Any, types: Sequence[str], fields: Set[str]) -> list[str]:
     return texts
 
 
-def _text(value: Any) -> str:
-    return "\n".join(part_texts(value, ("text",), {"type", "text", *TextPart.hints}))
+def _text(value: Any, info: ValidationInfo) -> str:
+    return "\n".join(part_texts(value, ("text",), {"type", "text", *TextPart.hints}, info))
 
 
 class TextPart(RequestModel):
@@ -117,7 +127,15 @@ class AssistantMessage(RequestModel):
     def _says_something(self) -> AssistantMessage:
         if "content" not in self.model_fields_set and not self.tool_calls:
             invalid("is required when there are no tool_calls", field="content")
+        agreed(self._reasoning())
         return self
+
+    def _reasoning(self) -> dict[str, str | None]:
+        return {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
+
+    @property
+    def reasoning_text(self) -> str | None:
+        return agreed(self._reasoning())
 
 
 class ToolMessage(RequestModel):
@@ -226,21 +244,22 @@ class ToolsAllowed(RequestModel):
 ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | ToolsAllowed
 
 
-def _tool_choice(value: Any) -> Any:
+def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     match value:
         case "auto" | "none" | "required":
             return ToolChoiceValue(mode=value)
         case {"type": "function"}:
-            return ToolChoiceValue(mode="named", name=ToolNamed.model_validate(value).function.name)
+            named = ToolNamed.model_validate(value, context=info.context)
+            return ToolChoiceValue(mode="named", name=named.function.name)
         case {"type": "allowed_tools"}:
-            allowed = ToolsAllowed.model_validate(value).allowed_tools
+            allowed = ToolsAllowed.model_validate(value, context=info.context).allowed_tools
             return ToolChoiceValue(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
         case {"type": "custom"}:
             unsupported("of type 'custom' is not supported; only 'function' is")
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(StructuredFields):
     """A chat completion request; valid for any model."""
 
     no_ops: ClassVar = NO_OPS | {
@@ -249,7 +268,7 @@ class ChatRequest(SamplingFields):
         "add_generation_prompt": (True,),
         "functions": ([],),
     }
-    unsupported: ClassVar = frozenset(
+    unsupported: ClassVar = StructuredFields.unsupported | frozenset(
         {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
     )
 
@@ -266,14 +285,14 @@ class ChatRequest(SamplingFields):
     chat_template_args: TemplateArgs = Field(default_factory=dict)
     chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
+    include_reasoning: bool = True
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
-        self.check_stream_options()
         if self.top_logprobs and not self.logprobs:
             invalid("is only allowed with logprobs set to true", field="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            invalid("differs from max_completion_tokens; send one of them", field="max_tokens")
+        agreed({"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens})
         if (name := first_repeated(tool.function.name for tool in self.tools)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
         self._check_effort()
@@ -309,10 +328,10 @@ class ChatRequest(SamplingFields):
         """The maximum number of tokens to generate. None: as many as the context allows."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @property
-    def json_schema(self) -> str | None:
-        """The JSON Schema that the output must follow. None: any text."""
+    def output_formats(self) -> dict[str, OutputFormat]:
+        formats = super().output_formats()
         if self.response_format is None or self.response_format.type == "text":
-            return None
+            return formats
         wanted = self.response_format.json_schema
-        return schema_text(wanted.schema_ if wanted is not None else {})
+        text = schema_text(wanted.schema_ if wanted is not None else {})
+        return {"response_format": OutputFormat(json_schema=text)} | formats

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from dynamo_trtllm.api.output_format import StructuredFields
 from dynamo_trtllm.api.request_model import MAX_VALUES, List, LongText, invalid, kind_of, shown, unsupported
-from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, SamplingFields, TokenId
+from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, TokenId
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
@@ -42,25 +43,26 @@ PromptSent: TypeAlias = _Text | _Ids | Annotated[List[_Text | _Ids], Field(min_l
 Prompts = Annotated[List[LongText | Annotated[List[int], Field(max_length=MAX_VALUES)]], Field(max_length=MAX_CHOICES)]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(StructuredFields):
     """A text completion request; valid for any model."""
 
     no_ops: ClassVar = NO_OPS | {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
-        self.check_stream_options()
         if self.candidates < self.n:
             invalid(f"is {self.candidates} and less than n, {self.n}", field="best_of")
         if self.stream and self.candidates > self.n:
             unsupported("is not supported with stream unless it equals n; set stream to false", "best_of")
-        if self.echo and self.logprobs is not None:
-            unsupported("is not supported together with logprobs (prompt log-probabilities are not computed)", "echo")
+        if self.max_tokens == 0 and not self.echo:
+            invalid("is 0, which is only allowed with echo", field="max_tokens")
         total = len(self.prompt) * self.candidates
         if total > MAX_CHOICES:
             field = "best_of" if self.best_of else "n"

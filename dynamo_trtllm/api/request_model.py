@@ -1,6 +1,7 @@
 """Define the base class of all request models, which turns JSON bytes into a checked model or a clear error.
 
-A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown fields are rejected.
+A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown fields are rejected,
+or ignored if the caller of `parse` says so.
 Every string, list and object has a size limit, and a collection is rejected at its first wrong element, so the memory
 and time of a request are proportional to its size.
 """
@@ -13,7 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
@@ -78,7 +87,7 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_by_name(cls, data: Any) -> Any:
+    def _reject_by_name(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         accepted = {}
@@ -88,6 +97,8 @@ class RequestModel(BaseModel):
                 continue
             if name in known:
                 accepted[name] = value
+            elif name not in cls.no_ops and name not in cls.unsupported:
+                cls._on_unknown(name, info)
             elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
                 cls._reject(name)
         return accepted
@@ -97,12 +108,19 @@ class RequestModel(BaseModel):
         values = cls.no_ops.get(name)
         if values:
             reason = f"is not supported, except as {_alternatives(values)}; leave it out"
-        elif name in cls.unsupported or name in cls.no_ops:
-            reason = "is not supported; leave it out"
         else:
-            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8) if len(name) <= _SHOWN else ()
-            reason = "is not a known field" + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
+            reason = "is not supported; leave it out"
         unsupported(reason, field=name)
+
+    @classmethod
+    def _on_unknown(cls, name: str, info: ValidationInfo) -> None:
+        """Reject an unknown field, or add it to the list of ignored ones, see `parse`."""
+        if info.context is not None:
+            info.context.append(name)
+            return
+        near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8) if len(name) <= _SHOWN else ()
+        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+        unsupported(f"is not a known field; {hint}", field=name)
 
 
 @functools.cache
@@ -137,8 +155,28 @@ def unsupported(reason: str, field: str | None = None) -> NoReturn:
     raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
 
 
-def parse(model: type[M], body: bytes) -> M:
+def agreed(values: Mapping[str, V | None]) -> V | None:
+    """Return the value that a client gives under one name or several. None: under no name.
+
+    A validator rejects different values. `values` is by path.
+    """
+    given = [(path, value) for path, value in values.items() if value is not None]
+    if not given:
+        return None
+    (first, chosen), *others = given
+    for path, value in others:
+        if value != chosen:
+            invalid(f"differs from {first}; send one of them", field=path)
+    return chosen
+
+
+def parse(model: type[M], body: bytes, ignored: list[str] | None = None) -> M:
     """Parse and check a request body. Safe on any thread.
+
+    Args:
+        model: the class of the request.
+        body: the bytes of the body.
+        ignored: unknown fields are ignored, and their names added to this list. None: they are rejected.
 
     Raises:
         InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
@@ -152,7 +190,7 @@ def parse(model: type[M], body: bytes) -> M:
     if not isinstance(data, dict):
         raise InvalidRequest(f"the request body must be a JSON object, not {kind_of(data)}")
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=ignored)
     except ValidationError as exc:
         raise _translated(exc.errors(include_url=False)[0]) from exc
 

@@ -26,6 +26,8 @@ ErrorType: TypeAlias = Literal["invalid_request_error", "rate_limit_error", "ser
 Finish: TypeAlias = Literal["stop", "length", "tool_calls"]
 Readiness: TypeAlias = Literal["ready", "not_ready"]
 Reasoning = Annotated[str, Field(description="The model's reasoning. An extension of OpenAI's API.")]
+SameReasoning = Annotated[str, Field(description="The same text as reasoning_content, under vLLM's name.")]
+TokenIdList = Annotated[list[Count], Field(description="Present if the request has return_token_ids.")]
 _OPEN: Final = ConfigDict(extra="allow")
 
 
@@ -212,6 +214,7 @@ class ChatMessageObject(TypedDict):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[Reasoning]
+    reasoning: NotRequired[SameReasoning]
     tool_calls: NotRequired[list[ToolCallObject]]
 
 
@@ -219,11 +222,13 @@ class ChatChoice(TypedDict):
     index: Count
     message: ChatMessageObject
     logprobs: ChatLogprobs | None
+    token_ids: NotRequired[TokenIdList]
     finish_reason: Finish
 
 
 class ChatCompletion(Completion):
     object: Literal["chat.completion"]
+    prompt_token_ids: NotRequired[TokenIdList]
     choices: list[ChatChoice]
     usage: UsageObject
 
@@ -233,6 +238,7 @@ class ChatDelta(TypedDict, total=False):
     content: str
     refusal: None
     reasoning_content: Reasoning
+    reasoning: SameReasoning
     tool_calls: list[ToolCallDeltaObject]
 
 
@@ -240,6 +246,7 @@ class ChatChunkChoice(TypedDict):
     index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
+    token_ids: NotRequired[TokenIdList]
     finish_reason: Finish | None
 
 
@@ -247,14 +254,15 @@ class ChatCompletionChunk(Completion):
     """One event of a stream. An Error may take its place. The last event is [DONE]."""
 
     object: Literal["chat.completion.chunk"]
+    prompt_token_ids: NotRequired[TokenIdList]
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageObject | None]
 
 
 class TextLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null: the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 
@@ -262,6 +270,8 @@ class TextChoice(TypedDict):
     index: Count
     text: str
     logprobs: TextLogprobs | None
+    prompt_token_ids: NotRequired[TokenIdList]
+    token_ids: NotRequired[TokenIdList]
     finish_reason: Annotated[Literal["stop", "length"] | None, Field(description="null in a stream until the end.")]
 
 

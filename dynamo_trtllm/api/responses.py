@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from dynamo_trtllm.api.chat import (
     MAX_TOOLS,
@@ -24,6 +24,7 @@ from dynamo_trtllm.api.request_model import (
     List,
     LongText,
     RequestModel,
+    agreed,
     first_repeated,
     invalid,
     kind_of,
@@ -32,6 +33,7 @@ from dynamo_trtllm.api.request_model import (
 )
 from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
+from dynamo_trtllm.messages import OutputFormat
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -40,8 +42,8 @@ _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cac
 _TYPES = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
 
 
-def _texts(value: Any) -> list[str]:
-    return part_texts(value, _TEXT_PARTS, _PART_FIELDS)
+def _texts(value: Any, info: ValidationInfo) -> list[str]:
+    return part_texts(value, _TEXT_PARTS, _PART_FIELDS, info)
 
 
 class Part(RequestModel):
@@ -156,6 +158,7 @@ InputItem = Annotated[Item, Discriminator(_tag), BeforeValidator(_typed)]
 
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # no effect: the reasoning is returned as plain text
 MAX_INSTRUCTIONS = 256 << 10  # characters; every event that contains the response repeats them
 MAX_INCLUDED = 16
 
@@ -232,7 +235,7 @@ class ResponsesAllowedTools(RequestModel):
     tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-def _tool_choice(value: Any) -> Any:
+def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
             invalid(f"must be 'auto', 'none', 'required' or an object, not {shown(value)}")
@@ -242,7 +245,8 @@ def _tool_choice(value: Any) -> Any:
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
     if kind not in ("function", "allowed_tools"):
         unsupported(f"of type {shown(kind)} is not supported; 'function' and 'allowed_tools' are")
-    return ResponsesAllowedTools.model_validate(value) if kind == "allowed_tools" else NamedTool.model_validate(value)
+    choice = ResponsesAllowedTools if kind == "allowed_tools" else NamedTool
+    return choice.model_validate(value, context=info.context)
 
 
 def _input(value: Any) -> Any:
@@ -259,7 +263,7 @@ def _include(value: Any) -> Any:
     if not isinstance(value, list):
         invalid(f"must be a list, not {kind_of(value)}")
     for name in value:
-        if name != LOGPROBS:
+        if name not in (LOGPROBS, ENCRYPTED_REASONING):
             unsupported(f"of {shown(name)} is not supported; {LOGPROBS!r} is")
     return value
 
@@ -267,7 +271,9 @@ def _include(value: Any) -> Any:
 ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | ResponsesAllowedTools
 Items = Annotated[List[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
 InputSent: TypeAlias = Annotated[LongText, Field(min_length=1)] | Items
-Included = Annotated[List[Literal["message.output_text.logprobs"]], Field(max_length=MAX_INCLUDED)]
+Included = Annotated[
+    List[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=MAX_INCLUDED)
+]
 Tools = Annotated[
     List[Annotated[ResponsesFunctionTool, BeforeValidator(_tool)]],
     Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
@@ -316,11 +322,9 @@ class ResponseRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponseRequest:
-        self.check_stream_options()
         if self.n != 1:
             unsupported("is not supported, except as 1; leave it out", field="n")
-        if None not in (self.max_tokens, self.max_output_tokens) and self.max_tokens != self.max_output_tokens:
-            invalid("differs from max_output_tokens; send one of them", field="max_tokens")
+        agreed({"max_output_tokens": self.max_output_tokens, "max_tokens": self.max_tokens})
         if (name := first_repeated(tool.name for tool in self.tools)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")
         return self
@@ -336,9 +340,9 @@ class ResponseRequest(SamplingFields):
         return self.top_logprobs or 0 if LOGPROBS in self.include or self.top_logprobs else None
 
     @property
-    def json_schema(self) -> str | None:
-        """The JSON Schema that the output must follow. None: any text."""
+    def output_format(self) -> OutputFormat | None:
+        """The format that the output must follow. None: any text."""
         wanted = self.text.format
         if wanted.type == "text":
             return None
-        return schema_text(wanted.schema_ if isinstance(wanted, JsonSchemaFormat) else {})
+        return OutputFormat(json_schema=schema_text(wanted.schema_ if isinstance(wanted, JsonSchemaFormat) else {}))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from dynamo_trtllm.api.request_model import (
     Id,
@@ -12,6 +12,7 @@ from dynamo_trtllm.api.request_model import (
     List,
     Object,
     RequestModel,
+    agreed,
     invalid,
     kind_of,
     shown,
@@ -86,7 +87,7 @@ class NvExt(RequestModel):
         {"greed_sampling", "use_raw_prompt", "annotations", "backend_instance_id", "token_data", "max_thinking_tokens"}
     )
 
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
@@ -124,10 +125,19 @@ class SamplingFields(RequestModel):
     prompt_cache_key: Label | None = None
     metadata: Metadata = Field(default_factory=dict)
 
-    def check_stream_options(self) -> None:
-        """Reject, in a model's validator, stream options of a request that is not streamed."""
+    @model_validator(mode="after")
+    def _common_fields_agree(self) -> Self:
+        self._ignore_eos()
+        self._salt()
         if self.stream_options is not None and not self.stream:
             invalid("is only allowed with stream set to true", field="stream_options")
+        return self
+
+    def _ignore_eos(self) -> bool | None:
+        return agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos})
+
+    def _salt(self) -> str | None:
+        return agreed({"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt})
 
     @property
     def include_usage(self) -> bool:
@@ -135,13 +145,13 @@ class SamplingFields(RequestModel):
 
     @property
     def past_eos(self) -> bool:
-        """True if generation continues past the model's stop tokens. The top-level field overrides `nvext`."""
-        return self.nvext.ignore_eos if self.ignore_eos is None else self.ignore_eos
+        """True if generation continues past the model's stop tokens."""
+        return bool(self._ignore_eos())
 
     @property
     def salt(self) -> str | None:
-        """The prefix-cache salt. The top-level field overrides `nvext`."""
-        return self.nvext.cache_salt if self.cache_salt is None else self.cache_salt
+        """The prefix-cache salt."""
+        return self._salt()
 
 
 NO_OPS: dict[str, tuple[Any, ...]] = {
@@ -150,7 +160,8 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "priority": (0,),
+    "service_tier": ("auto", "default", "flex", "scale", "priority"),  # there are no tiers
+    "store": (False, True),  # nothing is stored, and no response depends on it
 }
-"""Fields that are accepted only with the values that describe the server's behavior."""
+"""Fields that are accepted only with the values that do not change a response."""

@@ -69,6 +69,11 @@ class Renderer(Protocol):
         """The prompt of a larger body is rendered in a thread, so that it delays no other stream."""
         ...
 
+    @property
+    def is_loaded(self) -> bool:
+        """False if `preload` would raise `inline_bytes`."""
+        ...
+
     def preload(self) -> None:
         """Load what otherwise the first request that needs it would load. This may take seconds."""
         ...

@@ -83,7 +83,11 @@ class HarmonyRenderer:
 
     @property
     def inline_bytes(self) -> int:
-        return INLINE_BYTES if self._tokenizer.is_loaded else vocabulary.SHORT_CHARS
+        return INLINE_BYTES if self.is_loaded else vocabulary.SHORT_CHARS
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._tokenizer.is_loaded
 
     def preload(self) -> None:
         self._tokenizer.load()

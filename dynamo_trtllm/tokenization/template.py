@@ -141,6 +141,8 @@ class ChatTemplateRenderer:
         ConfigError: A file is missing or can't be parsed.
     """
 
+    is_loaded = True
+
     def __init__(
         self,
         files: Mapping[str, bytes],

@@ -6,6 +6,7 @@ fastokens is ten to forty times faster. Each thread that encodes with it takes 3
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import re
@@ -48,6 +49,7 @@ class FastTokenizer:
         first = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
         first.start()
         first.join()
+        _trim_memory()
 
     def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
         """Tokenize a text. This releases the GIL. A lone surrogate becomes U+FFFD.
@@ -72,6 +74,13 @@ class FastTokenizer:
         ids = token_ids()
         ids.frombytes(packed)
         return ids
+
+
+def _trim_memory() -> None:
+    """Return freed memory to the system. After fastokens is loaded, glibc would keep 50 to 90 MiB of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc only
+    if trim is not None:
+        trim(0)
 
 
 class JsonTokenizer(Protocol):

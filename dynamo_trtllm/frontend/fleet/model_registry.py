@@ -193,7 +193,7 @@ class ModelRegistry:
 
         async def preload() -> None:
             await asyncio.sleep(_PRELOAD_AFTER_S)
-            await in_thread(renderer.preload)
+            await asyncio.to_thread(renderer.preload)  # not in one of the few threads for requests
 
         def preloaded(task: asyncio.Task[None]) -> None:
             self._preloading.discard(task)

@@ -23,6 +23,7 @@ from dynamo_trtllm.errors import (
     Disconnected,
     DynamoError,
     InternalError,
+    PlaneError,
     TransferFailed,
     TransferTimeout,
     Unreachable,
@@ -286,6 +287,8 @@ class PairProbes:
             try:
                 await plane.control(instance.subject, Restart("KV transfer fails with every peer"))
             except DynamoError as exc:
+                if isinstance(exc, PlaneError):
+                    self._asked_to_restart.discard(instance_id)  # it may not have received the request
                 log.warning(
                     "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
                 )

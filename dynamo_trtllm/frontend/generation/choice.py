@@ -35,6 +35,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
 
 
@@ -117,7 +118,8 @@ class ChoiceState:
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
-        self._is_plain = choice_request.ends_with_engine and not self._has_logprobs
+        self._is_plain = choice_request.is_plain
+        self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
         self.num_tokens = 0  # generated
         self.finish: str | None = None
@@ -166,6 +168,10 @@ class ChoiceState:
                 reasoning=delta.reasoning,
                 tool_calls=delta.tool_calls,
             )
+        prompt_logprobs = self._prompt_logprobs() if self._awaits_prompt_logprobs else NO_LOGPROBS
+        if self._choice_request.is_prompt_only:
+            self.num_tokens, self.finish = 0, "length"
+            return ChoiceDelta(index=self._index, logprobs=prompt_logprobs, finish=self.finish)
         shown = self._shown(chunk)
         if self._has_logprobs:
             self._logprob_sum += sum(each.logprob for each in chunk.logprobs)
@@ -183,7 +189,7 @@ class ChoiceState:
             if most is not None and delta.tool_calls[-1].index >= most:
                 calls = tuple(call for call in delta.tool_calls if call.index < most)
                 delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
-        return self._choice_delta(delta, logprobs, finish, tokens)
+        return self._choice_delta(delta, prompt_logprobs + logprobs, finish, chunk.token_ids)
 
     @property
     def mean_logprob(self) -> float:
@@ -214,13 +220,23 @@ class ChoiceState:
             reasoning_tokens=self._reasoning_tokens,
         )
 
+    def _prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities of the prompt, which all arrive before the first chunk. Called once."""
+        self._awaits_prompt_logprobs = False
+        scored, wanted = self.trace.prompt_logprobs, len(self._choice_request.request.token_ids)
+        if len(scored) != wanted:
+            raise StreamIncomplete(
+                f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens; upgrade it"
+            )
+        return tuple(scored)
+
     def _shown(self, chunk: Chunk) -> TokenIds:
         ids = chunk.token_ids
         stopped = chunk.finish_reason is FinishReason.STOP
         return ids[:-1] if stopped and ids and ids[-1] in self._choice_request.hidden_token_ids else ids
 
     def _choice_delta(
-        self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, tokens: int
+        self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, ids: TokenIds
     ) -> ChoiceDelta:
         content, tool_calls, hit = delta.content, delta.tool_calls, False
         if self._stops is not None:
@@ -233,11 +249,12 @@ class ChoiceState:
             self._set_finish(finish)
         return ChoiceDelta(
             index=self._index,
-            tokens=tokens,
+            tokens=len(ids),
             content=content,
-            reasoning=delta.reasoning,
+            reasoning=delta.reasoning if self._choice_request.shows_reasoning else "",
             tool_calls=tool_calls,
             logprobs=logprobs,
+            token_ids=ids if self._choice_request.returns_token_ids else (),
             finish=self.finish,
         )
 

@@ -5,11 +5,11 @@ Each engine step gives one event. The constant part of a choice's events is buil
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias
 
 import orjson
@@ -18,15 +18,15 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.api.sampling import SamplingFields
-from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan, prepare_chat, prepare_text
+from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
+CHAT_COMPLETION = "chat.completion"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 HALF_CHARACTER = "\ufffd"
@@ -53,7 +53,7 @@ class CompletionSseEncoder:
     ) -> None:
         self._base = _base(kind, meta)
         self._include_usage = body.include_usage
-        self._choices = [choice(index, echo, self._wrap, plan.renderer) for index, echo in enumerate(_echoes(plan))]
+        self._choices = [choice(index, first, self._wrap, plan) for index, first in enumerate(_returned(plan))]
 
     def start(self) -> bytes:
         return b"".join(choice.start() for choice in self._choices)
@@ -83,12 +83,14 @@ class _Output:
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
 
     def push(self, delta: ChoiceDelta) -> None:
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
         self.logprobs.extend(delta.logprobs)
+        self.token_ids.extend(delta.token_ids)
         for call in delta.tool_calls:
             if call.name is not None:
                 self.calls[call.index] = (call.name, [])
@@ -107,11 +109,13 @@ class CompletionAggregator:
         body: SamplingFields,
         plan: GenerationPlan,
     ) -> None:
-        """`choice` returns the fields of a choice beside its index and finish reason."""
+        """`choice` returns the fields of a choice beside its index, finish reason and token ids."""
         self._base = _base(kind, meta)
+        self._is_chat = kind == CHAT_COMPLETION
         self._choice = choice
         self._renderer = plan.renderer
-        self._outputs = [_Output([echo]) for echo in _echoes(plan)]
+        self._returned = _returned(plan)
+        self._outputs = [_Output([each.echo]) for each in self._returned]
 
     def push(self, delta: ChoiceDelta) -> None:
         self._outputs[delta.index].push(delta)
@@ -121,7 +125,12 @@ class CompletionAggregator:
             {"index": index, **self._choice(output, self._renderer), "finish_reason": output.finish}
             for index, output in enumerate(self._outputs)
         ]
-        return _complete(self._base, choices, usage, stats)
+        base = self._base
+        for choice, requested, output in zip(choices, self._returned, self._outputs, strict=True):
+            if requested.returns_token_ids:
+                choice["token_ids"] = output.token_ids
+                (base if self._is_chat else choice).update(_first_fields(requested))
+        return _complete(base, choices, usage, stats)
 
 
 def _base(kind: str, meta: ResponseMeta) -> dict[str, Any]:
@@ -142,9 +151,9 @@ def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage,
     return body if stats is None else body | {"dynamo_trtllm": stats}
 
 
-def _echoes(plan: GenerationPlan) -> list[str]:
-    """Return the text with which each choice of the response begins; "" without `echo`."""
-    return [choice_request.echo for choice_request in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
+def _returned(plan: GenerationPlan) -> list[ChoiceRequest]:
+    """Return a request for each choice of the response. The candidates of a prompt differ only in their seeds."""
+    return [choice_request for choice_request in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
 
 
 def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
@@ -154,48 +163,69 @@ def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
 
 
 class _ChatChoice:
-    def __init__(self, index: int, _: str, wrap: _Wrap, renderer: Renderer) -> None:
+    def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
         self._index = index
         self._wrap = wrap
-        self._renderer = renderer
+        self._renderer = plan.renderer
+        self._first = _first_fields(choice_request)
         before, after = self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
         self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
         self._after_text = b"}" + after
 
     def start(self) -> bytes:
-        return event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
+        first, self._first = self._first, {}
+        return event(self._chunk({"role": "assistant", "content": "", "refusal": None}) | first)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        if delta.content and not (delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs):  # most deltas
+        if delta.content and not (
+            delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids
+        ):  # most deltas
             return self._before_content + orjson.dumps(delta.content) + self._after_text
         data = self._delta(delta)
         return data if delta.finish is None else data + event(self._chunk({}, finish=delta.finish))
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        if delta.logprobs:
-            return event(self._chunk(_chat_delta(delta), logprobs=chat_logprobs(delta.logprobs, self._renderer)))
+        if delta.logprobs or delta.token_ids:
+            logprobs = chat_logprobs(delta.logprobs, self._renderer) if delta.logprobs else None
+            return event(self._chunk(_chat_delta(delta), logprobs=logprobs, **_token_ids(delta)))
         if delta.tool_calls or (delta.content and delta.reasoning):
             before, after = self._around_delta
             return before + orjson.dumps(_chat_delta(delta)) + after
         if delta.content:
             return self._before_content + orjson.dumps(delta.content) + self._after_text
         if delta.reasoning:
-            return self._before_reasoning + orjson.dumps(delta.reasoning) + self._after_text
+            text = orjson.dumps(delta.reasoning)
+            return self._before_reasoning + text + b',"reasoning":' + text + self._after_text
         return b""
 
-    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        return self._wrap({"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
+        return self._wrap({"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish} | more)
+
+
+def _first_fields(choice_request: ChoiceRequest) -> dict[str, Any]:
+    """Return the fields of only the first event of a choice: in chat around the choice, else in it, as in vLLM."""
+    ids = choice_request.request.token_ids
+    return {"prompt_token_ids": ids.tolist()} if choice_request.returns_token_ids else {}
+
+
+def _token_ids(delta: ChoiceDelta) -> dict[str, Any]:
+    return {"token_ids": list(delta.token_ids)} if delta.token_ids else {}
 
 
 def _chat_delta(delta: ChoiceDelta) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if delta.reasoning:
-        fields["reasoning_content"] = delta.reasoning
+        fields |= _reasoning(delta.reasoning)
     if delta.content:
         fields["content"] = delta.content
     if delta.tool_calls:
         fields["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
     return fields
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the reasoning under the name that clients know from Dynamo and DeepSeek, and under vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
@@ -206,38 +236,42 @@ def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
 
 
 class _TextChoice:
-    def __init__(self, index: int, echo: str, wrap: _Wrap, renderer: Renderer) -> None:
+    def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
         self._index = index
         self._wrap = wrap
-        self._echo = echo
-        self._renderer = renderer
+        self._echo = choice_request.echo
+        self._renderer = plan.renderer
+        self._first = _first_fields(choice_request)
         self._offset = 0  # characters of the tokens whose log-probabilities were sent
         self._around_text = _split_at_placeholder(self._chunk(PLACEHOLDER))
 
     def start(self) -> bytes:
-        return event(self._chunk(self._echo)) if self._echo else b""
+        first, self._first = self._first, {}
+        return event(self._chunk(self._echo, **first)) if self._echo or first else b""
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         data = self._text(delta)
         return data if delta.finish is None else data + event(self._chunk("", finish=delta.finish))
 
     def _text(self, delta: ChoiceDelta) -> bytes:
-        if delta.logprobs:
-            logprobs, self._offset = _text_logprobs(delta.logprobs, self._renderer, self._offset)
-            return event(self._chunk(delta.content, logprobs=logprobs))
+        if delta.logprobs or delta.token_ids:
+            logprobs = None
+            if delta.logprobs:
+                logprobs, self._offset = _text_logprobs(delta.logprobs, self._renderer, self._offset)
+            return event(self._chunk(delta.content, logprobs=logprobs, **_token_ids(delta)))
         if delta.content:
             before, after = self._around_text
             return before + orjson.dumps(delta.content) + after
         return b""
 
-    def _chunk(self, text: str, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        return self._wrap({"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish})
+    def _chunk(self, text: str, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
+        return self._wrap({"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more)
 
 
 def _chat_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": "".join(output.content), "refusal": None}
     if reasoning := "".join(output.reasoning):
-        message["reasoning_content"] = reasoning
+        message |= _reasoning(reasoning)
     if output.calls:
         message["content"] = message["content"] or None
         message["tool_calls"] = [
@@ -272,24 +306,27 @@ def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
 
 
 def _text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int) -> tuple[dict[str, Any], int]:
-    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response."""
-    tokens, offsets, top = [], [], []
-    for each in logprobs:
-        text = renderer.decode(token_ids((each.token_id,)))
-        tokens.append(text)
+    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response.
+
+    The first token of a prompt has none: null, as with OpenAI.
+    """
+    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+    tokens, offsets = [text_of(each.token_id) for each in logprobs], []
+    for text in tokens:
         offsets.append(offset)
         offset += len(text)
-        top.append({renderer.decode(token_ids((token_id,))): _finite(logprob) for token_id, logprob in each.top})
-    values = [_finite(each.logprob) for each in logprobs]
+    has_value = [not math.isnan(each.logprob) for each in logprobs]
+    values = [_finite(each.logprob) if known else None for each, known in zip(logprobs, has_value, strict=True)]
+    top = [
+        {text_of(token_id): _finite(logprob) for token_id, logprob in each.top} if known else None
+        for each, known in zip(logprobs, has_value, strict=True)
+    ]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}, offset
 
 
 def _finite(logprob: float) -> float:
     """Return a log-probability that JSON can express."""
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
-
-
-HALF_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,12 +341,10 @@ class CompletionAdapter(Generic[B]):
     encoder: Callable[[ResponseMeta, B, GenerationPlan], CompletionSseEncoder]
     aggregator: Callable[[ResponseMeta, B, GenerationPlan], CompletionAggregator]
 
-    async def plan(
-        self, body: B, served: ServedModel, request_id: str, deadline: float, *, off_loop: bool
-    ) -> GenerationPlan:
-        if off_loop:
-            return await in_thread(self.prepare, body, served, request_id, deadline)
-        return self.prepare(body, served, request_id, deadline)
+    async def resolve(
+        self, body: B, served: ServedModel, request_id: str, deadline: float
+    ) -> tuple[Callable[[], GenerationPlan], int]:
+        return functools.partial(self.prepare, body, served, request_id, deadline), 0
 
     async def on_complete(self, answer: object) -> None:
         pass
@@ -321,8 +356,8 @@ CHAT = CompletionAdapter(
     body=ChatRequest,
     prompt=frozenset({"messages", "tools"}),
     prepare=prepare_chat,
-    encoder=partial(CompletionSseEncoder, "chat.completion.chunk", _ChatChoice),
-    aggregator=partial(CompletionAggregator, "chat.completion", _chat_choice),
+    encoder=functools.partial(CompletionSseEncoder, "chat.completion.chunk", _ChatChoice),
+    aggregator=functools.partial(CompletionAggregator, CHAT_COMPLETION, _chat_choice),
 )
 TEXT = CompletionAdapter(
     endpoint="completions",
@@ -330,6 +365,6 @@ TEXT = CompletionAdapter(
     body=CompletionRequest,
     prompt=frozenset({"prompt"}),
     prepare=prepare_text,
-    encoder=partial(CompletionSseEncoder, "text_completion", _TextChoice),
-    aggregator=partial(CompletionAggregator, "text_completion", _text_choice),
+    encoder=functools.partial(CompletionSseEncoder, "text_completion", _TextChoice),
+    aggregator=functools.partial(CompletionAggregator, "text_completion", _text_choice),
 )

@@ -5,6 +5,8 @@ A value that the model's prompt format would silently drop is rejected.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
@@ -15,7 +17,6 @@ from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, S
 from dynamo_trtllm.tokenization.base import ServedModel
 
 _EFFORT = "reasoning_effort"
-_TEMPLATE_ARGS = "chat_template_args"
 _ABRIDGED_CHARS = 16
 
 
@@ -33,7 +34,7 @@ def chat_conversation(body: ChatRequest) -> Conversation:
 
 
 def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOptions:
-    choice = body.tool_choice
+    choice, formats = body.tool_choice, body.output_formats()
     return GenerationOptions(
         sampling=sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
         stop=tuple(body.stop),
@@ -41,19 +42,27 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         tool_choice=ToolChoice(mode=ToolChoiceMode(choice.mode), name=choice.name, allowed=choice.allowed),
         strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
         parallel_tool_calls=body.parallel_tool_calls,
-        json_schema=body.json_schema,
+        output_format=next(iter(formats.values()), None),
         cache_salt=body.salt,
-        effort_given=body.effort is not None,
-        names=_names(body),
+        shows_reasoning=body.include_reasoning,
+        returns_token_ids=body.return_token_ids,
+        effort_given=body.reasoning_effort is not None,
+        names=_names(body, formats),
     )
 
 
-def _names(body: ChatRequest) -> dict[str, str]:
-    """Return the client's paths of the template arguments, by internal name."""
-    names = {f"{_TEMPLATE_ARGS}.{name}": body.template_arg_path(name) for name in body.template_args}
+def _names(body: ChatRequest, formats: Iterable[str]) -> dict[str, str]:
+    """Return the client's paths of the output format and of the reasoning effort, by internal name."""
+    names = format_names(formats)
     if body.reasoning_effort is None and _EFFORT in body.template_args:
         names[_EFFORT] = body.template_arg_path(_EFFORT)
     return names
+
+
+def format_names(formats: Iterable[str]) -> dict[str, str]:
+    """Return the client's name of the output format. `formats`: all names that it was given under."""
+    name = next(iter(formats), None)
+    return {} if name is None else {"response_format": name}
 
 
 def sampling_of(
@@ -84,7 +93,7 @@ def _message(message: ChatMessage) -> Message:
             role=message.role,
             content=message.content,
             name=message.name,
-            reasoning=message.reasoning_content or message.reasoning,
+            reasoning=message.reasoning_text,
             tool_calls=tuple(
                 ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
                 for call in message.tool_calls
@@ -95,7 +104,7 @@ def _message(message: ChatMessage) -> Message:
 
 
 def render_prompt(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> TokenIds:
-    """Render the prompt.
+    """Render the prompt. Template arguments that the prompt format does not use have no effect.
 
     Raises:
         UnsupportedParameter: the model's prompt format would silently drop a value.
@@ -106,9 +115,6 @@ def render_prompt(conversation: Conversation, served: ServedModel, options: Gene
         reject(options.name(_EFFORT), card, "its chat template does not use a reasoning effort")
     if conversation.tools and "tools" not in known:
         reject(options.name("tools"), card, "its chat template does not use tools")
-    for name in conversation.template_args:
-        if name not in known:
-            reject(options.name(f"{_TEMPLATE_ARGS}.{name}"), card, "its prompt format does not use it")
     conversation = msgspec.structs.replace(
         conversation, messages=_without_implied(conversation.messages, card, options)
     )

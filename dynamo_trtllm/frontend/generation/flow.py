@@ -227,13 +227,11 @@ class GenerationFlow:
 
     def _remaining(self) -> GenerateRequest:
         """Return the request of the next attempt, without the tokens that were sent."""
-        num_sent = len(self._sent_ids)
+        sampling, num_sent = self.request.sampling, len(self._sent_ids)
         if num_sent == 0:
             return self.request
-        sampling = self.request.sampling
-        rest = msgspec.structs.replace(
-            sampling, max_tokens=sampling.max_tokens - num_sent, min_tokens=max(0, sampling.min_tokens - num_sent)
-        )
+        most, least = sampling.max_tokens - num_sent, max(0, sampling.min_tokens - num_sent)
+        rest = msgspec.structs.replace(sampling, max_tokens=most, min_tokens=least, prompt_logprobs=None)
         return msgspec.structs.replace(
             self.request,
             token_ids=self.request.token_ids + self._sent_ids,

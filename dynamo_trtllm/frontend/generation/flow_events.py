@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot
+from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot, TokenLogprob
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent
@@ -115,6 +115,7 @@ class RouteTrace:
     decode_stats: PhaseTimings | None = None
     retries: int = 0
     migrations: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from dynamo_trtllm.api.output_format import ANY_OBJECT
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, ServedModel
 
-ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 
 
@@ -49,8 +49,10 @@ class GenerationOptions:
     tool_choice: ToolChoice = ToolChoice()
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True
-    json_schema: str | None = None  # the output's text must be JSON of this schema
+    output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
     cache_salt: str | None = None
+    shows_reasoning: bool = True
+    returns_token_ids: bool = False
     effort_given: bool = False  # the client set the conversation's reasoning_effort
     names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, where they differ
 
@@ -117,9 +119,17 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
         return _one_call(next(tool for tool in tools if tool.name == choice.name), options, served)
     if choice.mode is ToolChoiceMode.REQUIRED:
         return _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
-    if options.json_schema is not None:
-        return _json_answer(options.json_schema, bool(tools), options, served)
+    if options.output_format is not None:
+        return _formatted_answer(options.output_format, bool(tools), options, served)
     return Constraints()
+
+
+def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOutput | None:
+    """Return the format of a text completion, from its first token on. Raises as `constraints_of`."""
+    if options.output_format is None:
+        return None
+    _check_guidable(options, "response_format", served)
+    return StructuredOutput(alternatives=(options.output_format,))
 
 
 def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
@@ -156,7 +166,7 @@ def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Se
     if begun is None:
         reason = "its output format does not mark calls; set tool_choice to a function"
         reject(name, served.card, reason)
-    if options.json_schema is not None:
+    if options.output_format is not None:
         reject(name, served.card, f"it cannot be combined with {options.name('response_format')}")
     _check_guidable(options, "tools", served)
     begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
@@ -188,17 +198,18 @@ def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) ->
     return header
 
 
-def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, served: ServedModel) -> Constraints:
+def _formatted_answer(
+    output_format: OutputFormat, has_tools: bool, options: GenerationOptions, served: ServedModel
+) -> Constraints:
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
     if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
         reject(options.name("response_format"), served.card, "its output format cannot combine it with tool calls")
     if len(ids) <= 1:
-        alternative = OutputFormat(json_schema=json_schema)
-        return Constraints(guided=StructuredOutput(alternatives=(alternative,), trigger=header, trigger_ids=ids))
+        return Constraints(guided=StructuredOutput(alternatives=(output_format,), trigger=header, trigger_ids=ids))
     # The header's last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
     last = served.renderer.decode(ids[-1:])
-    alternative = OutputFormat(prefix=last, json_schema=json_schema)
+    alternative = msgspec.structs.replace(output_format, prefix=last)
     return Constraints(
         guided=StructuredOutput(alternatives=(alternative,), trigger=header.removesuffix(last), trigger_ids=ids[:-1])
     )

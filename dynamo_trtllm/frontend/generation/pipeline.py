@@ -79,7 +79,7 @@ class Pipeline:
         Args:
             trace: filled while the request runs.
         """
-        return _RunningRequest(self, GenerationFlow(request, trace, self._options), on_event)
+        return _RunningRequest(self, GenerationFlow(request, trace, self._options), trace, on_event)
 
     def probe(
         self, selection: WorkerSelection, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
@@ -88,7 +88,7 @@ class Pipeline:
 
         A failed KV transfer is recorded here.
         """
-        return _RunningRequest(self, GenerationFlow(request, trace, self._options, selection), on_event)
+        return _RunningRequest(self, GenerationFlow(request, trace, self._options, selection), trace, on_event)
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one."""
@@ -176,11 +176,21 @@ class Pipeline:
 class _RunningRequest(Stream):
     """One request in the pipeline. It performs the actions of its flow, of which at most one is in progress."""
 
-    __slots__ = ("_attempt", "_begun_s", "_call", "_context", "_flow", "_pipeline", "_round_robin_index", "_task")
+    __slots__ = (
+        "_attempt",
+        "_begun_s",
+        "_call",
+        "_context",
+        "_flow",
+        "_pipeline",
+        "_round_robin_index",
+        "_task",
+        "_trace",
+    )
 
-    def __init__(self, pipeline: Pipeline, flow: GenerationFlow, on_event: OnEvent) -> None:
+    def __init__(self, pipeline: Pipeline, flow: GenerationFlow, trace: RouteTrace, on_event: OnEvent) -> None:
         super().__init__(on_event)
-        self._pipeline, self._flow = pipeline, flow
+        self._pipeline, self._flow, self._trace = pipeline, flow, trace
         self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
         self._call: StreamHandle | None = None
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
@@ -201,15 +211,29 @@ class _RunningRequest(Stream):
                     else:
                         answer = self._context.run(self._perform, action)
         except Exception as exc:  # noqa: BLE001 - a bug: logged, and the client gets InternalError
+            error = unexpected_error(exc, self._flow.request.request_id)
             self._stop()
-            self.emit(unexpected_error(exc, self._flow.request.request_id))
+            if event is not Signal.CANCEL:
+                self._on(Signal.CANCEL)  # frees the KV and the slot that the flow holds
+            self.emit(error)
+
+    def _on_prompt(self, event: StreamEvent) -> None:
+        """Collect the log-probabilities of the prompt, which the flow does not need. Pass other events to the flow."""
+        if isinstance(event, Chunk) and event.prompt_logprobs:
+            self._trace.prompt_logprobs += event.prompt_logprobs
+        else:
+            self._on(event)
 
     def _perform(self, action: Action) -> FlowEvent | None:
         """Perform an action. Return its answer, if it has one at once."""
         pipeline, request = self._pipeline, self._flow.request
         match action:
             case CallWorker():
-                self._call = pipeline.plane.generate(action.worker.subject, action.request, self._on)
+                scores_prompt = action.request.sampling.prompt_logprobs is not None and action.request.kv_params is None
+                if scores_prompt:
+                    self._trace.prompt_logprobs.clear()
+                on_event = self._on_prompt if scores_prompt else self._on
+                self._call = pipeline.plane.generate(action.worker.subject, action.request, on_event)
             case SelectWorkers():
                 return self._select(action)
             case SelectOtherDecode():
@@ -267,7 +291,8 @@ class _RunningRequest(Stream):
         deadline, now = self._flow.request.deadline, time.time()
         if deadline <= now:
             raise DeadlineExceeded("the request's deadline passed before a decode slot was reserved")
-        message = ReserveSlot(action.reservation_id, min(deadline, now + _RESERVED_S))
+        left_s = min(deadline - now, _RESERVED_S)
+        message = ReserveSlot(action.reservation_id, now + left_s, left_s)
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
         await self._pipeline.plane.control(action.decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED

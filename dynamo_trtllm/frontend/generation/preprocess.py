@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from dynamo_trtllm.api.output_format import ANY_OBJECT
 from dynamo_trtllm.api.sampling import SEED_LIMIT, SamplingFields
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
-from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options, render_prompt, sampling_of
+from dynamo_trtllm.frontend.generation.conversation import (
+    chat_conversation,
+    chat_options,
+    format_names,
+    render_prompt,
+    sampling_of,
+)
 from dynamo_trtllm.frontend.generation.options import (
-    ANY_OBJECT,
     GenerationOptions,
     constraints_of,
     reject,
     reject_unsupported,
+    text_format,
     visible_tools,
 )
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
@@ -28,6 +35,7 @@ B = TypeVar("B", bound=SamplingFields)
 
 _MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
 _MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
+_MAX_SCORED_TOKENS = 64 << 10  # of all choices together: the response has several numbers and texts per token
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
 
 
@@ -42,13 +50,19 @@ class ChoiceRequest:
     hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: the engine computes them only for best_of
+    shows_reasoning: bool = True
+    returns_token_ids: bool = False
     echo: str = ""  # the text begins with this
+    is_prompt_only: bool = False  # the client wants no generated token, but the engine generates one
     max_tool_calls: int | None = None  # the output ends before the next call
 
     @property
-    def ends_with_engine(self) -> bool:
-        """True if only the engine's terminal chunk ends the choice, and never its text."""
-        return not self.stop and self.max_tool_calls is None
+    def is_plain(self) -> bool:
+        """True if a chunk without a finish reason needs nothing but parsing: its text never ends the choice."""
+        is_bounded = bool(self.stop) or self.max_tool_calls is not None
+        is_bounded = is_bounded or self.is_prompt_only
+        is_special = self.returns_token_ids or not self.shows_reasoning or self.request.sampling.logprobs is not None
+        return not (is_bounded or is_special)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,7 @@ class GenerationPlan:
     choices: tuple[ChoiceRequest, ...]
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
+    ignored: tuple[str, ...] = ()  # fields that have no effect on this model
 
     @property
     def renderer(self) -> Renderer:
@@ -78,7 +93,12 @@ def prepare_chat(body: ChatRequest, served: ServedModel, request_id: str, deadli
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
     """
-    return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, request_id, deadline)
+    conversation, options = chat_conversation(body), chat_options(body, served.card)
+    plan = prepare_conversation(conversation, options, served, request_id, deadline)
+    ignored = tuple(
+        body.template_arg_path(name) for name in body.template_args if name not in served.renderer.variables
+    )
+    return replace(plan, ignored=ignored) if ignored else plan
 
 
 def prepare_conversation(
@@ -88,9 +108,11 @@ def prepare_conversation(
     renderer, requested = served.renderer, options.sampling
     reject_unsupported(requested, options.cache_salt, served.card, options.names)
     tools = visible_tools(conversation.tools, options)
-    schema = options.json_schema if options.json_schema != ANY_OBJECT else None
+    schema = options.output_format.json_schema if options.output_format is not None else ""
     prompt = render_prompt(
-        msgspec.structs.replace(conversation, tools=tools, answer_schema=schema or ""), served, options
+        msgspec.structs.replace(conversation, tools=tools, answer_schema=schema if schema != ANY_OBJECT else ""),
+        served,
+        options,
     )
     forced_ids, guided = constraints_of(tools, options, served)
     ids = prompt + forced_ids
@@ -109,6 +131,8 @@ def prepare_conversation(
             stop=options.stop,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,
+            shows_reasoning=options.shows_reasoning,
+            returns_token_ids=options.returns_token_ids,
             max_tool_calls=None if options.parallel_tool_calls else 1,
         )
         for request in _requests([(ids, sampling)] * options.n, served, request_id, deadline, options.cache_salt)
@@ -119,7 +143,13 @@ def prepare_conversation(
 def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, deadline: float) -> GenerationPlan:
     """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
     requested, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
-    options = GenerationOptions(sampling=requested, stop=tuple(body.stop), names={"messages": "prompt"})
+    formats = body.output_formats()
+    options = GenerationOptions(
+        sampling=requested,
+        stop=tuple(body.stop),
+        output_format=next(iter(formats.values()), None),
+        names={"messages": "prompt"} | format_names(formats),
+    )
     reject_unsupported(requested, body.salt, served.card, options.names)
     selects_best = body.candidates > body.n
     if selects_best and "logprobs" in served.card.unsupported_features:
@@ -127,12 +157,15 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
     if selects_best and requested.logprobs is None:
         requested = msgspec.structs.replace(requested, logprobs=0)
     prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
+    requested = msgspec.structs.replace(
+        requested, guided=text_format(options, served), prompt_logprobs=_prompt_logprobs(body, prompts, served)
+    )
     calls = []
     for ids in prompts:
         wanted = body.max_tokens
         if wanted is None:
             wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
-        budget = _output_budget(wanted, len(ids), served, options)
+        budget = _output_budget(max(1, wanted), len(ids), served, options)
         calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
     texts = [_text(prompt, served) if body.echo else "" for prompt in body.prompt]
     if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
@@ -150,11 +183,30 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=False,
             shows_logprobs=body.logprobs is not None,
+            returns_token_ids=body.return_token_ids,
             echo=echo,
+            is_prompt_only=body.max_tokens == 0,
         )
         for request, echo in zip(_requests(calls, served, request_id, deadline, body.salt), echoes, strict=True)
     )
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
+
+
+def _prompt_logprobs(body: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel) -> int | None:
+    """Return the number of alternatives for each token of the prompts. None: no log-probabilities."""
+    if not body.echo or body.logprobs is None:
+        return None
+    if "prompt_logprobs" in served.card.unsupported_features:
+        reject(
+            "echo", served.card, "its engine does not return the log-probabilities of prompts that logprobs asks for"
+        )
+    if (tokens := sum(map(len, prompts)) * body.candidates) > _MAX_SCORED_TOKENS:
+        raise InvalidRequest(
+            f"echo would return log-probabilities of {tokens} prompt tokens; at most {_MAX_SCORED_TOKENS} are allowed, "
+            "send fewer prompts",
+            field="echo",
+        )
+    return body.logprobs
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import openai
@@ -45,6 +46,23 @@ def test_json_object_when_streamed_then_the_content_is_an_object(sdk: openai.Ope
     assert content.startswith("{")
     if chunks[-1].finish_reason == "stop":
         assert isinstance(json.loads(content), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"guided_choice": ["a.b", "c|d"]}, r"a\.b|c\|d"),
+        ({"structured_outputs": {"regex": "x/[0-9]{2}"}}, "x/[0-9]{2}"),
+        ({"guided_grammar": 'root ::= "<" [0-9] ">"'}, "<[0-9]>"),
+    ],
+)
+def test_output_format_of_vllm_then_content_and_completion_are_of_it(
+    sdk: openai.OpenAI, fields: dict[str, Any], text: str
+) -> None:
+    asked: dict[str, Any] = {"model": TINY, "seed": 1, "max_tokens": 300, "extra_body": fields}
+    content = sdk.chat.completions.create(messages=HELLO, **asked).choices[0].message.content
+    assert re.fullmatch(text, content or ""), content
+    assert re.fullmatch(text, sdk.completions.create(prompt="Hello", **asked).choices[0].text)
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])

@@ -73,6 +73,22 @@ async def test_models_then_both_deployments_by_both_clients(sdk: openai.OpenAI, 
     assert found[TINY].object == "model"
 
 
+# Completions
+
+
+def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generated(sdk: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": TINY, "temperature": 0, "logprobs": 1}
+    start = [1000, 2000]
+    answer: Any = sdk.completions.create(prompt=start, max_tokens=16, extra_body={"return_token_ids": True}, **fields)
+    (made,) = answer.choices
+    for model in (TINY, AGGREGATED):
+        asked = fields | {"model": model, "prompt": [*start, *made.token_ids], "echo": True, "max_tokens": 0}
+        echoed: Any = sdk.completions.create(**asked).choices[0].logprobs
+        assert echoed.token_logprobs[0] is None
+        assert echoed.token_logprobs[2:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-3)
+        assert echoed.tokens[2:] == made.logprobs.tokens
+
+
 # Chat
 
 

@@ -32,9 +32,9 @@ def text(**fields: Any) -> CompletionRequest:
         ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"verbosity": "low"}, "verbosity"),
-        ({"service_tier": "priority"}, "service_tier"),
+        ({"service_tier": "turbo"}, "service_tier"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        ({"store": True}, "store"),
+        ({"priority": 1}, "priority"),
         ({"nvext": {"greed_sampling": True}}, "nvext.greed_sampling"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
@@ -51,8 +51,8 @@ def test_field_we_do_not_honour_then_refused_by_its_name(fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("fields", "values"),
     [
-        ({"service_tier": "flex"}, '"auto" or "default"'),
-        ({"store": True}, "false"),
+        ({"service_tier": "turbo"}, '"auto" to "priority"'),
+        ({"priority": 1}, "0"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": FUNCTION, "index": 200}]}]},
             "0 to 127",
@@ -131,7 +131,7 @@ def test_misspelled_field_then_the_nearest_name_is_offered() -> None:
         chat(max_token=3)
 
 
-@pytest.mark.parametrize("name", ["return_token_ids", "truncate_prompt_tokens", "prompt_logprobs"])
+@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "prompt_logprobs"])
 def test_unknown_field_then_no_unlike_name_is_offered(name: str) -> None:
     with pytest.raises(UnsupportedParameter, match=f"^{name} is not a known field; leave it out$"):
         chat(**{name: 1})
@@ -189,7 +189,7 @@ def test_prompt_that_is_none_then_refused(prompt: Any) -> None:
     [
         ({"n": 3, "best_of": 2}, "best_of is 2 and less than n, 3"),
         ({"best_of": 2, "stream": True}, "best_of is not supported with stream unless it equals n"),
-        ({"echo": True, "logprobs": 1}, "echo is not supported together with logprobs"),
+        ({"max_tokens": 0}, "max_tokens is 0, which is only allowed with echo"),
         ({"suffix": "end"}, "suffix is not supported"),
         ({"prompt": ["a"] * 65, "n": 2}, "n times the number of prompts is 130 choices; at most 128 are allowed"),
         ({"prompt": ["a"] * 65, "best_of": 2}, "best_of times the number of prompts is 130 choices"),

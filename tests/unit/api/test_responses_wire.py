@@ -15,6 +15,7 @@ from openai.types.responses.response_includable import ResponseIncludable
 
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.responses import (
+    ENCRYPTED_REASONING,
     LOGPROBS,
     FunctionCallItem,
     FunctionOutputItem,
@@ -25,6 +26,7 @@ from dynamo_trtllm.api.responses import (
     ResponsesAllowedTools,
 )
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.messages import OutputFormat
 
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
@@ -53,7 +55,7 @@ IN_PART: dict[str, tuple[Any, Any]] = {  # what is taken, what is refused
     "background": (False, True),
     "prompt_cache_options": ({"mode": "implicit"}, {"mode": "implicit", "prewarm": True}),
     "reasoning": ({"effort": "low", "summary": "auto", "mode": "standard"}, {"summary": "detailed"}),
-    "service_tier": ("default", "flex"),
+    "service_tier": ("flex", "turbo"),
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
     "text": ({"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, {"verbosity": "low"}),
     "tool_choice": ({"type": "function", "name": "get_system_health"}, {"type": "web_search"}),
@@ -114,7 +116,9 @@ def test_field_we_do_not_honour_then_refused_by_its_name(name: str) -> None:
     check_refused(name, **{name: REFUSED[name]})
 
 
-@pytest.mark.parametrize("wanted", [each for each in ResponseIncludable.__args__ if each != LOGPROBS])  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    "wanted", [each for each in ResponseIncludable.__args__ if each not in (LOGPROBS, ENCRYPTED_REASONING)]
+)  # type: ignore[attr-defined]
 def test_include_of_what_there_is_not_then_refused_with_its_name(wanted: str) -> None:
     assert wanted in check_refused("include", include=[wanted])
 
@@ -123,6 +127,7 @@ def test_include_of_what_there_is_not_then_refused_with_its_name(wanted: str) ->
     ("fields", "expected"),
     [
         ({}, None),
+        ({"include": [ENCRYPTED_REASONING]}, None),
         ({"include": [LOGPROBS]}, 0),
         ({"include": [LOGPROBS], "top_logprobs": 2}, 2),
         ({"top_logprobs": 2}, 2),
@@ -158,10 +163,12 @@ def test_tool_choice_then_each_form() -> None:
 
 
 def test_text_format_then_the_schema_the_answer_keeps_to() -> None:
-    assert asked().json_schema is None
-    assert asked(text={"format": {"type": "json_object"}}).json_schema == "{}"
+    assert asked().output_format is None
+    assert asked(text={"format": {"type": "json_object"}}).output_format == OutputFormat(json_schema="{}")
     wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
-    assert orjson.loads(asked(text={"format": wanted}).json_schema or "") == SCHEMA
+    taken = asked(text={"format": wanted}).output_format
+    assert taken is not None
+    assert orjson.loads(taken.json_schema) == SCHEMA
 
 
 def test_items_when_they_come_back_from_an_answer_then_taken() -> None:

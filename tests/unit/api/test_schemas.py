@@ -40,7 +40,7 @@ def asked(schema: Any) -> ChatRequest:
     ],
 )
 def test_schema_that_makes_sense_then_taken_as_it_is(schema: dict[str, Any]) -> None:
-    taken = asked(schema).json_schema
+    taken = asked(schema).output_formats()["response_format"].json_schema
     assert taken is not None
     assert orjson.loads(taken) == schema
 

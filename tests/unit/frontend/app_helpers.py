@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class PlainCharacters:
 class CharacterRenderer:
     stop_token_ids: tuple[int, ...] = (END,)
     variables = frozenset({"tools", "reasoning_effort"})
+    is_loaded = True
 
     def __init__(self) -> None:
         self.inline_bytes = 1000
@@ -171,6 +173,8 @@ class ScriptedPipeline(PlayedPipeline):
                 PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2),
             )
             trace.decode_instance = 0xCD
+            if (alternatives := request.sampling.prompt_logprobs) is not None:
+                trace.prompt_logprobs += prompt_logprobs(request.token_ids, alternatives)
             for step in self.script:
                 if isinstance(step, asyncio.Event):
                     await step.wait()
@@ -196,6 +200,13 @@ def chunk(
     all_ids = [*ids, *map(ord, text)]
     each = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (ord("z"), float("-inf")))) for i in all_ids) if logprobs else ()
     return Chunk(token_ids=token_ids(all_ids), finish_reason=finish, logprobs=each)
+
+
+def prompt_logprobs(ids: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """The log-probabilities of a prompt: -1 for its second token, -2 for its third one, and so on."""
+    first, *rest = ids
+    scored = [TokenLogprob(each, -1.0 - at, ((each, -1.0 - at),) * alternatives) for at, each in enumerate(rest)]
+    return [TokenLogprob(first, math.nan), *scored]
 
 
 def stop(text: str = "") -> Chunk:

@@ -7,7 +7,14 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
-from dynamo_trtllm.frontend.http.admission import SMALL_BODY_BYTES, BodyBudget, ConcurrencyLimiter, DecayingRate
+from dynamo_trtllm.frontend.http.admission import (
+    PLANNING_S,
+    SMALL_BODY_BYTES,
+    BodyBudget,
+    ConcurrencyLimiter,
+    DecayingRate,
+    PlanningTime,
+)
 
 
 class Clock:
@@ -256,3 +263,69 @@ async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they
     await left(task)
     budget.release(leaving)
     assert budget.in_use == 0
+
+
+async def planned(num_bodies: int, each_s: float, cancelled: int | None = None) -> list[list[int]]:
+    """Return the bodies that were planned in each iteration of the event loop. Planning one takes `each_s`."""
+    clock = Clock()
+    planning = PlanningTime(clock)
+    by_iteration: list[list[int]] = [[]]
+
+    async def plan(number: int) -> None:
+        async with planning.turn():
+            clock.now += each_s
+            by_iteration[-1].append(number)
+
+    tasks = [asyncio.create_task(plan(number)) for number in range(num_bodies)]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        by_iteration.append([])
+        if cancelled is not None:
+            tasks[cancelled].cancel()
+    return [numbers for numbers in by_iteration if numbers]
+
+
+async def test_planning_when_bodies_take_little_time_then_one_iteration_plans_those_that_came_together() -> None:
+    assert await planned(4, PLANNING_S / 5) == [[0, 1, 2, 3]]
+
+
+async def test_planning_when_an_iteration_has_used_its_time_then_the_next_ones_go_on_in_order() -> None:
+    assert await planned(7, PLANNING_S / 2.5) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+async def test_planning_when_bodies_come_later_then_they_are_planned_after_those_that_wait() -> None:
+    clock, order = Clock(), list[int]()
+    planning = PlanningTime(clock)
+
+    async def plan(number: int) -> None:
+        async with planning.turn():
+            clock.now += PLANNING_S
+            order.append(number)
+
+    tasks = []
+    for number in range(8):
+        tasks += [asyncio.create_task(plan(2 * number)), asyncio.create_task(plan(2 * number + 1))]
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert order == list(range(16))
+
+
+async def test_planning_when_one_that_waits_is_cancelled_then_the_others_are_planned() -> None:
+    assert await planned(4, PLANNING_S, cancelled=2) == [[0], [1], [3]]
+
+
+async def test_planning_when_one_fails_then_its_time_counts() -> None:
+    clock, events = Clock(), list[str]()
+    planning = PlanningTime(clock)
+
+    async def fail() -> None:
+        async with planning.turn():
+            clock.now += PLANNING_S
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        await fail()
+    asyncio.get_running_loop().call_soon(events.append, "other work")
+    async with planning.turn():
+        events.append("planned")
+    assert events == ["other work", "planned"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected, DynamoError, Overloaded, StreamIncomplete
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http import request_handler
+from dynamo_trtllm.frontend.http.admission import PLANNING_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
 from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, Role, TokenIds
 from dynamo_trtllm.streams import OnChunk, run_stream
@@ -233,7 +236,7 @@ async def test_pipeline_when_what_takes_the_chunks_fails_then_it_is_no_fault_of_
 
 
 class Clocked(CharacterRenderer):
-    """Notes in which iteration of the event loop it renders."""
+    """Renders for as long as one iteration of the event loop may plan, and notes in which iteration it does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,6 +251,9 @@ class Clocked(CharacterRenderer):
 
     def render(self, conversation: Conversation) -> TokenIds:
         self.rendered_in.append(self.iteration)
+        until_s = time.perf_counter() + PLANNING_S
+        while time.perf_counter() < until_s:
+            pass
         return super().render(conversation)
 
 
@@ -263,3 +269,28 @@ async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other
     counting.cancel()
     assert len(renderer.rendered_in) == 8
     assert len(set(renderer.rendered_in)) == 8
+
+
+class LoadsLater(CharacterRenderer):
+    """A renderer for which long bodies are slow until it is loaded."""
+
+    is_loaded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded_on_loop: list[bool] = []
+
+    def preload(self) -> None:
+        self.loaded_on_loop.append(threading.current_thread() is threading.main_thread())
+        self.is_loaded, self.inline_bytes = True, 1 << 20
+
+
+async def test_bodies_when_the_tokenizer_is_not_loaded_then_a_thread_loads_it_and_the_event_loop_renders() -> None:
+    catalog, renderer = Catalog(), LoadsLater()
+    catalog.served[MODEL] = ServedModel(CARD, renderer)
+    served = FakeFrontend(ScriptedPipeline([chunk("a"), stop()]), FrontendConfig(), catalog)
+    for padding in (100, 2000, 2000):
+        messages = [{"role": "user", "content": "hi"}]
+        await served.app(post("/v1/chat/completions", padding=padding, messages=messages), Wire(1))
+    assert renderer.loaded_on_loop == [False]
+    assert renderer.rendered_on_loop == [True, True, True]

@@ -12,12 +12,14 @@ from dynamo_trtllm.errors import (
     Disconnected,
     Draining,
     DynamoError,
+    KvTransferError,
     NoInstances,
     Overloaded,
     RequestRejected,
     StreamIncomplete,
     TransferFailed,
     TransferMismatch,
+    TransferTimeout,
 )
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, State
 from dynamo_trtllm.frontend.generation.flow_events import (
@@ -145,8 +147,11 @@ def test_flow_when_a_call_fails_before_a_token_then_it_selects_without_that_work
     assert select == SelectWorkers(1, frozenset([failed]), None, False)
 
 
-def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_worker_is_avoided() -> None:
-    machine, error = flow(), TransferFailed("broke")
+@pytest.mark.parametrize("error", [TransferFailed("broke"), TransferTimeout("it did not come")])
+def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_worker_is_avoided(
+    error: KvTransferError,
+) -> None:
+    machine = flow()
     actions = played(machine, *TO_DECODE, error)
     assert actions == (
         RecordTransfer((1, 2), error),

@@ -1,21 +1,22 @@
-"""Workers that leave or are gone while discovery still tells of them, on the in-process plane."""
+"""Workers that leave or are gone while discovery still tells of them, and bugs, on the in-process plane."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
+from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overloaded, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
 from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
-from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk, request
+from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
 
 
@@ -138,3 +139,25 @@ def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
     assert absent.ids(10.0 + COOLDOWN_S) == {2}
     absent.forget(2)
     assert absent.ids(0.0) == set()
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+async def test_generate_when_the_pipeline_has_a_bug_then_the_kv_is_freed_and_the_error_is_internal(
+    cluster: Cluster, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
+    await cluster.add(2, Role.DECODE, [HANG])
+    start = cluster.plane.generate
+
+    def generate(subject: str, asked: GenerateRequest, on_event: Any) -> Any:
+        if asked.phase is Phase.DECODE and phase is Phase.PREFILL:
+            raise RuntimeError("a bug before the decode call")
+        if asked.phase is Phase.DECODE:
+            asyncio.get_running_loop().call_soon(on_event, "not an event")  # a bug during the decode call
+        return start(subject, asked, on_event)
+
+    monkeypatch.setattr(cluster.plane, "generate", generate)
+    with pytest.raises(InternalError):
+        await cluster.tokens()
+    await cluster.pipeline.aclose()
+    assert [(release.transfer_id, release.outcome) for release in prefill.releases] == [("t1", ReleaseOutcome.ABORTED)]

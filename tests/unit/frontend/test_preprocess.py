@@ -157,8 +157,6 @@ def test_no_max_tokens_then_chat_takes_the_rest_of_the_context_and_completions_s
         ({"max_tokens": 2000}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"reasoning_effort": "xhigh"}, "reasoning_effort"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
-        ({"chat_template_args": {"enable_thinking": False}}, "chat_template_args.enable_thinking"),
     ],
 )
 def test_value_that_does_not_fit_the_model_then_named(harmony: ServedModel, fields: Any, param: str) -> None:
@@ -229,6 +227,17 @@ def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: Served
     assert refused.value.field == "messages[2].name"
 
 
+@pytest.mark.parametrize("field", ["chat_template_args", "chat_template_kwargs"])
+def test_template_argument_that_the_format_does_not_use_then_ignored_and_listed(
+    harmony: ServedModel, make_template: TemplateModels, field: str
+) -> None:
+    fields = {field: {"mood": "good", "enable_thinking": False}}
+    plan = chat(harmony, **fields)
+    assert prompt(plan, harmony) == prompt(chat(harmony), harmony)
+    assert plan.ignored == (f"{field}.mood", f"{field}.enable_thinking")
+    assert chat(make_template(), **fields).ignored == (f"{field}.mood",)
+
+
 def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(make_template: TemplateModels) -> None:
     served = make_template()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -238,8 +247,6 @@ def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(m
     assert shown.endswith("system: be brief\nuser: hi\nthink")
     for fields, param in (
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"chat_template_args": {"mood": "good"}}, "chat_template_args.mood"),
-        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs.reasoning_effort"),
         ({"messages": [{"role": "user", "name": "alice", "content": "hi"}]}, "messages[0].name"),
     ):
         with pytest.raises(UnsupportedParameter) as refused:

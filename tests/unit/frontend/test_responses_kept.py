@@ -31,6 +31,7 @@ from tests.unit.frontend.responses_client import (
     made,
     parsed,
 )
+from tests.waiting import SOON_S
 
 
 async def test_kept_response_then_got_listed_and_deleted() -> None:
@@ -319,3 +320,25 @@ async def test_response_when_another_frontend_is_writing_it_then_found_once_it_i
     store.go.set()
     assert (await looking).json() == response
     assert store.gets > 1
+
+
+async def test_long_body_when_the_store_of_another_request_hangs_then_planned_meanwhile() -> None:
+    class HangingStore(SlowStore):
+        async def get(self, key: str) -> bytes | None:
+            self.gets += 1
+            await self.go.wait()
+            return None
+
+    store = HangingStore()
+    served = over(store)
+    served.catalog.renderer.inline_bytes = 1 << 20  # so that long bodies take turns on the event loop
+    long = "word " * 5000
+    other = {"input": long, "previous_response_id": "resp_" + "0" * 40}
+    waiting = asyncio.create_task(ask(served, "POST", PATH, json=body(**other)))
+    while not store.gets:  # noqa: ASYNC110  # a store has no event for it
+        await asyncio.sleep(0)
+    planned = await asyncio.wait_for(ask(served, "POST", PATH, json=body(input=long)), SOON_S)
+    check_error(planned, 400, "context_length_exceeded", "input")
+    assert not waiting.done()
+    store.go.set()
+    check_error(await waiting, 404, "response_not_found", "previous_response_id")

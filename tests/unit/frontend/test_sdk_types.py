@@ -21,7 +21,7 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 PLAIN = ("content", "nothing", "cut", "with logprobs")  # a text parser tells no channels apart
 TOOLS = [{"type": "function", "function": {"name": "get_system_health", "parameters": {"type": "object"}}}]
-OURS = {"reasoning_content", "dynamo_trtllm", "max_model_len"}  # documented, and not the SDK's
+OURS = {"reasoning_content", "reasoning", "dynamo_trtllm", "max_model_len"}  # documented, and not the SDK's
 
 
 def answers() -> dict[str, list[Chunk]]:

@@ -117,7 +117,9 @@ def test_encode_when_text_is_one_character_then_time_is_linear_in_its_length(
         assert len(b"".join(map(o200k.token_bytes, ids))) == count * len(character.encode())
         return spent_s
 
-    assert seconds(1_000_000) < 50 * seconds(100_000) + 0.05
+    # The fastest of some is that which other processes disturbed least. Other lengths, because words are cached.
+    shorter_s, longer_s = (min(seconds(count + i) for i in range(4)) for count in (30_000, 300_000))
+    assert longer_s < 50 * shorter_s  # 9 to 26 times were seen; 100 times would be quadratic
 
 
 def test_encode_when_text_is_long_then_no_thread_is_started(o200k: O200kTokenizer) -> None:

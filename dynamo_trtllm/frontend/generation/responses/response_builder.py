@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,7 +21,6 @@ from dynamo_trtllm.api.responses import (
     ResponseRequest,
     ResponsesAllowedTools,
 )
-from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.conversation import sampling_of
@@ -79,7 +79,7 @@ def _options(body: ResponseRequest, card: ModelDeploymentCard) -> GenerationOpti
         tool_choice=_chat_tool_choice(body),
         strict_tools=frozenset(tool.name for tool in body.tools if tool.strict),
         parallel_tool_calls=body.parallel_tool_calls,
-        json_schema=body.json_schema,
+        output_format=body.output_format,
         cache_salt=body.salt,
         effort_given=body.reasoning.effort is not None,
         names=_NAMES,
@@ -277,10 +277,10 @@ class ResponsesAdapter:
         self.id_prefix = store.id_prefix
         self.builders: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
 
-    async def plan(
-        self, body: ResponseRequest, served: ServedModel, request_id: str, deadline: float, *, off_loop: bool
-    ) -> GenerationPlan:
-        """Plan the request with all items that it refers to.
+    async def resolve(
+        self, body: ResponseRequest, served: ServedModel, request_id: str, deadline: float
+    ) -> tuple[Callable[[], ResponsePlan], int]:
+        """Read all items that the request refers to, and return the work that plans it.
 
         Raises:
             ResponseNotFound: the request refers to a response that is not stored.
@@ -303,9 +303,7 @@ class ResponsesAdapter:
                 "bytes of conversation (--response-store-entry-bytes); set store to false",
                 field="store",
             )
-        if off_loop or size > served.renderer.inline_bytes:
-            return await in_thread(prepare_turn, body, items, served, request_id, deadline)
-        return prepare_turn(body, items, served, request_id, deadline)
+        return partial(prepare_turn, body, items, served, request_id, deadline), size
 
     def encoder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
         assert isinstance(plan, ResponsePlan)

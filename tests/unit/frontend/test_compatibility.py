@@ -1,0 +1,318 @@
+"""What clients of other servers send: unknown fields, other names of fields, and what their answers have."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, StructuredOutput
+from dynamo_trtllm.tokenization.base import ServedModel
+from tests.memory_http import asgi
+from tests.unit.frontend import app_helpers, plan_helpers
+from tests.unit.frontend.app_helpers import CONTENT, END, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.test_generate_endpoint import CHAT, TEXT, USER, chat, check_error, events, post, text
+
+RESPONSES = "/v1/responses"
+IGNORED = "x-dynamo-ignored-fields"
+
+
+def response(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "hi"} | fields
+
+
+def tolerant(mode: str) -> FakeFrontend:
+    return front(stop("x"), unknown_fields=mode)
+
+
+# --- unknown fields ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text), (RESPONSES, response)])
+async def test_unknown_field_when_they_are_warned_about_then_served_and_named_in_a_header(path: str, body: Any) -> None:
+    for stream in (False, True):
+        answer = await post(tolerant("warn"), path, body(zebra=1, stream=stream))
+        assert answer.status_code == 200, answer.text
+        assert answer.headers[IGNORED] == "zebra"
+
+
+async def test_unknown_fields_within_objects_when_they_are_warned_about_then_named_once() -> None:
+    part = {"type": "text", "text": "hi", "cache_control": {}}
+    tool = {"type": "function", "function": {"name": "f", "zoo": 1}}
+    choice = {"type": "function", "function": {"name": "f"}, "lion": 1}
+    body = chat(messages=[{"role": "user", "content": [part], "zebra": 1}], tools=[tool], tool_choice=choice, zebra=2)
+    answer = await post(tolerant("warn"), CHAT, body)
+    assert answer.status_code == 200, answer.text
+    assert sorted(answer.headers[IGNORED].split(", ")) == ["cache_control", "lion", "zebra", "zoo"]
+
+
+async def test_unknown_fields_when_warned_about_then_each_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    served = tolerant("warn")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            await post(served, CHAT, chat(zebra=1))
+    assert [record.getMessage() for record in caplog.records] == ["request field zebra is ignored; this is logged once"]
+
+
+async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        answer = await post(tolerant("ignore"), CHAT, chat(zebra=1))
+    assert answer.status_code == 200
+    assert IGNORED not in answer.headers
+    assert not caplog.records
+
+
+async def test_unknown_fields_when_many_with_wild_names_then_the_header_is_short_and_clean() -> None:
+    wild = {f"{at}\r\nx: y" + "z" * 500: 1 for at in range(100)}
+    header = (await post(tolerant("warn"), CHAT, chat(**wild))).headers[IGNORED]
+    assert header.startswith("0??x??y")
+    assert len(header) < 1100
+
+
+@pytest.mark.parametrize("mode", ["warn", "ignore"])
+async def test_field_that_is_known_and_not_supported_when_unknown_ones_are_ignored_then_still_rejected(
+    mode: str,
+) -> None:
+    check_error(await post(tolerant(mode), CHAT, chat(audio={})), 400, "unsupported_parameter", "audio")
+
+
+async def test_unknown_field_by_default_then_rejected() -> None:
+    for body in (chat(zebra=1), chat(messages=[USER[0] | {"zebra": 1}])):
+        answer = await post(front(stop("x")), CHAT, body)
+        assert answer.status_code == 400
+        assert "is not a known field" in answer.json()["error"]["message"]
+
+
+# --- structured output under the names of vLLM and Dynamo ----------------------------------------------
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+CITY_TEXT = '{"type":"object","properties":{"city":{"type":"string"}}}'
+FORMATS: list[tuple[dict[str, Any], OutputFormat]] = [
+    ({"guided_json": CITY}, OutputFormat(json_schema=CITY_TEXT)),
+    ({"guided_json": CITY_TEXT}, OutputFormat(json_schema=CITY_TEXT)),
+    ({"guided_regex": "a+"}, OutputFormat(json_schema="", regex="a+")),
+    (
+        {"guided_choice": ["yes", "a.b"], "guided_decoding_backend": "xgrammar"},
+        OutputFormat(json_schema="", regex=r"yes|a\.b"),
+    ),
+    ({"guided_grammar": 'root ::= "a"'}, OutputFormat(json_schema="", grammar='root ::= "a"')),
+    ({"structured_outputs": {"json": CITY}}, OutputFormat(json_schema=CITY_TEXT)),
+    ({"structured_outputs": {"json_object": True}}, OutputFormat(json_schema="{}")),
+    ({"structured_outputs": {"regex": "a+", "disable_fallback": False}}, OutputFormat(json_schema="", regex="a+")),
+    ({"structured_outputs": {"choice": ["yes"]}, "guided_choice": ["yes"]}, OutputFormat(json_schema="", regex="yes")),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}},
+        OutputFormat(json_schema="{}"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "wanted"), FORMATS)
+def test_output_format_under_any_name_then_the_engine_gets_the_same(
+    harmony: ServedModel, fields: dict[str, Any], wanted: OutputFormat
+) -> None:
+    guided = plan_helpers.chat(harmony, **fields).choices[0].request.sampling.guided
+    assert guided is not None
+    (alternative,) = guided.alternatives
+    assert guided.trigger == "<|channel|>final"
+    assert alternative == OutputFormat(
+        json_schema=wanted.json_schema, regex=wanted.regex, grammar=wanted.grammar, prefix="<|message|>"
+    )
+    if "response_format" not in fields:
+        completion = plan_helpers.text(harmony, **fields).choices[0].request.sampling
+        assert completion.guided == StructuredOutput(alternatives=(wanted,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": CITY, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": ["a"], "structured_outputs": {"choice": ["b"]}}, "structured_outputs.choice"),
+        ({"response_format": {"type": "json_object"}, "guided_json": CITY}, "guided_json"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"ignore_eos": True, "nvext": {"ignore_eos": False}}, "nvext.ignore_eos"),
+        ({"cache_salt": "a", "nvext": {"cache_salt": "b"}}, "nvext.cache_salt"),
+    ],
+)
+async def test_two_names_of_one_thing_with_different_values_then_400_names_one(
+    fields: dict[str, Any], param: str
+) -> None:
+    check_error(await post(front(stop("x")), CHAT, chat(**fields)), 400, "invalid_request", param)
+
+
+async def test_reasoning_of_a_message_under_two_names_when_it_differs_then_400() -> None:
+    message = {"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}
+    answer = await post(front(stop("x")), CHAT, chat(messages=[*USER, message]))
+    check_error(answer, 400, "invalid_request", "messages[1].reasoning")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"structured_outputs": {"structural_tag": "x"}}, {"guided_whitespace_pattern": " "}]
+)
+async def test_part_of_structured_output_that_is_not_supported_then_rejected(fields: dict[str, Any]) -> None:
+    answer = await post(front(stop("x")), CHAT, chat(**fields))
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
+def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_name(harmony: ServedModel) -> None:
+    for plan in (plan_helpers.chat, plan_helpers.text):
+        with pytest.raises(UnsupportedParameter) as refused:
+            plan(plan_helpers.refusing(harmony, "guided"), guided_regex="a")
+        assert refused.value.field == "guided_regex"
+
+
+# --- what answers have ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_include_reasoning_when_false_then_the_answer_has_none(stream: bool) -> None:
+    served = front(chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop("!"))
+    answer = await post(served, CHAT, chat(include_reasoning=False, stream=stream))
+    assert "why" not in answer.text
+    assert "reasoning" not in answer.text.replace("reasoning_tokens", "")
+    assert "so" in answer.text
+
+
+async def test_return_token_ids_when_chat_then_ids_of_prompt_and_answer() -> None:
+    script = chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop("!")
+    body = (await post(front(*script), CHAT, chat(return_token_ids=True))).json()
+    assert body["prompt_token_ids"] == [*b"hi"]
+    generated = [REASONING, *b"why", CONTENT, *b"so", *b"!", END]
+    assert body["choices"][0]["token_ids"] == generated
+    first, *rest = events(await post(front(*script), CHAT, chat(return_token_ids=True, stream=True)))
+    assert first["prompt_token_ids"] == [*b"hi"]
+    assert [each for event in rest for each in event["choices"][0].get("token_ids", ())] == generated
+    assert not any("prompt_token_ids" in event for event in rest)
+
+
+async def test_return_token_ids_when_text_then_ids_are_in_each_choice() -> None:
+    body = (await post(front(stop("a")), TEXT, text(prompt=["x", "yz"], n=2, return_token_ids=True))).json()
+    assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[*b"x"], [*b"x"], [*b"yz"], [*b"yz"]]
+    assert [choice["token_ids"] for choice in body["choices"]] == [[*b"a", END]] * 4
+    got = events(await post(front(stop("a")), TEXT, text(return_token_ids=True, stream=True)))
+    assert got[0]["choices"][0]["prompt_token_ids"] == [*b"hi"]
+    assert got[1]["choices"][0]["token_ids"] == [*b"a", END]
+
+
+async def test_template_argument_that_the_model_does_not_use_then_served_and_named_in_a_header() -> None:
+    body = chat(chat_template_kwargs={"enable_thinking": False})
+    answer = await post(front(stop("x")), CHAT, body)
+    assert answer.status_code == 200
+    assert answer.headers[IGNORED] == "chat_template_kwargs.enable_thinking"
+    assert IGNORED not in (await post(tolerant("ignore"), CHAT, body)).headers
+
+
+# --- log-probabilities of prompts ----------------------------------------------------------------------
+
+
+def scored(text: str) -> Chunk:
+    return chunk(text, logprobs=True, finish=FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_answer(stream: bool) -> None:
+    served = front(scored("de"))
+    answer = await post(served, TEXT, text(prompt="abc", echo=True, logprobs=1, max_tokens=2, stream=stream))
+    if stream:
+        choices = [event["choices"][0] for event in events(answer)]
+        (logprobs,) = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert "".join(choice["text"] for choice in choices) == "abcde"
+    else:
+        (choice,) = answer.json()["choices"]
+        assert choice["text"] == "abcde"
+        logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [*"abcde"]
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -0.5, -0.5]
+    assert logprobs["top_logprobs"][:3] == [None, {"b": -1.0}, {"c": -2.0}]
+    assert served.pipeline.requests[0].sampling.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_echo_when_no_token_is_wanted_then_only_the_prompt(logprobs: int | None) -> None:
+    served = front(scored("d") if logprobs is not None else chunk("d", finish=FinishReason.LENGTH))
+    body = (await post(served, TEXT, text(prompt=["abc", [65]], echo=True, logprobs=logprobs, max_tokens=0))).json()
+    assert [choice["text"] for choice in body["choices"]] == ["abc", "A"]
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    if logprobs is not None:
+        assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert body["usage"]["completion_tokens"] == 0
+    assert served.pipeline.requests[0].sampling.max_tokens == 1
+
+
+async def test_logprobs_without_echo_then_none_of_the_prompt_are_asked_for() -> None:
+    served = front(scored("d"))
+    body = (await post(served, TEXT, text(logprobs=1))).json()
+    assert body["choices"][0]["logprobs"]["tokens"] == ["d"]
+    assert served.pipeline.requests[0].sampling.prompt_logprobs is None
+
+
+async def test_max_tokens_0_without_echo_then_400() -> None:
+    check_error(await post(front(), TEXT, text(max_tokens=0)), 400, "invalid_request", "max_tokens")
+
+
+def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_names_echo(harmony: ServedModel) -> None:
+    served = plan_helpers.refusing(harmony, "prompt_logprobs")
+    plan_helpers.text(served, echo=True)
+    with pytest.raises(UnsupportedParameter) as refused:
+        plan_helpers.text(served, echo=True, logprobs=1)
+    assert refused.value.field == "echo"
+
+
+def test_echo_with_logprobs_when_the_prompts_are_long_together_then_rejected(harmony: ServedModel) -> None:
+    with pytest.raises(InvalidRequest, match="128000 prompt tokens; at most 65536") as refused:
+        plan_helpers.text(harmony, prompt=[[7] * 1000] * 128, echo=True, logprobs=1)
+    assert refused.value.field == "echo"
+
+
+async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_helpers, "prompt_logprobs", lambda *_: [])
+    answer = await post(front(scored("d")), TEXT, text(echo=True, logprobs=1))
+    assert "upgrade it" in check_error(answer, 502, "incomplete")
+
+
+# --- pages of other origins ----------------------------------------------------------------------------
+
+PAGE = {"origin": "https://chat.example.org"}
+PREFLIGHT = PAGE | {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-y"}
+
+
+async def options(served: FakeFrontend, headers: dict[str, str]) -> httpx.Response:
+    transport = httpx.ASGITransport(app=asgi(served.app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+        return await client.options(CHAT, headers=headers)
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [("*", "*"), (f"http://a,{PAGE['origin']}", PAGE["origin"])])
+async def test_page_of_an_allowed_origin_then_preflight_and_answers_have_the_headers(
+    origins: str, allowed: str
+) -> None:
+    preflight = await options(front(cors_origins=origins), PREFLIGHT)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == allowed
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert preflight.headers["access-control-allow-headers"] == "authorization,x-y"
+    for body in (chat(), chat(stream=True), chat(temperature=9)):
+        answer = await post(front(stop("x"), cors_origins=origins), CHAT, body, headers=PAGE)
+        assert answer.headers["access-control-allow-origin"] == allowed
+        assert answer.headers["vary"] == "Origin"
+
+
+@pytest.mark.parametrize("origins", [None, "https://other.example.org"])
+async def test_page_of_another_origin_then_no_headers_for_it(origins: str | None) -> None:
+    served = front(stop("x"), cors_origins=origins)
+    assert (await options(served, PREFLIGHT)).status_code == 405
+    answer = await post(served, CHAT, chat(), headers=PAGE)
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_options_that_is_no_preflight_then_405() -> None:
+    assert (await options(front(cors_origins="*"), PAGE)).status_code == 405
