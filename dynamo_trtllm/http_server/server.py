@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,10 +36,17 @@ class Route(NamedTuple):
 class Router:
     """The handler of all requests. Routes of GET serve HEAD, too."""
 
-    def __init__(self, routes: Sequence[Route], hint: str = "") -> None:
-        """Create the router. The first path that matches decides. `hint` ends the error for an unknown path."""
+    def __init__(self, routes: Sequence[Route], hint: str = "", origins: Set[str] = frozenset()) -> None:
+        """Create the router. The first path that matches decides.
+
+        Args:
+            routes: the routes.
+            hint: ends the error for an unknown path.
+            origins: browsers let pages of these origins call this server (CORS); "*": pages of all.
+        """
         self.routes = routes
         self._hint = hint
+        self._origins = origins
         by_path: dict[str, dict[str, Handler]] = {}
         for route in routes:
             by_path.setdefault(route.path, {})[route.method] = route.handler
@@ -55,6 +62,8 @@ class Router:
             DynamoError: the handler failed after it had started the response.
         """
         set_request_id(request, response)
+        if self._origins and self._answer_origin(request, response):
+            return
         methods = self._exact.get(request.path) or self._match(request)
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         about = f"{request.method} {request.path}"
@@ -74,6 +83,27 @@ class Router:
                 if response.started:
                     raise
                 response.send_error(error)
+
+    def _answer_origin(self, request: HttpRequest, response: HttpResponse) -> bool:
+        """Add the headers for an allowed origin to the response. Return True for a preflight, which is answered."""
+        origin = request.header(b"origin")
+        if origin is None or not self._origins & {"*", origin}:
+            return False
+        allowed = "*" if "*" in self._origins else origin
+        response.headers |= {
+            "Access-Control-Allow-Origin": allowed,
+            "Access-Control-Expose-Headers": "*",
+            "Vary": "Origin",
+        }
+        if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
+            return False
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": request.header(b"access-control-request-headers") or "*",
+            "Access-Control-Max-Age": "600",
+        }
+        response.send(200, b"", "text/plain", headers)
+        return True
 
     def _match(self, request: HttpRequest) -> Mapping[str, Handler]:
         for pattern, methods in self._patterns:

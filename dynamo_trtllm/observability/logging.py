@@ -25,6 +25,7 @@ VALUE_CHARS: Final = 1_000  # maximum length of a value in a message
 LINE_CHARS: Final = 4_000  # maximum length of a message and of a line of a traceback
 _ID_CHARS: Final = 200  # maximum length of a request id, because peers of a worker may send longer ones
 _TRACEBACK_LINES: Final = 200  # of a longer traceback, the first and the last 100 lines are logged
+_OWN_PACKAGE: Final = "dynamo_trtllm."
 _UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(-[0-9]+)?$")  # as the frontend appends it
 
 
@@ -68,15 +69,19 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic o
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter that writes one line per log record. A traceback follows, indented so that it looks different."""
+    """Formatter that writes one line per log record: time, level, process, request id if any, module and message.
+
+    A traceback follows, indented so that it looks different.
+    """
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
         self._process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{_iso(record.created)} {record.levelname} {self._process_name} {_served()} {record.name}: "
-        message = escape_controls(head + _message(record))
+        served = _served()
+        about = [_iso(record.created), record.levelname, self._process_name, *([] if served == "-" else [served])]
+        message = escape_controls(f"{' '.join(about)} {record.name.removeprefix(_OWN_PACKAGE)}: {_message(record)}")
         return "\n".join([message, *(f"  {line}" for line in _traceback(record))])
 
 

@@ -23,6 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from dynamo_trtllm.messages import PhaseTimings
@@ -78,6 +79,19 @@ class WeightedHistogram(Collector):
 
 
 PREFIX = "dynamo_trtllm_"
+
+
+def sum_samples(text: str) -> dict[str, float]:
+    """Return the samples of a `/metrics` page by name without PREFIX, each summed over its labels, without buckets."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX) and not sample.name.endswith("_bucket"):
+                name = sample.name.removeprefix(PREFIX)
+                sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram", "weighted"]

@@ -306,7 +306,7 @@ def _only_tokens(frame: Frame) -> Chunk | None:
     chunk = frame.chunk
     if chunk is None or chunk.finish_reason is not None or chunk.kv_params is not None or chunk.stats is not None:
         return None
-    return chunk
+    return None if chunk.prompt_logprobs else chunk
 
 
 def _merged(chunks: Sequence[Chunk]) -> Chunk:
@@ -378,11 +378,13 @@ class StreamDemux:
 
     def _run_once(self) -> None:
         backlog, self._chunks_left = self._backlog, CHUNKS_PER_ITERATION
-        while backlog and self._chunks_left > 0:
-            self._chunks_left -= backlog.popleft().catch_up()
-        self._is_scheduled = False
-        if backlog or self._chunks_left <= 0:
-            self._schedule()
+        try:
+            while backlog and self._chunks_left > 0:
+                self._chunks_left -= backlog.popleft().catch_up()
+        finally:  # a bug in one stream's receiver must not stop all streams
+            self._is_scheduled = False
+            if backlog or self._chunks_left <= 0:
+                self._schedule()
 
     def fail_all(self, error: DynamoError) -> None:
         """End all streams with `error`."""

@@ -286,6 +286,8 @@ class NatsTransport:
             self._report_disconnect(
                 StreamIncomplete(f"messages to {error.subject} were dropped because this process is overloaded")
             )
+        elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):  # of the receiver of a message: a bug
+            log.error("NATS at %s: unexpected error", self._address, exc_info=error)
         elif self._writer is None and not self._is_waiting_logged:
             self._is_waiting_logged = True
             log.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)

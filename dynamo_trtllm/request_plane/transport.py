@@ -1,8 +1,8 @@
 """Define the message transport that a request plane needs, and the heartbeat to its peers.
 
-`inproc` (in-process) and `nats` implement the transport; both pass the contract tests of the request plane. A transport
-delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server` rely on
-nothing else.
+`nats` implements the transport. Tests have an implementation within one process, which passes the same contract tests.
+A transport delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server`
+rely on nothing else.
 """
 
 from __future__ import annotations

@@ -158,6 +158,8 @@ class Supervisor:
         if self.is_stopping:
             for child in self._children.values():
                 child.kill()
+        else:
+            self._say("stopping all processes; a second Ctrl-C or SIGTERM kills them")
         self.stop()
 
     async def _stop_children(self) -> None:

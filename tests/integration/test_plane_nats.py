@@ -207,6 +207,22 @@ async def test_messages_when_dropped_by_a_slow_process_then_streams_end(nats_ser
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
+async def test_message_when_its_receiver_has_a_bug_then_it_is_logged_with_a_traceback(
+    nats_server, connect, caplog
+) -> None:
+    def receive(data: bytes, reply: str) -> None:
+        received.set()
+        raise RuntimeError("a bug of the receiver")
+
+    received, transport = asyncio.Event(), (await connect(nats_server, NO_PINGS))._transport
+    await transport.subscribe("s.g-bug", receive)
+    transport.publish("s.g-bug", b"")
+    await asyncio.wait_for(received.wait(), SOON_S)
+    await asyncio.sleep(0)
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "a bug of the receiver" in str(record.exc_info)
+
+
 async def test_connect_when_no_server_answers_then_unreachable_names_the_address_without_secrets() -> None:
     tasks = asyncio.all_tasks()
     started = time.monotonic()

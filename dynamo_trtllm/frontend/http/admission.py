@@ -7,8 +7,8 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from dynamo_trtllm.errors import (
@@ -25,6 +25,7 @@ _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would c
 _LONGEST_RETRY_S = 60
 _BODY_WAIT_S = 5.0
 SMALL_BODY_BYTES = 128 << 10
+PLANNING_S = 0.01
 
 
 class DecayingRate:
@@ -225,6 +226,35 @@ class BodyBudget:
                 body.in_use += count
                 del self._waiting[body]
                 granted.set_result(None)
+
+
+class PlanningTime:
+    """A limit on the time for which one iteration of the event loop plans bodies. Other streams are delayed by no more.
+
+    Bodies that arrive together are planned together until the limit, further ones in the next iterations, in order of
+    arrival. If each had an iteration of its own, their tokens would come in messages of their own with an engine that
+    takes no time: 40% more CPU time per request, and twice as much in workers.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._used_s = 0.0  # in this iteration
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None, None]:
+        """Wait until this iteration has time left, and count the time of the block."""
+        while self._used_s >= PLANNING_S:  # noqa: ASYNC110 - in order: those that wait look before those that arrive
+            await asyncio.sleep(0)
+        begun_s = self._clock()
+        try:
+            yield
+        finally:
+            if not self._used_s:
+                asyncio.get_running_loop().call_soon(self._begin_iteration)
+            self._used_s += self._clock() - begun_s
+
+    def _begin_iteration(self) -> None:
+        self._used_s = 0.0
 
 
 class InFlight:

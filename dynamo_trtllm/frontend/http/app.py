@@ -303,4 +303,6 @@ def build_app(
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
-    return FrontendApp(Router(routes, "; see /docs for the API"), app_state.running, response_store.aclose)
+    return FrontendApp(
+        Router(routes, "; see /docs for the API", config.allowed_origins), app_state.running, response_store.aclose
+    )

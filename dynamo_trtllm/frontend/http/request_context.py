@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -18,7 +20,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, read_body
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, PlanningTime, read_body
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
+_MAX_IGNORED = 16  # ignored fields that a response header lists
+_MAX_NAME = 64  # characters of each
+_MAX_LOGGED = 1000  # ignored fields that are logged; clients choose their names
+_NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +50,8 @@ class AppState:
     body_budget: BodyBudget
     running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a body that is planned on the event loop
+    logged_fields: set[str] = field(default_factory=set)  # ignored fields that were logged
+    planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
 
 
 class RequestContext:
@@ -58,6 +65,7 @@ class RequestContext:
         self.id = f"{request.id}-{unique}" if request.id else unique
         self.client = request.client
         self.deadline = 0.0  # seconds since the epoch; known with the body
+        self._ignored = ""  # names of ignored fields, for the response header
         self.answer_id = ""  # the id in the response; "" until it is known
         self.encoder: SseEncoder | None = None  # of a streamed response
         self.choices: list[ChoiceState] = []
@@ -90,6 +98,17 @@ class RequestContext:
         """Set the deadline from the client's wish, which the server caps."""
         max_s = self._app_state.config.request_timeout_s
         self.deadline = self._arrived_at + (max_s if timeout_s is None else min(timeout_s, max_s))
+
+    def report_ignored(self, names: Iterable[str]) -> None:
+        """Report ignored fields in a response header, and each once in the log."""
+        logged = self._app_state.logged_fields
+        some = itertools.islice(dict.fromkeys(names), _MAX_LOGGED)  # a body may have hundreds of thousands
+        safe = [_NO_NAME.sub("?", name[:_MAX_NAME]) for name in some]
+        self._ignored = ", ".join(safe[:_MAX_IGNORED])
+        for name in safe:
+            if name not in logged and len(logged) < _MAX_LOGGED:
+                logged.add(name)
+                log.warning("request field %s is ignored; this is logged once", name)
 
     async def begin(self, plan: GenerationPlan, answer_id: str) -> None:
         """Create the choices, and wait for their permits.
@@ -151,9 +170,13 @@ class RequestContext:
         )
 
     def served_by(self) -> dict[str, str]:
-        """Return response headers with the instances that are known by now."""
-        headers = {"x-prefill-instance": self._prefill_ids(), "x-decode-instance": self._decode_ids()}
-        return {name: value for name, value in headers.items() if value is not None}
+        """Return response headers with the instances that are known by now, and with the ignored fields."""
+        headers = {
+            "x-prefill-instance": self._prefill_ids(),
+            "x-decode-instance": self._decode_ids(),
+            "x-dynamo-ignored-fields": self._ignored,
+        }
+        return {name: value for name, value in headers.items() if value}
 
     def stats(self) -> Stats | None:
         """Return the statistics for the client; None if it did not request them."""

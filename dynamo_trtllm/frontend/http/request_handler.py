@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Generic, Protocol
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 _MANY_OBJECTS = 200  # messages, tools and parts of them; each takes as long as a kilobyte of text
-_TURN_BYTES = 16 << 10  # the event loop plans one larger body, then does other work
+_TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
 
 
 class SseEncoder(Protocol):
@@ -79,13 +79,14 @@ class ApiAdapter(Protocol[B]):
         """The body's fields that are not needed any more after planning."""
         ...
 
-    async def plan(
-        self, body: B, served: ServedModel, request_id: str, deadline: float, *, off_loop: bool
-    ) -> GenerationPlan:
-        """Plan the request. With `off_loop` rendering may take long and is done in a thread.
+    async def resolve(
+        self, body: B, served: ServedModel, request_id: str, deadline: float
+    ) -> tuple[Callable[[], GenerationPlan], int]:
+        """Read what the request refers to. Raises RequestError.
 
-        Raises:
-            RequestError: the request is wrong or not supported.
+        Returns:
+            The work that plans the request, and the characters of stored text that it renders. The work may take long,
+            is safe in a thread, and raises RequestError if the request is wrong or not supported.
         """
         ...
 
@@ -156,25 +157,31 @@ class GenerateEndpoint(Generic[B]):
     async def _plan(self, context: RequestContext, request: HttpRequest) -> tuple[B, GenerationPlan]:
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
         adapter, raw_body = self._adapter, await context.read_body(request)
+        unknown_fields = self._app_state.config.unknown_fields
+        ignored: list[str] | None = None if unknown_fields == "reject" else []
         is_large = is_large_body(raw_body)
         async with self._large_body_slot() if is_large else nullcontext():
             if is_large:
-                body = await in_thread(parse, adapter.body, raw_body)
+                body = await in_thread(parse, adapter.body, raw_body, ignored)
             else:
-                body = parse(adapter.body, raw_body)
+                body = parse(adapter.body, raw_body, ignored)
             context.set_timeout(body.timeout)
             served = self._app_state.models.get(body.model)
-            off_loop = is_large or len(raw_body) > served.renderer.inline_bytes
-            async with self._turn() if len(raw_body) > _TURN_BYTES and not off_loop else nullcontext():
-                plan = await adapter.plan(body, served, context.id, context.deadline, off_loop=off_loop)
+            prepare, stored_chars = await adapter.resolve(body, served, context.id, context.deadline)
+            size = max(len(raw_body), stored_chars)
+            if not is_large and not served.renderer.is_loaded and size > served.renderer.inline_bytes:
+                # After this, the event loop can plan it. In a thread, the tokenizer would take 32 MiB more.
+                await in_thread(served.renderer.preload)
+            if is_large or size > served.renderer.inline_bytes:
+                plan = await in_thread(prepare)
+            elif size <= _TURN_BYTES:
+                plan = prepare()
+            else:
+                async with self._app_state.planning_time.turn():
+                    plan = prepare()
+            if unknown_fields != "ignore":
+                context.report_ignored([*(ignored or ()), *plan.ignored])
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncGenerator[None, None]:
-        """Plan one body at a time, and let the event loop do other work between two."""
-        async with self._app_state.turn:
-            yield
-            await asyncio.sleep(0)
 
     @asynccontextmanager
     async def _large_body_slot(self) -> AsyncGenerator[None, None]:

@@ -53,9 +53,9 @@ def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(
     log.info("100%% idle")  # without arguments it is no template
     log.info("%(name)s", {"name": "by name"})
     assert heads(logged()) == [
-        "INFO prefill-1 req-7 dynamo_trtllm.x: leg 1 of w in 0.2 s",
-        "INFO prefill-1 - dynamo_trtllm.x: 100%% idle",
-        "INFO prefill-1 - dynamo_trtllm.x: by name",
+        "INFO prefill-1 req-7 x: leg 1 of w in 0.2 s",
+        "INFO prefill-1 x: 100%% idle",
+        "INFO prefill-1 x: by name",
     ]
 
 
@@ -64,14 +64,14 @@ def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(logged: C
     setup("warning", "b")
     log.info("hidden")
     log.warning("seen")
-    assert heads(logged()) == ["WARNING b - dynamo_trtllm.x: seen"]
+    assert heads(logged()) == ["WARNING b x: seen"]
 
 
 def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(logged: Callable[[], str]) -> None:
     setup("info", "a")
     logging.getLogger("nats").info("hidden")
     logging.getLogger("nats").warning("seen\n")
-    assert heads(logged()) == ["WARNING a - nats: seen"]
+    assert heads(logged()) == ["WARNING a nats: seen"]
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

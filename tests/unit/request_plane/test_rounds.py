@@ -98,6 +98,21 @@ async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_sha
     assert bench.seen == [(reader.stream, [1]) for reader in readers]  # in the order in which they came
 
 
+async def test_turn_when_one_receiver_has_a_bug_then_the_other_streams_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    readers = await bench.begun(PER_TURN + 3)
+    bugs: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, bug: bugs.append(bug))
+    monkeypatch.setattr(readers[PER_TURN].arrivals, "_on_event", [].pop)  # raises TypeError
+    for _ in range(2):
+        bench.feed(*(reader.frame() for reader in readers))
+        await bench.in_turns()
+    assert [bench.tokens_of(reader) for reader in readers[PER_TURN + 1 :]] == [[1, 2]] * 2
+    assert isinstance(bugs[0]["exception"], TypeError)
+
+
 async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_chunk() -> None:
     bench = Bench()
     readers = await bench.begun(3)
@@ -166,6 +181,17 @@ async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens(
     assert arrivals.catch_up() == 1
     chunk = await arrivals.get()
     assert list(chunk.token_ids) == [logprob.token_id for logprob in chunk.logprobs] == [0, 1, 2]
+
+
+async def test_prompt_logprobs_when_chunks_are_joined_then_they_come_alone() -> None:
+    inbox = StreamDemux()
+    stream, arrivals = opened(inbox)
+    scored = Chunk(prompt_logprobs=(TokenLogprob(7, -1.0),))
+    chunks = [scored, Chunk(token_ids=token_ids([1])), Chunk(token_ids=token_ids([2]))]
+    arrivals.waiting += [Frame(stream, n, chunk) for n, chunk in enumerate(chunks)]
+    assert arrivals.catch_up() == 2
+    assert await arrivals.get() == scored
+    assert list((await arrivals.get()).token_ids) == [1, 2]
 
 
 async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on() -> None:

@@ -91,7 +91,7 @@ async def test_run_when_a_signal_comes_then_programs_end_in_the_order_of_their_r
 
     assert await made.run({"a": DRAINS, "b": DRAINS, "c": DRAINS}, then) == {"a": 0, "b": 0, "c": 0}
     assert made.ended == ["c", "b", "a"]
-    assert made.said == []
+    assert made.said == ["stopping all processes; a second Ctrl-C or SIGTERM kills them"]
 
 
 async def test_run_when_a_second_signal_comes_then_all_are_killed() -> None:
