@@ -28,8 +28,8 @@ import msgspec
 import orjson
 import uvloop
 
-from benchmarks.stream import RequestRecord, StreamConnection
-from benchmarks.summary import LoadSummary, ProcessMeter, cost, summarize, table
+from .stream import RequestRecord, StreamConnection
+from .summary import LoadSummary, ProcessMeter, cost, summarize, table
 
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
@@ -293,7 +293,9 @@ def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.client", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.client",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
@@ -325,7 +327,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the command line. The exit status is 1 if no request succeeded."""
-    from benchmarks import client_shards  # imports this module
+    from . import client_shards  # imports this module
 
     args = _arguments()
     load = Load(
@@ -350,7 +352,7 @@ def main() -> None:
                 load, processes=args.processes, warmup=args.warmup, pids=pids
             )
         except client_shards.AllRequestsFailed as exc:
-            raise SystemExit(f"benchmarks.client: {exc}") from exc
+            raise SystemExit(f"{__package__}.client: {exc}") from exc
     else:
         summary, records = uvloop.run(measure_load(load, warmup=args.warmup, pids=pids))
     if args.records:

@@ -15,9 +15,9 @@ from multiprocessing.synchronize import Barrier
 
 import uvloop
 
-from benchmarks.client import Load, ShardResult, run_shard, summarize_shards
-from benchmarks.stream import RequestRecord
-from benchmarks.summary import LoadSummary, ProcessMeter
+from .client import Load, ShardResult, run_shard, summarize_shards
+from .stream import RequestRecord
+from .summary import LoadSummary, ProcessMeter
 
 MAX_FAILURES = 8  # failed requests, warm-up included, after which a load without any success is stopped
 _BUSY = (429, 503)  # status codes that do not count: a later request may succeed

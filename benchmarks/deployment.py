@@ -22,10 +22,11 @@ from typing import Any
 import orjson
 import psutil
 
-from benchmarks.chaos.scrape import fetch, gauges, total
-from benchmarks.chaos.servers import Server
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+
+from .chaos.scrape import fetch, gauges, total
+from .chaos.servers import Server
 
 FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"

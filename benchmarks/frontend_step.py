@@ -163,7 +163,7 @@ def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
 def main() -> None:
     """Print a table of CPU times."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frontend_step",
+        prog=f"python -m {__package__}.frontend_step",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

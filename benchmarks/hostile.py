@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import random
 import statistics
+import string
 import sys
 import time
 from collections import Counter
@@ -30,9 +32,9 @@ from typing import Any, Final
 
 import orjson
 
-from benchmarks.chaos.deployment import FRONTEND, Deployment, Options
-from benchmarks.chaos.load import build_load
-from benchmarks.client import Client
+from .chaos.deployment import FRONTEND, Deployment, Options
+from .chaos.load import build_load
+from .client import Client
 
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
@@ -68,6 +70,15 @@ def repeat_text(text: str, size: int = MAX_BODY) -> Request:
     """Return a chat request of about `size` bytes with one message that repeats the text."""
     count = (size - 200) // len(orjson.dumps(text)[1:-1])
     return chat(messages=[{"role": "user", "content": text * count}])
+
+
+def _letters(seed: int) -> Request:
+    """Return a chat request of 47 KB, about the longest that the event loop plans. Its text is slow to tokenize.
+
+    It asks for too many tokens, so that no worker gets it.
+    """
+    letters = random.Random(seed).choices(string.ascii_lowercase, k=47_000)
+    return chat(messages=[{"role": "user", "content": "".join(letters)}], max_tokens=1 << 20)
 
 
 def _tools(count: int, description: str, **properties: Any) -> Request:
@@ -133,6 +144,7 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     "user": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 30_000_000}))] * 9,
     "user-8M": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))] * 9,
     "bodies": lambda: [repeat_text("hello world, ")] * 64,
+    "medium-bodies": lambda: [_letters(seed) for seed in range(256)],
     "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, stalls=True)] * 64,
     "chunk-extension": lambda: [_chunked(b"1;x=", b"x" * 4_000_000, b"\r\n{\r\n0\r\n\r\n")],
     "trailer": lambda: [_chunked(b"1\r\n{\r\n0\r\nx: ", b"x" * 4_000_000, b"\r\n\r\n")],
@@ -273,7 +285,9 @@ async def _run(names: Sequence[str], settle_s: float, *, as_json: bool) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hostile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.hostile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
     parser.add_argument(

@@ -38,7 +38,9 @@ OTHERS: dict[str, tuple[Callable[[], ToolCallParser], str]] = {
 def main() -> None:
     """Print a line per parser and text."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parser", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.parser",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=7, help="repetitions of which medians are shown (default: 7)")
     rounds = parser.parse_args().rounds

@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.blocking import wait_for
 from dynamo_trtllm.launch.servers import start_etcd, start_nats
 from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+
+from .blocking import wait_for
 
 MODEL = "mock"
 STAGES = {
@@ -153,7 +154,7 @@ def imports(module: str) -> Counter[str]:
 def main() -> None:
     """Print medians of several starts, and the import times."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.startup",
+        prog=f"python -m {__package__}.startup",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

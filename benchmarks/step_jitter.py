@@ -23,9 +23,10 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.startup import MODEL, LoggedProcess, http_request, start_servers
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.worker import Worker
+
+from .startup import MODEL, LoggedProcess, http_request, start_servers
 
 _WAIT_S = 0.004
 _WORK_S = 0.001
@@ -99,7 +100,7 @@ def _percentile(ordered: list[float], percent: int) -> float:
 async def steps_under_load(env: dict[str, str], streams: int, engine: EngineThread) -> list[Step]:
     """Run the load client and return the steps during which all streams ran."""
     words = ["--url", f"http://127.0.0.1:{_PORT}", "--concurrency", str(streams), "--requests", str(streams)]
-    command = [sys.executable, "-m", "benchmarks.client", *words, "--isl", "64", "--osl", "256", "--json"]
+    command = [sys.executable, "-m", f"{__package__}.client", *words, "--isl", "64", "--osl", "256", "--json"]
     client = await asyncio.create_subprocess_exec(*command, env=env, stdout=subprocess.DEVNULL)
     steps: list[Step] = []
     while client.returncode is None:
@@ -153,7 +154,7 @@ async def measure(env: dict[str, str], streams: int) -> None:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_jitter",
+        prog=f"python -m {__package__}.step_jitter",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import psutil
 
-from benchmarks.stream import RequestRecord
+from .stream import RequestRecord
 
 BUSY_CORES = 0.9  # above this use of one client process, the client may be the bottleneck
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}

@@ -1,6 +1,6 @@
 """Run `python -m benchmarks.chaos`."""
 
-from benchmarks.chaos.main import main
+from .main import main
 
 if __name__ == "__main__":
     main()

@@ -14,13 +14,6 @@ import msgspec
 import orjson
 import psutil
 
-from benchmarks.chaos import corrupting_worker
-from benchmarks.chaos.context import FaultContext
-from benchmarks.chaos.deployment import FRONTEND, Deployment, NotReady
-from benchmarks.chaos.load import build_load, run_load
-from benchmarks.chaos.scrape import fetch
-from benchmarks.hostile import CASES, MAX_BODY, Request, repeat_item, repeat_text, send
-from benchmarks.stream import StreamConnection
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
@@ -30,6 +23,14 @@ from dynamo_trtllm.request_plane.frames import PING, Batch, ClientMessage, Frame
 from dynamo_trtllm.request_plane.nats import NatsTransport
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.worker.startup import live_peers
+
+from ..hostile import CASES, MAX_BODY, Request, repeat_item, repeat_text, send
+from ..stream import StreamConnection
+from . import corrupting_worker
+from .context import FaultContext
+from .deployment import FRONTEND, Deployment, NotReady
+from .load import build_load, run_load
+from .scrape import fetch
 
 _ANSWERS = {"200", "400", "413", "429"}
 _LARGE_BODY = 300_000  # bytes

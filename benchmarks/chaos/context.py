@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.chaos.deployment import Deployment
-from benchmarks.chaos.network import Network
-from benchmarks.stream import RequestRecord
+from ..stream import RequestRecord
+from .deployment import Deployment
+from .network import Network
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.chaos.deployment import ENGINE_ARGS, Deployment, NotReady
-from benchmarks.chaos.relay import ChangingRelay
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import resolve
 from dynamo_trtllm.discovery import keys
@@ -38,6 +36,9 @@ from dynamo_trtllm.request_plane.server import Service
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from dynamo_trtllm.worker.startup import live_peers
+
+from .deployment import ENGINE_ARGS, Deployment, NotReady
+from .relay import ChangingRelay
 
 ChunkChange = Callable[[Chunk], Chunk]  # applied to last chunks, which have KV transfer parameters
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.chaos.network import Network
-from benchmarks.chaos.servers import Server
-from benchmarks.deployment import FRONTEND, NAME_VARIABLE, LaunchedDeployment, NotReady
+from ..deployment import FRONTEND, NAME_VARIABLE, LaunchedDeployment, NotReady
+from .network import Network
+from .servers import Server
 
 __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
 

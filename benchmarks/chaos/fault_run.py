@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.context import FaultContext
-from benchmarks.chaos.deployment import STEP_S, Deployment, NotReady, Options
-from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.load import build_load
-from benchmarks.chaos.verdict import Expected, Outcome, Verdict, evaluate
-from benchmarks.client import Client
-from benchmarks.stream import RequestRecord
+from ..client import Client
+from ..stream import RequestRecord
+from .context import FaultContext
+from .deployment import STEP_S, Deployment, NotReady, Options
+from .faults import Fault
+from .load import build_load
+from .verdict import Expected, Outcome, Verdict, evaluate
 
 _RECOVERY_S = 60.0
 _MARGIN_S = 5.0

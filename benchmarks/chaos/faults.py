@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from benchmarks.chaos import attackers
-from benchmarks.chaos.context import FaultContext
-from benchmarks.chaos.deployment import FRONTEND, WORKERS, Options
-from benchmarks.chaos.network import MessageDropper, is_first, is_last
 from dynamo_trtllm.request_plane.frames import Frame
+
+from . import attackers
+from .context import FaultContext
+from .deployment import FRONTEND, WORKERS, Options
+from .network import MessageDropper, is_first, is_last
 
 _REPLACED_S = 60.0
 _FLAP_S = 0.2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.chaos.deployment import Deployment, NotReady
-from benchmarks.client import Client, Load
-from benchmarks.stream import RequestRecord, StreamConnection
+from ..client import Client, Load
+from ..stream import RequestRecord, StreamConnection
+from .deployment import Deployment, NotReady
 
 NUM_PROMPTS = 16
 _MANY = 1_000_000_000

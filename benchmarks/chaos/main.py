@@ -27,12 +27,14 @@ from collections.abc import Sequence
 
 import orjson
 
-from benchmarks.chaos import migration
-from benchmarks.chaos.deployment import Deployment, NotReady, Options
-from benchmarks.chaos.fault_run import RunConfig, run_fault
-from benchmarks.chaos.faults import FAULTS, Fault
-from benchmarks.chaos.load import reference_answers
-from benchmarks.chaos.verdict import Outcome, Verdict
+from dynamo_trtllm.config.load import program
+
+from . import migration
+from .deployment import Deployment, NotReady, Options
+from .fault_run import RunConfig, run_fault
+from .faults import FAULTS, Fault
+from .load import reference_answers
+from .verdict import Outcome, Verdict
 
 MIGRATION = "migration"
 _MIGRATION = "kill -9 of decode workers until 100 greedy requests continued on another worker (torch engine, fp32)"
@@ -138,13 +140,12 @@ def _progress(text: str) -> None:
         sys.stderr.write(text + "\n")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = (*FAULTS, MIGRATION)
-    parser = argparse.ArgumentParser(
-        prog="scripts/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("fault", nargs="*", choices=[*names, []], metavar="FAULT", help="fault to run; see --list")
+def parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
+    prog = program(f"python -m {__package__}")
+    made = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("fault", nargs="*", type=_fault, metavar="FAULT", help="fault to run; see --list")
     add("--all", action="store_true", help="run every fault, one after the other")
     add("--list", action="store_true", help="print the faults and exit")
     load = "seconds of load per fault: 30%% before, 40%% during and 30%% after the fault (default: 20)"
@@ -156,10 +157,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--stall-timeout-s", type=float, default=5.0, help=stall)
     add("--hung-s", type=float, help="longest allowed silence; default: duration of the fault + 2 x stall timeout + 10")
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    args = parser.parse_args(argv)
-    args.names = names if args.all else tuple(args.fault)
+    return made
+
+
+def _fault(name: str) -> str:
+    if name not in (*FAULTS, MIGRATION):
+        raise argparse.ArgumentTypeError(f"unknown fault {name!r}; see --list")
+    return name
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    made = parser()
+    args = made.parse_args(argv)
+    args.names = (*FAULTS, MIGRATION) if args.all else tuple(args.fault)
     if not args.names and not args.list:
-        parser.error("give a fault, --all or --list")
+        made.error("give a fault, --all or --list")
     return args
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from benchmarks.chaos.deployment import Deployment, NotReady, Options
-from benchmarks.chaos.fault_run import remaining_resources
-from benchmarks.chaos.load import build_load, reference_answers
-from benchmarks.chaos.verdict import Expected, Verdict, evaluate
-from benchmarks.client import Client
-from benchmarks.stream import RequestRecord, StreamConnection
+from ..client import Client
+from ..stream import RequestRecord, StreamConnection
+from .deployment import Deployment, NotReady, Options
+from .fault_run import remaining_resources
+from .load import build_load, reference_answers
+from .verdict import Expected, Verdict, evaluate
 
 _STREAMS = 20
 _OSL = 96

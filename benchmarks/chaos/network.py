@@ -10,12 +10,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.blocking import wait_for
-from benchmarks.chaos.relay import Copies, NatsRelay, Relay
-from benchmarks.chaos.servers import Server
 from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.request_plane.frames import Frame, read_batch
+
+from ..blocking import wait_for
+from .relay import Copies, NatsRelay, Relay
+from .servers import Server
 
 _CLUSTER = ("--cluster_name", "chaos")
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.blocking import wait_for
 from dynamo_trtllm.launch.servers import JETSTREAM, start_etcd, start_nats
+
+from ..blocking import wait_for
 
 Kind = Literal["etcd", "nats"]
 

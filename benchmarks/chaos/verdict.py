@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from benchmarks.stream import RequestRecord
+from ..stream import RequestRecord
 
 _CONNECTION = ("connect", "cut", "no_end")  # the client's errors: not connected, cut off, ended before the end event
 

@@ -1,5 +1,5 @@
 """Run `python -m benchmarks.gpu`."""
 
-from benchmarks.gpu.main import main
+from .main import main
 
 main()

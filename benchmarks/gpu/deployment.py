@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deployment import NAME_VARIABLE, LaunchedDeployment
-from benchmarks.gpu.machine import wait_free
-from benchmarks.gpu.plan import MODEL_NAME, Plan
+from ..deployment import NAME_VARIABLE, LaunchedDeployment
+from .machine import wait_free
+from .plan import MODEL_NAME, Plan
 
 
 class GpuDeployment(LaunchedDeployment):

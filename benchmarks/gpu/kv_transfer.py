@@ -20,8 +20,11 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.gpu import result
-from benchmarks.gpu.kv_transfer_ends import (
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES
+from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
+
+from . import result
+from .kv_transfer_ends import (
     KvReader,
     Plan,
     Prompt,
@@ -31,8 +34,6 @@ from benchmarks.gpu.kv_transfer_ends import (
     run_as_worker,
     run_source,
 )
-from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES
-from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 MIB = 1 << 20
 SIZES = {
@@ -220,7 +221,7 @@ def _size(num_bytes: int) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.kv_transfer",
+        prog=f"python -m {__package__}.kv_transfer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.deployment import NotReady
-from benchmarks.gpu import overhead, parity, proxy, scenario
-from benchmarks.gpu.deployment import GpuDeployment, phases
-from benchmarks.gpu.machine import gpu_names
-from benchmarks.gpu.model import FULL_LAYERS, write_model
-from benchmarks.gpu.plan import MODEL_NAME, Plan, disaggregated, replicas
-from benchmarks.gpu.report import table
-from benchmarks.gpu.result import Result, Row, make_result, write
+from ..deployment import NotReady
+from . import overhead, parity, proxy, scenario
+from .deployment import GpuDeployment, phases
+from .machine import gpu_names
+from .model import FULL_LAYERS, write_model
+from .plan import MODEL_NAME, Plan, disaggregated, replicas
+from .report import table
+from .result import Result, Row, make_result, write
 
 STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "proxy")
 _DEFAULT = tuple(step for step in STEPS if step != "proxy")  # proxy starts engines of its own
@@ -178,7 +178,7 @@ def say(text: str) -> None:
 def arguments(
     argv: Sequence[str] | None = None,
     *,
-    prog: str = "python -m benchmarks.gpu",
+    prog: str = f"python -m {__package__}",
     description: str | None = __doc__,
     **defaults: object,
 ) -> argparse.Namespace:

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import tokens
-from benchmarks.gpu.deployment import GpuDeployment, phases
-from benchmarks.gpu.plan import Plan, single
-from benchmarks.gpu.result import Row
-from benchmarks.gpu.scenario import ScenarioResult, Sizes
-from benchmarks.gpu.server import vllm_server
+from . import tokens
+from .deployment import GpuDeployment, phases
+from .plan import Plan, single
+from .result import Row
+from .scenario import ScenarioResult, Sizes
+from .server import vllm_server
 
 OURS, THEIRS = "ours", "vLLM's server"
 _THROUGHPUT_BAR = 0.98

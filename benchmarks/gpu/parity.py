@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
-from benchmarks.gpu import tokens
-from benchmarks.gpu.result import Row
-from benchmarks.gpu.scenario import ScenarioResult, Sizes
+from . import tokens
+from .result import Row
+from .scenario import ScenarioResult, Sizes
 
 Texts: TypeAlias = Mapping[int, str | None]  # by prompt; None: an error
 

@@ -21,11 +21,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.gpu.plan import Plan
-from benchmarks.gpu.result import Row
-from benchmarks.gpu.scenario import ScenarioResult, ShapeResults, Sizes, measure_shapes, shape_rows
-from benchmarks.gpu.server import Command, Server, vllm_server
 from dynamo_trtllm.network.addresses import free_ports
+
+from .plan import Plan
+from .result import Row
+from .scenario import ScenarioResult, ShapeResults, Sizes, measure_shapes, shape_rows
+from .server import Command, Server, vllm_server
 
 ARM = "vLLM's servers and a proxy"
 _CONNECTOR = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
@@ -98,7 +99,7 @@ async def run(plan: Plan, sizes: Sizes, logs: Path, pair: ShapeResults) -> Scena
             await asyncio.to_thread(server.wait)
         port = free_ports()
         argv = [f"--prefill={servers[0].url}", f"--decode={servers[1].url}", f"--port={port}"]
-        proxy = Server(Command(module="benchmarks.gpu.proxy", argv=argv, port=port), logs / "proxy.log")
+        proxy = Server(Command(module=f"{__package__}.proxy", argv=argv, port=port), logs / "proxy.log")
         stack.callback(proxy.stop)
         proxy.begin()
         await asyncio.to_thread(proxy.wait)
@@ -108,7 +109,7 @@ async def run(plan: Plan, sizes: Sizes, logs: Path, pair: ShapeResults) -> Scena
 
 def main() -> None:
     """Run the proxy until it is stopped."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.proxy", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.proxy", description=__doc__)
     parser.add_argument("--prefill", required=True, help="URL of the prefill server")
     parser.add_argument("--decode", required=True, help="URL of the decode server")
     parser.add_argument("--port", type=int, required=True, help="port of the proxy")

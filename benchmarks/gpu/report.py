@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.result import Result, Row, read
+from .result import Result, Row, read
 
 BEGIN, END = "<!-- made by benchmarks.gpu.report: begin -->", "<!-- made by benchmarks.gpu.report: end -->"
 _MARKS = {True: "yes", False: "**no**", None: ""}
@@ -69,7 +69,7 @@ def insert_section(document: str, made: str) -> str:
 
 def main() -> None:
     """Update the document, or check that it is up to date."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/gpu"), help="folder with results")
     document = Path("docs/performance-gpu.md")
     parser.add_argument("--document", type=Path, default=document, help=f"document to update (default: {document})")

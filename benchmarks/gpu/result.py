@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpu import machine
+from . import machine
 
 SCHEMA = 1
 

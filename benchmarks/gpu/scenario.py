@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.chaos.scrape import fetch
-from benchmarks.deployment import NotReady
-from benchmarks.gpu import tokens
-from benchmarks.gpu.deployment import GpuDeployment
-from benchmarks.gpu.result import Row
-from benchmarks.stream import RequestRecord
+from ..chaos.scrape import fetch
+from ..deployment import NotReady
+from ..stream import RequestRecord
+from . import tokens
+from .deployment import GpuDeployment
+from .result import Row
 
 ScenarioResult = tuple[list[Row], dict[str, Any]]
 ShapeResults = dict[str, dict[str, Any]]  # LoadSummary and phase_ms by `ISL/OSL at CONCURRENCY`

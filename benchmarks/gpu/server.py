@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos.scrape import fetch
-from benchmarks.deployment import NotReady
-from benchmarks.gpu.machine import wait_free
-from benchmarks.gpu.plan import ENVIRONMENT, Plan, server_arguments
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses.child import spawn
+
+from ..chaos.scrape import fetch
+from ..deployment import NotReady
+from .machine import wait_free
+from .plan import ENVIRONMENT, Plan, server_arguments
 
 _STOP_S = 30.0
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-from benchmarks.client import Client, Load
-from benchmarks.gpu.plan import MODEL_NAME
-from benchmarks.stream import RequestRecord, StreamConnection
-from benchmarks.summary import LoadSummary, summarize
+from ..client import Client, Load
+from ..stream import RequestRecord, StreamConnection
+from ..summary import LoadSummary, summarize
+from .plan import MODEL_NAME
 
 Prompt = Sequence[int]
 _IDS = range(1000, 190_000)  # ordinary tokens of o200k

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu import main as one_run
-from benchmarks.gpu.report import table
-from benchmarks.gpu.result import Result, Row, make_result, write
+from . import main as one_run
+from .report import table
+from .result import Result, Row, make_result, write
 
 # (ISL, OSL, concurrency). The two aggregated replicas share the concurrency.
 SHAPES = ((32_000, 256, 4), (32_000, 256, 16), (1000, 2000, 16), (1000, 2000, 64), (1000, 2000, 128))
@@ -31,7 +31,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, with the steps and shapes of this topology as defaults."""
     args = one_run.arguments(
         argv,
-        prog="python -m benchmarks.gpu.topology_8gpu",
+        prog=f"python -m {__package__}.topology_8gpu",
         description=__doc__,
         only=_ONLY,
         victims="prefill",

@@ -1,6 +1,6 @@
 """Run `python -m benchmarks.plane`."""
 
-from benchmarks.plane.main import main
+from .main import main
 
 if __name__ == "__main__":
     main()

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.plane.points import STEP_S
-from benchmarks.plane.stack import HOST, MODEL
 from dynamo_trtllm.demo_models.expand import write_tokenizer
 from dynamo_trtllm.tokenization.vocabulary import default_cache_dir
+
+from .points import STEP_S
+from .stack import HOST, MODEL
 
 VERSION = "1.6.1"
 # Installed without dependencies: one of them can't be installed from PyPI, and neither frontend nor mocker imports it

@@ -13,9 +13,9 @@ import time
 import orjson
 import uvloop
 
-from benchmarks.client import Client, Load, ShardResult, summarize_shards
-from benchmarks.stream import RequestRecord
-from benchmarks.summary import LoadSummary, ProcessMeter
+from ..client import Client, Load, ShardResult, summarize_shards
+from ..stream import RequestRecord
+from ..summary import LoadSummary, ProcessMeter
 
 _RAMP_S = 5.0
 _SETTLE_S = 5.0
@@ -48,7 +48,7 @@ async def idle(load: Load, seconds: float, pids: dict[str, int]) -> LoadSummary:
 def main() -> None:
     """Print the summary as one JSON line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plane.idle",
+        prog=f"python -m {__package__}.idle",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.plane import dynamo, measure, report
-from benchmarks.plane.measure import Run
-from benchmarks.plane.ours import Ours
-from benchmarks.plane.points import COMPARED, POINTS, Point, by_engines, select
-from benchmarks.plane.stack import NotReady, Recipe, Stack
 from dynamo_trtllm.network.addresses import free_ports
+
+from . import dynamo, measure, report
+from .measure import Run
+from .ours import Ours
+from .points import COMPARED, POINTS, Point, by_engines, select
+from .stack import NotReady, Recipe, Stack
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -54,7 +55,7 @@ def _log(run: Run) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("ours", "against-dynamo"), help="what to measure")
     parser.add_argument("--points", default="", help=f"comma-separated, of {','.join(point.name for point in POINTS)}")

@@ -12,10 +12,13 @@ from typing import TypedDict
 import orjson
 import psutil
 
-from benchmarks.plane.points import Point
-from benchmarks.plane.stack import MODEL, NotReady, Stack
-from benchmarks.summary import LoadSummary
 from dynamo_trtllm.subprocesses.child import spawn
+
+from .. import client
+from ..summary import LoadSummary
+from . import idle
+from .points import Point
+from .stack import MODEL, NotReady, Stack
 
 _MAX_WARMUP = 256
 _TIMEOUT_S = 300.0
@@ -56,9 +59,9 @@ def run(point: Point, stack: Stack, repetition: int) -> Run:
 def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
     """Return the arguments for the load client, or for the client of idle streams."""
     if point.idle_s:
-        words = ["benchmarks.plane.idle", "--streams", str(point.streams), "--seconds", str(point.idle_s)]
+        words = [idle.__name__, "--streams", str(point.streams), "--seconds", str(point.idle_s)]
     else:
-        words = ["benchmarks.client", "--json", "--concurrency", str(point.streams), "--requests", str(point.requests)]
+        words = [client.__name__, "--json", "--concurrency", str(point.streams), "--requests", str(point.requests)]
         words += ["--warmup", str(max(4, min(point.streams, _MAX_WARMUP))), "--timeout-s", "200"]
         words += ["--isl", str(point.isl), "--osl", str(point.osl)]
         words += ["--processes", str(point.clients)]
@@ -69,14 +72,14 @@ def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
 
 def _client(point: Point, stack: Stack) -> LoadSummary:
     argv = [sys.executable, *arguments(point, stack.url, stack.pids)]
-    client = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        output, errors = client.communicate(timeout=_TIMEOUT_S)
+        output, errors = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as exc:
         raise NotReady(f"{stack.name}, {point.name}: not measured within {_TIMEOUT_S:g} s") from exc
     finally:
-        client.kill()
-        client.wait()
+        process.kill()
+        process.wait()
     if not output:
         raise NotReady(f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}")
     found: LoadSummary = orjson.loads(output)

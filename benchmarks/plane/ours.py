@@ -8,8 +8,8 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.plane.points import IDLE_STEP_S
-from benchmarks.plane.stack import HOST, MODEL
+from .points import IDLE_STEP_S
+from .stack import HOST, MODEL
 
 _KV_BLOCKS = 1 << 20
 _SLOTS = 4096
@@ -28,7 +28,7 @@ class Ours:
 
     def __init__(self, checkout: Path | None = None, *, uses_mock: bool = False, num_frontends: int = 1) -> None:
         """Use this checkout. `checkout` is a folder with another commit to use instead."""
-        self._worker_module = "dynamo_trtllm" if uses_mock else "benchmarks.plane.runner_worker"
+        self._worker_module = "dynamo_trtllm" if uses_mock else f"{__package__}.runner_worker"
         self.name = "ours" if checkout is None else "beside"
         if num_frontends > 1:
             self.name += f" x{num_frontends}"

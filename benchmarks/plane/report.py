@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.plane.measure import Run
-from benchmarks.summary import BUSY_CORES, LoadSummary
+from ..summary import BUSY_CORES, LoadSummary
+from .measure import Run
 
 VALID_EVENTS_PER_TOKEN = 0.95
 Measure = Callable[[LoadSummary], float]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
@@ -27,12 +29,12 @@ _ENGINE = "simulated"
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 
 
-class SimulatedOutput(NamedTuple):
+class SimulatedOutput(msgspec.Struct, gc=False):
     token: int
     finish_reason: str | None
 
 
-class SimulatedResult(NamedTuple):
+class SimulatedResult(msgspec.Struct, gc=False):
     outputs: tuple[SimulatedOutput]
 
 

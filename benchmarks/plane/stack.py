@@ -14,10 +14,11 @@ from typing import Protocol
 
 import orjson
 
-from benchmarks.blocking import wait_for
-from benchmarks.plane.points import Engines
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+
+from ..blocking import wait_for
+from .points import Engines
 
 MODEL = "openai/gpt-oss-120b"
 HOST = "127.0.0.1"

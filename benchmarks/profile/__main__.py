@@ -1,6 +1,6 @@
 """Run `python -m benchmarks.profile`."""
 
-from benchmarks.profile.main import main
+from .main import main
 
 if __name__ == "__main__":
     main()

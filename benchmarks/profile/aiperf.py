@@ -17,13 +17,13 @@ from typing import Any
 
 import orjson
 
-from benchmarks.profile import phases
-from benchmarks.profile.point import Target
-from benchmarks.profile.result import Point
-from benchmarks.profile.shapes import Shape
-from benchmarks.profile.steady import steady
-from benchmarks.stream import RequestRecord
-from benchmarks.summary import summarize
+from ..stream import RequestRecord
+from ..summary import summarize
+from . import phases
+from .point import Target
+from .result import Point
+from .shapes import Shape
+from .steady import steady
 
 VERSION = "0.13.0"
 _O200K_CACHE_NAME = "fb374d419588a4632f3f557e76b4b70aebbca790"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.profile.result import METRICS, Summary
+from .result import METRICS, Summary
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Runs a benchmark of the Dynamo gpt-oss-120b guides against a running server and writes a report.
 
-  python -m benchmarks.profile --shape laptop --url http://localhost:8000
-  python -m benchmarks.profile --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 --repetitions 3
-  python -m benchmarks.profile --shape mine.yaml --compare benchmark-results/before --fail-under output_tokens_per_s=900
+  dynamo-trtllm bench --shape laptop --url http://localhost:8000
+  dynamo-trtllm bench --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 --repetitions 3
+  dynamo-trtllm bench --shape mine.yaml --compare benchmark-results/before --fail-under output_tokens_per_s=900
 
 Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which is self-contained.
 Exit status: 0; 1 if a limit was missed or no request succeeded; 2 for invalid arguments, and for a shape with more
@@ -23,16 +23,18 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.client import choose_model
-from benchmarks.client_shards import AllRequestsFailed
-from benchmarks.profile import PROG, aiperf, point
-from benchmarks.profile.budget import Limit, limit, missed
-from benchmarks.profile.point import Target
-from benchmarks.profile.result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
-from benchmarks.profile.shapes import SHAPES, Shape, find_shape
-from benchmarks.stream import RequestRecord
-from benchmarks.summary import table
+from dynamo_trtllm.config.load import program
 from dynamo_trtllm.errors import install_hint
+
+from ..client import choose_model
+from ..client_shards import AllRequestsFailed
+from ..stream import RequestRecord
+from ..summary import table
+from . import PROG, aiperf, point
+from .budget import Limit, limit, missed
+from .point import Target
+from .result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
+from .shapes import SHAPES, Shape, find_shape
 
 _LOG = logging.getLogger(PROG)
 
@@ -41,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. `argv` defaults to the arguments of the process."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     _LOG.setLevel(logging.INFO)
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     words = list(argv) if argv is not None else sys.argv[1:]
     try:
         shape, limits = _shape(args), _limits(args)
         earlier = None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
         draw = _load_report()
     except ValueError as exc:
-        _parser().error(str(exc))
+        parser().error(str(exc))
     model, longest = choose_model(args.url, args.model)
     try:
         shape.check_fits(model, longest)
@@ -77,8 +79,8 @@ Draw = Callable[[Run, list[Line], tuple[Run, list[Line]] | None, str], str]
 def _load_report() -> Draw:
     """Import the report before anything is measured. Raise ValueError if its libraries are missing."""
     try:
-        from benchmarks.profile.plots import Series
-        from benchmarks.profile.report import report
+        from .plots import Series
+        from .report import report
     except ModuleNotFoundError as exc:
         raise ValueError(f"the report needs {exc.name}; {install_hint('bench')}") from exc
 
@@ -171,11 +173,15 @@ def _count(text: str) -> int:
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+def parser() -> argparse.ArgumentParser:
+    """Return the argument parser."""
+    made = argparse.ArgumentParser(
+        prog=program(PROG),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--shape", required=True, help=f"{', '.join(SHAPES)}, or a YAML file with isl, osl, concurrency, ...")
     add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
     add("--model", help="name of the model; default: the only served model")
@@ -185,7 +191,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetitions", type=_count, default=1, help="repetitions of all points; the report shows median and spread")
     add("--gpus", type=_count, help="number of GPUs of the deployment, for figures per GPU; default: the guide's")
     add("--timeout-s", type=float, default=3600.0, help="longest wait for one response (default: 3600)")
-    add("--aiperf", action="store_true", help=f"send the load with aiperf {aiperf.VERSION} instead of the own client")
+    add(
+        "--aiperf",
+        action="store_true",
+        help=f"send the load with aiperf {aiperf.VERSION} instead of our client",
+    )
     aiperf_dir = "folder for aiperf, which is installed if it is missing (1.2 GB; default: .aiperf)"
     add("--aiperf-dir", type=Path, default=Path(".aiperf"), help=aiperf_dir)
     add("--out", type=Path, help="folder for the results; default: benchmark-results/SHAPE-TIME")
@@ -194,4 +204,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--fail-under", action="append", default=[], metavar="METRIC=VALUE", help=minimum)
     maximum = "fail if the median of a metric is higher; may be repeated"
     add("--fail-over", action="append", default=[], metavar="METRIC=VALUE", help=maximum)
-    return parser
+    return made

@@ -11,9 +11,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.profile.result import Line, Run, Summary, summary
-from benchmarks.profile.steady import tokens_between
-from benchmarks.stream import RequestRecord
+from ..stream import RequestRecord
+from .result import Line, Run, Summary, summary
+from .steady import tokens_between
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _DASHES = ("-", "--", "-.", ":")

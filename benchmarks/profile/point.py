@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks import client_shards
-from benchmarks.client import Load
-from benchmarks.profile import PROG, phases
-from benchmarks.profile.result import Point
-from benchmarks.profile.shapes import Shape
-from benchmarks.profile.steady import steady
-from benchmarks.stream import RequestRecord
+from .. import client_shards
+from ..client import Load
+from ..stream import RequestRecord
+from . import PROG, phases
+from .result import Point
+from .shapes import Shape
+from .steady import steady
 
 _LOG = logging.getLogger(PROG)
 _ALL_DAY_S = 24 * 3600.0

@@ -6,9 +6,9 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 
-from benchmarks.profile import plots
-from benchmarks.profile.plots import Series
-from benchmarks.profile.result import METRICS, Run, Spread, Summary, summary
+from . import plots
+from .plots import Series
+from .result import METRICS, Run, Spread, Summary, summary
 
 _CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #111; }

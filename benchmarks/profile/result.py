@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.profile.shapes import Shape
-from benchmarks.profile.steady import Steady
-from benchmarks.stream import RequestRecord
-from benchmarks.summary import LoadSummary
+from ..stream import RequestRecord
+from ..summary import LoadSummary
+from .shapes import Shape
+from .steady import Steady
 
 RUN_FILE, RECORDS_FILE, CSV_FILE, REPORT_FILE = "run.json", "records.jsonl.gz", "summary.csv", "report.html"
 
@@ -134,7 +134,7 @@ def load_run(folder: Path) -> Run:
     try:
         return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Run)
     except (OSError, msgspec.DecodeError) as exc:
-        raise ValueError(f"{folder} has no run of benchmarks.profile: {exc}") from exc
+        raise ValueError(f"{folder} has no run of {__package__}: {exc}") from exc
 
 
 def load_lines(folder: Path) -> list[Line]:
@@ -143,7 +143,7 @@ def load_lines(folder: Path) -> list[Line]:
         with gzip.open(folder / RECORDS_FILE, "rb") as file:
             return [_line(msgspec.json.decode(text)) for text in file]
     except (OSError, msgspec.DecodeError, TypeError, KeyError) as exc:
-        raise ValueError(f"{folder} has no records of benchmarks.profile: {exc}") from exc
+        raise ValueError(f"{folder} has no records of {__package__}: {exc}") from exc
 
 
 def _line(found: dict[str, Any]) -> Line:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.stream import RequestRecord
+from ..stream import RequestRecord
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True):

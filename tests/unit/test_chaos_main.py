@@ -31,7 +31,7 @@ def test_command_when_it_is_called_wrongly_then_it_says_so(argv: list[str], caps
     with pytest.raises(SystemExit) as left:
         main(argv)
     assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: scripts/chaos")
+    assert capsys.readouterr().err.startswith("usage: python -m benchmarks.chaos")
 
 
 @pytest.mark.parametrize(("name", "good"), [("kill-decode", False), ("kill-nats", True)])

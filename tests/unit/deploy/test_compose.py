@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo_trtllm.launch.servers import _nats_binary
+from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -92,7 +92,7 @@ def test_nats_configuration_when_read_by_nats_server_then_valid(folder: str, nam
             (tmp_path / path.name).write_text(path.read_text().replace("/data", str(tmp_path)))
     environ = {"NATS_PASSWORD": "p0", "POD_NAME": "nats-0"}
     environ |= {f"ROUTE_{i}": f"nats://route:p0@nats-{i}.nats-headless:6222" for i in range(3)}
-    command = [_nats_binary(), "-t", "-c", tmp_path / name]
+    command = [nats_binary(), "-t", "-c", tmp_path / name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ)
     assert done.returncode == 0, done.stderr
     del environ["NATS_PASSWORD"]

@@ -148,7 +148,15 @@ def test_entry_when_an_image_starts_then_its_module_exists(path: Path) -> None:
 @pytest.mark.extra
 def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in_it(tmp_path: Path) -> None:
     """As the first stage of every file does it."""
-    for name in ("pyproject.toml", "README.md", "LICENSE", "dynamo_trtllm", "engine_configs", "kernels_config"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "dynamo_trtllm",
+        "benchmarks",
+        "engine_configs",
+        "kernels_config",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "."]
     done = subprocess.run(

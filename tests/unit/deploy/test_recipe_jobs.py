@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.profile.main import _parser
+from benchmarks.profile.main import parser
 from benchmarks.profile.shapes import find_shape
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 from tests.unit.deploy.kustomize import Doc, documents, render
@@ -72,8 +72,8 @@ def test_pod_monitor_when_it_names_ports_then_frontends_and_workers_have_them() 
 
 def _perf(target: str) -> tuple[Pod, Any]:
     (pod,) = pods(documents(MODEL / target / "perf.yaml"))
-    assert pod.args[:3] == ["python", "-m", "benchmarks.profile"]
-    return pod, _parser().parse_args(words(pod))
+    assert pod.args[:3] == ["python", "-m", "dynamo_trtllm.bench.profile"]
+    return pod, parser().parse_args(words(pod))
 
 
 @pytest.mark.parametrize(
