@@ -16,12 +16,24 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from dynamo_trtllm.cli.console import COMMANDS
 from dynamo_trtllm.config.base import GROUPS, Config
-from dynamo_trtllm.config.commands import ChatConfig, ClearNamespaceConfig, LaunchConfig, PreflightConfig
+from dynamo_trtllm.config.commands import (
+    ChatConfig,
+    ClearNamespaceConfig,
+    CompletionConfig,
+    DemoConfig,
+    LaunchConfig,
+    PreflightConfig,
+    ServeConfig,
+    StatusConfig,
+    VersionConfig,
+)
 from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
 from dynamo_trtllm.config.flags import Flag, flags_of
 from dynamo_trtllm.config.load import ENV_PREFIX
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
 
@@ -30,8 +42,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference-configuration.md"
 
 class Program(NamedTuple):
     title: str
-    module: str
+    command: str
     model: type[Config]
+    module: str = ""  # that `python -m` also starts
 
 
 class Table(NamedTuple):
@@ -40,12 +53,17 @@ class Table(NamedTuple):
 
 
 PROGRAMS = (
-    Program("Worker", "dynamo_trtllm", WorkerConfig),
-    Program("Frontend", "dynamo_trtllm.frontend", FrontendConfig),
-    Program("Launcher", "dynamo_trtllm.launch", LaunchConfig),
-    Program("Preflight", "dynamo_trtllm.preflight", PreflightConfig),
-    Program("Terminal client", "dynamo_trtllm.chat", ChatConfig),
-    Program("Clear a namespace", "dynamo_trtllm.clear_namespace", ClearNamespaceConfig),
+    Program("Worker", "worker", WorkerConfig, "dynamo_trtllm"),
+    Program("Frontend", "frontend", FrontendConfig, "dynamo_trtllm.frontend"),
+    Program("Launcher", "launch", LaunchConfig, "dynamo_trtllm.launch"),
+    Program("Demo", "demo", DemoConfig),
+    Program("Serve", "serve", ServeConfig, "dynamo_trtllm.launch.serve"),
+    Program("Preflight", "preflight", PreflightConfig, "dynamo_trtllm.preflight"),
+    Program("Terminal client", "chat", ChatConfig, "dynamo_trtllm.chat"),
+    Program("Status", "status", StatusConfig),
+    Program("Clear a namespace", "clear-namespace", ClearNamespaceConfig, "dynamo_trtllm.clear_namespace"),
+    Program("Version", "version", VersionConfig),
+    Program("Completion", "completion", CompletionConfig),
 )
 DEPLOYMENT = (
     Table("Deployment", DeploymentConfig),
@@ -63,20 +81,27 @@ This page lists every setting of every program, as `--help` shows it. [Configura
 source overrides which, and how engine arguments are merged. The variables in the table begin with `{ENV_PREFIX}`; for
 some settings, a variable that other programs use works too. `--no-…` switches a switch off. Every program also has
 `--help`, `--version` and `--print-config`.
+
+## Commands
+
+`dynamo-trtllm COMMAND` is the console command that comes with the package. The flags of `bench` and `chaos` are in
+their `--help`.
 """
 
 
 def page() -> str:
     """Return the page."""
-    parts = [_HEAD]
+    rows = [(f"`{CONSOLE} {command.name}`", command.summary) for command in COMMANDS]
+    parts = [_HEAD, table(("command", "what it does"), rows)]
     for program in PROGRAMS:
-        parts += [f"## {program.title}\n", f"`python -m {program.module}`\n", *_program(program.model)]
+        typed = f"`{CONSOLE} {program.command}`" + (f" or `python -m {program.module}`" if program.module else "")
+        parts += [f"## {program.title}\n", f"{typed}\n", *_program(program.model)]
     parts += ["## Deployment file\n", _DEPLOYMENT_HEAD]
-    for table in DEPLOYMENT:
-        parts += [f"### {table.title}\n", _fields(table.model)]
+    for section in DEPLOYMENT:
+        parts += [f"### {section.title}\n", _fields(section.model)]
     parts += ["## Arguments of the engines that are here\n", _ENGINES_HEAD]
-    for table in ENGINES:
-        parts += [f"### {table.title}\n", _fields(table.model)]
+    for section in ENGINES:
+        parts += [f"### {section.title}\n", _fields(section.model)]
     return "\n".join(parts)
 
 

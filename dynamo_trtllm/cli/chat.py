@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO
 
 from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Screen, models, stream_chat
 from dynamo_trtllm.config.commands import ChatConfig
-from dynamo_trtllm.config.load import exit_with, is_color_disabled, load
+from dynamo_trtllm.config.load import exit_with, is_color_disabled, load, program
 from dynamo_trtllm.errors import ConfigError
 
 PROG: Final = "python -m dynamo_trtllm.chat"
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except ChatFailed as exc:
-        sys.stderr.write(f"{PROG}: {exc}\n")
+        sys.stderr.write(f"{program(PROG)}: {exc}\n")
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
-from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.load import exit_with, load, program
 from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except Unreachable as exc:
-        sys.stderr.write(f"{PROG}: {exc.message}\n")
+        sys.stderr.write(f"{program(PROG)}: {exc.message}\n")
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -14,6 +14,7 @@ from dynamo_trtllm.config.commands import PreflightConfig
 from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint
@@ -259,7 +260,7 @@ def _check_engine_of(path: Path) -> None:
         if match := next((key for key in keys if has(key)), None):
             raise ConfigError(
                 f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it has "
-                f"{match}); to check it: python -m dynamo_trtllm --engine {engine} --model-path MODEL "
+                f"{match}); to check it: {CONSOLE} worker --engine {engine} --model-path MODEL "
                 f"--extra-engine-args {path} --print-config",
                 field=match,
             )

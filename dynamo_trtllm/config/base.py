@@ -180,7 +180,7 @@ class ConnectionConfig(Config):
     etcd_ca: Path | None = option(
         CONTROL,
         None,
-        "PEM file of the authority that signed etcd's certificate, for https:// endpoints.",
+        "PEM file of the CA that signed etcd's certificate, for https:// endpoints.",
         env="ETCD_AUTH_CA",
     )
     etcd_cert: Path | None = option(

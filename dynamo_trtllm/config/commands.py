@@ -1,4 +1,4 @@
-"""Define the settings of launcher, chat, preflight, clear_namespace, and of one process of a multi-process frontend."""
+"""Define the settings of all commands but worker and frontend, and of one process of a multi-process frontend."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import urllib.parse
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.base import (
+    CONTROL,
     ENGINE,
     HTTP,
     LOAD,
@@ -20,19 +21,35 @@ from dynamo_trtllm.config.base import (
     EngineName,
     LogFormat,
     LogLevel,
+    Namespace,
     Port,
+    PositiveFloat,
     PositiveInt,
     option,
 )
 from dynamo_trtllm.config.models import FrontendConfig
 
 
+def _server_url(value: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(value)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError("expected an address like http://localhost:8000")
+    return value.rstrip("/").removesuffix("/v1")
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+
+
 class PreflightConfig(Config):
-    """Settings of `python -m dynamo_trtllm.preflight`."""
+    """Settings of `dynamo-trtllm preflight`."""
 
     examples: ClassVar[str] = """\
 example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:
-  python -m dynamo_trtllm.preflight --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
+  %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
     --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b \\
     --isl 8192 --osl 1024 --concurrency 1536
 exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
@@ -80,12 +97,12 @@ exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad
 
 
 class ClearNamespaceConfig(ConnectionConfig):
-    """Settings of `python -m dynamo_trtllm.clear_namespace`."""
+    """Settings of `dynamo-trtllm clear-namespace`."""
 
     examples: ClassVar[str] = """\
 examples:
-  python -m dynamo_trtllm.clear_namespace --namespace dynamo
-  python -m dynamo_trtllm.clear_namespace --namespace dynamo --yes
+  %(prog)s --namespace dynamo
+  %(prog)s --namespace dynamo --yes
 exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
 """
 
@@ -98,16 +115,16 @@ exit status: 0 if the namespace is clear, 1 if records are left or a server is u
 
 
 class ChatConfig(Config):
-    """Settings of `python -m dynamo_trtllm.chat`. None selects the server's own default."""
+    """Settings of `dynamo-trtllm chat`. None selects the server's own default."""
 
     examples: ClassVar[str] = """\
 examples:
-  python -m dynamo_trtllm.chat
-  python -m dynamo_trtllm.chat --url http://gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
-  echo "What is KV?" | python -m dynamo_trtllm.chat
+  %(prog)s
+  %(prog)s --url http://gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
+  echo "What is KV?" | %(prog)s
 """
 
-    url: str = option(HTTP, "http://localhost:8000", "Address of a frontend.", is_address=True)
+    url: ServerUrl = option(HTTP, "http://localhost:8000", "Address of a frontend.", is_address=True)
     model: Annotated[str, Field(min_length=1)] | None = option(
         MODEL, None, "Model name. Default: the only model of the frontend."
     )
@@ -118,21 +135,9 @@ examples:
         MODEL, None, "Sampling temperature. 0 selects the most likely token; higher values vary more."
     )
 
-    @field_validator("url")
-    @classmethod
-    def _url_of_a_server(cls, value: str) -> str:
-        try:
-            parts = urllib.parse.urlsplit(value)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_address = False
-        if not is_address:
-            raise ValueError("expected an address like http://localhost:8000")
-        return value.rstrip("/").removesuffix("/v1")
-
 
 class LaunchConfig(Config):
-    """Settings of `python -m dynamo_trtllm.launch`."""
+    """Settings of `dynamo-trtllm launch`."""
 
     deployment: Path = option(PROCESS, ..., "YAML file that lists services, frontend and workers.", positional=True)
     model: str | None = option(MODEL, None, "Model for all workers, instead of the one in the file.")
@@ -156,6 +161,131 @@ class LaunchConfig(Config):
     log_format: LogFormat = option(
         PROCESS, "text", "Format of log lines, also of the started processes: text, or json (one object per line)."
     )
+
+
+class ServeConfig(Config):
+    """Settings of `dynamo-trtllm serve`. None selects what fits the machine and the model."""
+
+    examples: ClassVar[str] = """\
+examples:
+  %(prog)s tiny-gpt-oss
+  %(prog)s openai/gpt-oss-20b --prefill 1 --decode 1 --port 8001
+  %(prog)s /models/llama --dry-run -- --max-seq-len 8192
+Flags after -- are flags of `dynamo-trtllm worker` for every worker.
+"""
+
+    model: str = option(
+        MODEL,
+        ...,
+        "Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded "
+        "unless it is in the cache.",
+        positional=True,
+    )
+    revision: Annotated[str, Field(min_length=1)] | None = option(
+        MODEL, None, "Branch, tag or commit of a model on the Hub. Default: its main branch."
+    )
+    served_model_name: Annotated[str, Field(min_length=1)] | None = option(
+        MODEL, None, "Name that clients send as `model`. Default: MODEL, or the name of the folder."
+    )
+    engine: EngineName | None = option(
+        ENGINE,
+        None,
+        "Inference engine. Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch "
+        "that is installed.",
+    )
+    tensor_parallel_size: PositiveInt | None = option(
+        ENGINE, None, "GPUs per worker, over which each layer is split. Default: as few as the weights need."
+    )
+    prefill: PositiveInt | None = option(
+        ROLE, None, "Number of prefill workers. Default: 1 if there are enough devices for two workers."
+    )
+    decode: PositiveInt | None = option(
+        ROLE, None, "Number of decode workers. Default: 1 if there are enough devices for two workers."
+    )
+    port: Port = option(
+        HTTP,
+        8000,
+        "Port of the OpenAI-compatible API; 0 takes a free one.",
+        env="DYN_HTTP_PORT",
+    )
+    host: Annotated[str, Field(min_length=1)] | None = option(
+        HTTP,
+        None,
+        "Address that the API listens on; 0.0.0.0 accepts connections from other machines. Default: 127.0.0.1.",
+    )
+    namespace: Namespace = option(
+        CONTROL, "dynamo", "Name of the deployment. Each has its own etcd and NATS.", env="DYN_NAMESPACE"
+    )
+    dry_run: bool = option(
+        PROCESS,
+        False,
+        "Print the deployment file that the launcher would run, and start nothing. For a model on the Hub, "
+        "only config.json is downloaded.",
+    )
+    log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
+    log_format: LogFormat = option(
+        PROCESS, "text", "Format of log lines, also of the started processes: text, or json (one object per line)."
+    )
+
+
+class DemoConfig(LaunchConfig):
+    """Settings of `dynamo-trtllm demo`: those of launch, with other defaults."""
+
+    examples: ClassVar[str] = """\
+examples:
+  %(prog)s
+  %(prog)s --once --port 0
+"""
+
+    deployment: Path = option(
+        PROCESS, Path("deploy/local/demo.yaml"), "YAML file that lists services, frontend and workers.", positional=True
+    )
+    demo: bool = option(
+        PROCESS, True, "Once all processes are ready, send a sample request and print which workers processed it."
+    )
+
+
+class StatusConfig(ConnectionConfig):
+    """Settings of `dynamo-trtllm status`."""
+
+    examples: ClassVar[str] = """\
+examples:
+  %(prog)s
+  %(prog)s --watch
+  %(prog)s --url http://gpu-host:8000 --json
+exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command line
+"""
+
+    url: ServerUrl | None = option(
+        HTTP,
+        None,
+        "Address of a frontend. Default: the deployments that were launched on this machine, otherwise the frontend at "
+        "http://localhost:8000 and the workers registered in etcd.",
+        is_address=True,
+    )
+    watch: bool = option(PROCESS, False, "Show the status again and again until Ctrl-C.")
+    interval_s: PositiveFloat = option(PROCESS, 2.0, "Seconds between two outputs of --watch.")
+    timeout_s: PositiveFloat = option(PROCESS, 3.0, "Maximum seconds to wait for a process.")
+    json_output: bool = option(PROCESS, False, "Print JSON, with --watch one line each time.", aliases=("--json",))
+
+
+class VersionConfig(Config):
+    """Settings of `dynamo-trtllm version`."""
+
+    json_output: bool = option(PROCESS, False, "Print JSON.", aliases=("--json",))
+
+
+class CompletionConfig(Config):
+    """Settings of `dynamo-trtllm completion`."""
+
+    examples: ClassVar[str] = """\
+examples:
+  bash: %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
+  zsh:  %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
+  fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
+"""
+
+    shell: Literal["bash", "zsh", "fish"] = option(PROCESS, ..., "Shell to print a script for.", positional=True)
 
 
 class FrontendProcessConfig(FrontendConfig):

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, PositiveInt, matching
 from dynamo_trtllm.config.flags import flags_of
-from dynamo_trtllm.config.layers import read_yaml, unknown_key
+from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -182,19 +182,33 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
     """Read and check a deployment file.
 
     Args:
-        path: The YAML file.
+        path: The YAML file. One of `deploy/local/` may also be the package's own.
         environ: Variables for references like `${NAME:-default}` in its values.
 
     Raises:
         ConfigError: The file is not valid. The message names the file and the path inside it.
     """
-    data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
-    _rename_deprecated(data, str(path))
+    content = read_yaml(find_file(path))
+    data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in content.items()}
+    return checked_deployment(data, str(path))
+
+
+def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
+    """Check a deployment and all flags in it.
+
+    Args:
+        data: Content of a deployment file, without references to variables.
+        where: Name of the file, for errors.
+
+    Raises:
+        ConfigError: The deployment is not valid.
+    """
+    _rename_deprecated(data, where)
     try:
         deployment = DeploymentConfig.model_validate(data)
     except ValidationError as exc:
-        raise _config_error(str(path), ": ", exc) from exc
-    _check_values(deployment, str(path))
+        raise _config_error(where, ": ", exc) from exc
+    _check_values(deployment, where)
     return deployment
 
 

@@ -1,12 +1,14 @@
-"""Write the process environment, for libraries that take a setting no other way. No other module writes it.
+"""Write the process environment, for libraries that take a setting no other way, and the command line of a subcommand.
 
-A variable that the user has set keeps its value.
+No other module writes them. A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 _wanted_by: dict[str, str] = {}
@@ -32,3 +34,13 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
 def exported() -> dict[str, str]:
     """Return the variables that this process has set, each mapped to the library that needs it."""
     return dict(_wanted_by)
+
+
+def command_line() -> list[str]:
+    """Return the words that follow the program name."""
+    return sys.argv[1:]
+
+
+def set_command_line(program: str, words: Sequence[str]) -> None:
+    """Make `program` the name and `words` the arguments of this process, as if only they had been typed."""
+    sys.argv[:] = [program, *words]

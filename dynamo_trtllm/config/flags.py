@@ -12,14 +12,17 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from dynamo_trtllm.config.base import GROUPS, Config
+from dynamo_trtllm.config.parser import CommandParser
 from dynamo_trtllm.errors import ConfigError
 
 _WORDS = "words"  # attribute in which argparse collects const flags
+_TYPED_AS = "typed_as"  # attribute with the name under which each flag was typed, by field
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -100,25 +103,37 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
     return value
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError instead of exiting."""
+class _Store(argparse.Action):
+    """Stores the value of a flag. A second name of the flag is accepted only with the same value."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        typed_as: dict[str, str | None] = vars(namespace).setdefault(_TYPED_AS, {})
+        earlier = typed_as.setdefault(self.dest, option_string)
+        if earlier != option_string and (other := getattr(namespace, self.dest)) != values:
+            raise ConfigError(
+                f"{earlier} {other} and {option_string} {values} set the same and contradict each other; remove one of "
+                "them",
+                field=self.dest,
+            )
+        setattr(namespace, self.dest, values)
 
 
-def build_parser(
-    model: type[Config], *, prog: str, description: str, version: str, env_prefix: str
-) -> argparse.ArgumentParser:
+def build_parser(model: type[Config], *, prog: str, description: str, version: str, env_prefix: str) -> CommandParser:
     """Build the argument parser of a model. It leaves values as text, and sets no attribute for an absent flag."""
     flags = flags_of(model)
     required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
-    parser = _Parser(
+    parser = CommandParser(
         prog=prog,
-        usage=f"%(prog)s {' '.join(_usage(flag) for flag in required)} [flags]",
+        usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
         description=description,
         epilog=model.examples
-        + f"Every flag can be set by an environment variable: {env_prefix} and its name in capitals. Flags win.",
+        + f"Every flag can be set by an environment variable: --log-level by {env_prefix}LOG_LEVEL. Flags win.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -129,7 +144,9 @@ def build_parser(
         if in_group := [flag for flag in flags if flag.group == title]:
             group = parser.add_argument_group(title)
             for flag in in_group:
-                _add(group, flag, model.model_fields[flag.field])
+                action = _add(group, flag, model.model_fields[flag.field])
+                if flag.choices or flag.kind is Path:
+                    parser.values[action] = flag.choices
     return parser
 
 
@@ -137,21 +154,25 @@ def _usage(flag: Flag) -> str:
     return flag.field.upper() if flag.positional else f"{flag.names[0]} {flag.field.upper()}"
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> None:
+def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> argparse.Action:
+    """Add the arguments of a flag, and return the one that takes its value."""
     metavar = {int: "INT", float: "NUMBER", dict: "JSON"}.get(flag.kind, flag.field.upper())
     if flag.choices:
         metavar = "{" + ",".join(flag.choices) + "}"
     help_text = _help(flag, info).replace("%", "%%")
     if flag.positional:
-        group.add_argument(flag.field, metavar=metavar, help=help_text, nargs="?")
+        action = group.add_argument(flag.field, metavar=metavar, help=help_text, nargs="?")
     elif flag.kind is bool:
-        group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text)
+        switch = argparse.BooleanOptionalAction
+        action = group.add_argument(*flag.names, dest=flag.field, action=switch, help=help_text)
     else:
-        group.add_argument(*flag.names, dest=flag.field, metavar=metavar, help=help_text)
+        names = flag.names
+        action = group.add_argument(*names, dest=flag.field, metavar=metavar, help=help_text, action=_Store)
     for word, value in flag.const_flags.items():
         group.add_argument(
             word, dest=_WORDS, action="append_const", const=(flag.field, word, value), help=f"{flag.names[0]} {value}"
         )
+    return action
 
 
 def _help(flag: Flag, info: FieldInfo) -> str:
@@ -193,10 +214,11 @@ def read_flags(
     positional = next((given.get(flag.field) for flag in flags_of(model) if flag.positional), None)
     reject_unknown(positional, unknown, [name for name in parser._option_string_actions if name.startswith("--")])
     typed: dict[str, Any] = {"print_config": given.pop("print_config", False)}
+    typed_as = given.pop(_TYPED_AS, {})
     for flag in flags_of(model):
         if flag.field in given and given[flag.field] is not None:
             value = given[flag.field]
-            name = flag.names[0]
+            name = typed_as.get(flag.field, flag.names[0])
             typed[flag.field] = (name, value if isinstance(value, bool) else flag.convert(value, f"flag {name}"))
     words = {word for flag in flags_of(model) for word in flag.const_flags}
     for field, word, value in given.get(_WORDS, ()):

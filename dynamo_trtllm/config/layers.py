@@ -20,7 +20,7 @@ OVERRIDE_SOURCE = "--override-engine-args"
 MAX_YAML_BYTES = 256 << 10
 MAX_YAML_VALUES = 10_000  # read in one to two seconds; engine arguments have a few hundred values
 MAX_YAML_DEPTH = 64
-CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # packaged in the wheel
+CONFIG_FOLDERS = ("engine_configs", "kernels_config", "deploy")  # packaged in the wheel
 
 log = logging.getLogger(__name__)
 

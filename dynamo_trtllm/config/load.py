@@ -17,10 +17,12 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import SecretStr, ValidationError
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.config import commands
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
-from dynamo_trtllm.config.commands import LaunchConfig
+from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.parser import CONSOLE, CommandParser
 from dynamo_trtllm.config.unknown import reject_unknown
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
@@ -43,7 +45,7 @@ def load(
 
     Args:
         model: Class of the settings.
-        prog: Command, for the usage line of `--help`.
+        prog: Command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that was typed.
         description: One sentence for `--help`.
         argv: Command line without the program name. Default: that of this process.
         environ: Environment. Default: that of this process.
@@ -54,8 +56,8 @@ def load(
         SystemExit: With status 0 after `--help`, `--version` and `--print-config`.
     """
     env = os.environ if environ is None else environ
-    parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
-    typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv, partial(reject_unknown, model))
+    parser = command_parser(model, program(prog) if argv is None else prog, description)
+    typed = read_flags(parser, model, command_line() if argv is None else argv, partial(reject_unknown, model))
     print_config = typed.pop("print_config", False)
     given = _from_environment(model, env) | {name: (value, f"flag {flag}") for name, (flag, value) in typed.items()}
     config = _validate(model, given)
@@ -65,9 +67,20 @@ def load(
     return config
 
 
+def command_parser(model: type[Config], prog: str, description: str) -> CommandParser:
+    """Return the argument parser of a command."""
+    return build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
+
+
+def program(prog: str) -> str:
+    """Return the name of this program in messages: `dynamo-trtllm COMMAND` if it was typed so, otherwise `prog`."""
+    typed = "".join(sys.argv[:1])
+    return typed if typed.startswith(f"{CONSOLE} ") else prog
+
+
 def exit_with(prog: str, error: ConfigError) -> NoReturn:
     """Print a ConfigError as one line on stderr, and exit with status 2."""
-    sys.stderr.write(f"{prog}: {' '.join(error.message.split())}\n")
+    sys.stderr.write(f"{program(prog)}: {' '.join(error.message.split())}\n")
     raise SystemExit(2) from error
 
 
@@ -140,8 +153,10 @@ def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     """Reject unknown DYN_TRTLLM_ variables. Those of all commands are known, because processes share environments."""
-    models = (model, WorkerConfig, FrontendConfig, LaunchConfig)
-    known = {f"{ENV_PREFIX}{name.upper()}" for each in models for name in each.model_fields}
+    models: list[type[Config]] = [model, WorkerConfig, FrontendConfig]
+    models += [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Config)]
+    fields = {name for each in models for name in each.model_fields}
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in fields}
     for name in sorted(env):
         if name.startswith(ENV_PREFIX) and name not in known:
             guess = suggest(name, known)

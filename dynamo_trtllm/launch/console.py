@@ -1,17 +1,29 @@
-"""Write the output of many processes line by line, each line with the name of its process."""
+"""Write the output of many processes line by line, each line with the name of its process.
+
+While a deployment starts on a terminal, a live line for each process shows its phase instead.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Sequence
-from typing import TextIO
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
 from dynamo_trtllm.sanitize import shorten
 
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
 LAUNCHER = "launch"
+_SERVERS = ("etcd", "nats")
+_HIDDEN_LINES = 200  # kept for a start that fails
+_ROUTINE = re.compile(r"\S+ (INFO|DEBUG) ")  # log lines that the live lines replace
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
 
@@ -31,8 +43,51 @@ class Console:
         self._stream = stream
         self._is_json = is_json
         self._width = max(len(name) for name in (LAUNCHER, *names))
-        shown = stream.isatty()
-        self._colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)} if shown else {}
+        self._has_terminal = stream.isatty()
+        self._names = names
+        self._colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)} if self._has_terminal else {}
+        self._panel: StartPanel | None = None
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """On a terminal, show live lines and hide routine output, until `end_start` or the end of the context.
+
+        If the context ends with an exception before, the hidden lines are written.
+        """
+        if self._has_terminal and not self._is_json:
+            from rich.console import Console as Terminal
+
+            terminal = Terminal(file=self._stream, highlight=False)
+            self._panel = None if terminal.is_dumb_terminal else StartPanel(terminal, (*_SERVERS, *self._names))
+        panel = self._panel
+        try:
+            yield
+        except BaseException:
+            if self.end_start() and panel is not None:
+                for name, text in panel.hidden:
+                    self.line(name, text)
+            raise
+        finally:
+            self.end_start()
+
+    def end_start(self, title: str = "", rows: Sequence[tuple[str, str]] = ()) -> bool:
+        """Replace the live lines by a panel with these rows, if any. Return False if there are no live lines."""
+        panel, self._panel = self._panel, None
+        if panel is not None:
+            panel.close(title, rows)
+        return panel is not None
+
+    def report_phase(self, name: str, phase: str) -> None:
+        """Show the phase of a process that is not ready; empty if it does not answer."""
+        if self._panel is not None:
+            self._panel.show(name, phase or "importing")
+
+    def report_ready(self, name: str, after_s: float, where: str) -> None:
+        """Show or write that a process is ready, how many seconds after its start, and at which address."""
+        if self._panel is not None:
+            self._panel.show(name, f"ready {where}", after_s)
+        else:
+            self.say(f"{name} is ready after {after_s:.2f} s {where}")
 
     def say(self, text: str) -> None:
         """Write one or more lines of the launcher itself."""
@@ -45,11 +100,78 @@ class Console:
             self._stream.write(f"{_json_entry(name, text)}\n")
             self._stream.flush()
             return
+        if self._panel is not None and _ROUTINE.match(text):
+            self._panel.hidden.append((name, text))
+            return
         prefix = f"{name:<{self._width}} |"
         if name in self._colors:
             prefix = f"\x1b[{self._colors[name]}m{prefix}\x1b[0m"
+        if self._panel is not None:
+            self._panel.write_above(f"{prefix} {text}")
+            return
         self._stream.write(f"{prefix} {text}\n")
         self._stream.flush()
+
+
+class StartPanel:
+    """Live lines on a terminal, one for each process that starts: its name, phase and seconds."""
+
+    def __init__(self, terminal: Terminal, names: Sequence[str]) -> None:
+        from rich.live import Live
+
+        self.hidden: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
+        self._terminal = terminal
+        self._began = time.monotonic()
+        self._phases = dict.fromkeys(names, "waiting")
+        self._ready_after_s: dict[str, float] = {}
+        self._live = Live(
+            console=terminal,
+            get_renderable=self._lines,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start(refresh=True)
+
+    def show(self, name: str, phase: str, ready_after_s: float | None = None) -> None:
+        """Show the phase of a process. A ready one has the seconds that its start took."""
+        self._phases[name] = phase
+        if ready_after_s is None:
+            self._ready_after_s.pop(name, None)
+        else:
+            self._ready_after_s[name] = ready_after_s
+
+    def write_above(self, line: str) -> None:
+        """Write a line that stays."""
+        from rich.text import Text
+
+        self._terminal.print(Text.from_ansi(line), soft_wrap=True)
+
+    def close(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Remove the live lines, and show a panel if there are rows."""
+        from rich.panel import Panel
+        from rich.table import Table
+
+        self._live.stop()
+        if rows:
+            table = Table.grid(padding=(0, 2))
+            table.add_column(style="bold", no_wrap=True)
+            table.add_column(overflow="fold")
+            for subject, text in rows:
+                table.add_row(subject, text)
+            self._terminal.print(Panel(table, title=title, title_align="left", expand=False, border_style="green"))
+
+    def _lines(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        now = time.monotonic() - self._began
+        table = Table.grid(padding=(0, 1))
+        for name, phase in self._phases.items():
+            seconds = self._ready_after_s.get(name)
+            mark = Text("…", style="yellow") if seconds is None else Text("✓", style="green")
+            table.add_row(mark, name, f"{now if seconds is None else seconds:5.1f} s", Text(phase, overflow="ellipsis"))
+        return table
 
 
 def _json_entry(name: str, text: str) -> str:

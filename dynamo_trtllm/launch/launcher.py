@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
@@ -25,6 +29,7 @@ from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.child import Child, scratch_folder, spawn
 from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
+_FOLDER, _RECORD = "dynamo-launch-", "deployment.json"
 _LONGEST_LINE_BYTES = 1 << 20
 _LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
 
@@ -76,6 +81,40 @@ class DeploymentStatus:
     names: dict[str, str] = field(default_factory=dict)  # instance id (hexadecimal) -> process name
 
 
+class ProcessRecord(msgspec.Struct, kw_only=True):
+    """One frontend or worker of a launched deployment, as it runs now."""
+
+    name: str
+    role: str  # frontend, or the role of a worker
+    engine: str = ""
+    model: str = ""
+    host: str
+    port: int  # of /ready, /health and /metrics
+    pid: int
+
+
+class LaunchRecord(msgspec.Struct, kw_only=True):
+    """What a running launcher has started. `dynamo-trtllm status` reads it."""
+
+    pid: int
+    namespace: str
+    etcd: str = ""
+    nats: str = ""
+    processes: list[ProcessRecord] = msgspec.field(default_factory=list)
+
+
+def launch_records() -> list[LaunchRecord]:
+    """Return the records of this user's launchers that run on this machine, oldest first."""
+    records = []
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"), key=lambda path: path.name):
+        with suppress(OSError, msgspec.DecodeError):  # it ends just now, or is no record
+            if folder.stat().st_uid == os.geteuid():
+                record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=LaunchRecord)
+                os.kill(record.pid, 0)
+                records.append(record)
+    return sorted(records, key=lambda record: record.pid)
+
+
 OnReady = Callable[[DeploymentStatus], Awaitable[bool]]
 
 
@@ -107,6 +146,7 @@ class Launcher:
         self._dependents = DependentRestart(specs, self._processes, console.say)
         self._supervisor = Supervisor(deployment.restart, console.say)
         self.deployment_status = DeploymentStatus()
+        self._record_path: Path | None = None
 
     async def run(self, on_ready: OnReady) -> None:
         """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True. Then stop all processes.
@@ -120,7 +160,8 @@ class Launcher:
         """
         for spec in self._specs:
             _check_port(spec)
-        with scratch_folder("dynamo-launch-") as folder:
+        with scratch_folder(_FOLDER) as folder:
+            self._record_path = folder / _RECORD
             await self._supervisor.run(self._start_all(folder, on_ready))
         self._console.say("stopped")
 
@@ -130,6 +171,7 @@ class Launcher:
             if address == START:
                 address = await self._start_server(name, partial(start, folder / name))
             self._environ[ADDRESS_VARIABLES[name]] = address
+        self._write_record()
         for spec in self._specs:
             self._supervisor.keep(spec.name, partial(self._running, spec), partial(self._before_restart, spec))
         await self._all_ready.wait()
@@ -160,6 +202,7 @@ class Launcher:
         began = time.monotonic()
         on_line = partial(self._console.line, spec.name)
         process = self._processes[spec.name] = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
+        self._write_record()
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(self._await_ready(process, began))
             yield process
@@ -169,6 +212,23 @@ class Launcher:
         # says nothing about the configuration, so the process is restarted.
         lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
         process.is_status_2_final = not lost_port
+
+    def _write_record(self) -> None:
+        """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
+        record = LaunchRecord(
+            pid=os.getpid(),
+            namespace=self._deployment.namespace,
+            etcd=self._environ[ADDRESS_VARIABLES["etcd"]],
+            nats=self._environ[ADDRESS_VARIABLES["nats"]],
+            processes=[_process_record(process) for process in self._processes.values()],
+        )
+        assert self._record_path is not None
+        written = self._record_path.with_suffix(".new")
+        try:
+            written.write_bytes(msgspec.json.encode(record))
+            written.replace(self._record_path)
+        except OSError as exc:  # of a full disk; the deployment can do without it
+            self._console.say(f"dynamo-trtllm status will not show the current processes: {exc}")
 
     async def _before_restart(self, spec: ProcessSpec, process: ManagedProcess, status: int) -> None:
         if process.is_ready:
@@ -191,7 +251,8 @@ class Launcher:
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
         spec, limit_s = process.spec, self._deployment.ready_timeout_s
         try:
-            answer = await until(partial(ready, spec.host, process.port), limit_s)
+            on_wait = partial(self._console.report_phase, spec.name)
+            answer = await until(partial(ready, spec.host, process.port), limit_s, on_wait)
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
         process.is_ready = True
@@ -207,7 +268,20 @@ class Launcher:
             self._all_ready.set()
 
     def _report_ready(self, name: str, began: float, where: str) -> None:
-        self._console.say(f"{name} is ready after {time.monotonic() - began:.2f} s {where}")
+        self._console.report_ready(name, time.monotonic() - began, where)
+
+
+def _process_record(process: ManagedProcess) -> ProcessRecord:
+    spec = process.spec
+    return ProcessRecord(
+        name=spec.name,
+        role=str(spec.role or spec.name),
+        engine=spec.engine or "",
+        model=spec.model,
+        host=spec.host,
+        port=process.port,
+        pid=process.pid,
+    )
 
 
 def _check_port(spec: ProcessSpec) -> None:

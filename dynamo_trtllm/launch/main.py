@@ -1,20 +1,26 @@
-"""Run `python -m dynamo_trtllm.launch`: load and check the configuration, then supervise the deployment."""
+"""Run `dynamo-trtllm launch` and `demo`: load and check the configuration, then supervise the deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from dynamo_trtllm.config.commands import LaunchConfig
+from dynamo_trtllm.config.base import LogFormat
+from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment
+from dynamo_trtllm.config.layers import find_file
+from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment, program
+from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
+from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import DeploymentStatus, Launcher
-from dynamo_trtllm.launch.plan import processes, with_address, with_engine, with_model
+from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_address, with_engine, with_model
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
@@ -28,10 +34,19 @@ def main() -> None:
     Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment failed or was stopped
     before `--once` was done.
     """
+    _launch(LaunchConfig)
+
+
+def demo_main() -> None:
+    """Run the command with the sample deployment, and exit like `main`."""
+    _launch(DemoConfig)
+
+
+def _launch(model: type[LaunchConfig]) -> None:
     try:
-        config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION)
+        config = load(model, prog=PROG, description=_DESCRIPTION)
         observe_logging.setup(config.log_level, "launch", config.log_format)
-        deployment = load_deployment(config.deployment, process_environment())
+        deployment = load_deployment(find_file(config.deployment), process_environment())
         if config.model is not None:
             deployment = with_model(deployment, config.model)
         if config.engine is not None:
@@ -39,16 +54,43 @@ def main() -> None:
         deployment = with_address(deployment, host=config.host, port=config.port)
         if config.demo and deployment.frontend is None:
             raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
-        asyncio.run(_run(config, deployment))
+        once, sends_sample = config.once, config.demo
+        run_until_end(PROG, run(deployment, log_format=config.log_format, sends_sample=sends_sample, once=once))
     except ConfigError as exc:
         exit_with(PROG, exc)
+
+
+def run_until_end(prog: str, running: Coroutine[Any, Any, None]) -> None:
+    """Run `run`. If the deployment fails, exit with status 1, or 2 for a setting that a process has rejected."""
+    try:
+        asyncio.run(running)
     except RunFailed as exc:
-        sys.stderr.write(f"{PROG}: {exc}\n")
+        sys.stderr.write(f"{program(prog)}: {exc}\n")
         raise SystemExit(exc.exit_status) from exc
 
 
-async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
-    environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": config.log_format}
+async def run(
+    deployment: DeploymentConfig,
+    *,
+    log_format: LogFormat,
+    sends_sample: bool = False,
+    once: bool = False,
+    preface: Sequence[str] = (),
+) -> None:
+    """Run a deployment until a signal, or until it has been ready once.
+
+    Args:
+        deployment: The deployment.
+        log_format: Format of log lines, also of the processes.
+        sends_sample: Send a sample request when all processes are ready.
+        once: Stop then.
+        preface: Lines to write before anything starts.
+
+    Raises:
+        ConfigError: A setting is wrong, or a port is in use.
+        RunFailed: The deployment failed, or was stopped before `once` was done.
+    """
+    environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
     # check all settings before the servers start, so that a mistake is reported at once and only once
     specs = processes(deployment, environ)
     for spec in specs:
@@ -57,21 +99,51 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
                 check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
         except ConfigError as exc:
             raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
-    console = Console(sys.stdout, [spec.name for spec in specs], is_json=config.log_format == "json")
+    console = Console(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
+    for line in preface:
+        console.say(line)
     is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
 
     async def on_ready(status: DeploymentStatus) -> bool:
         nonlocal is_done
-        where = " without a frontend" if status.frontend is None else f": http://{status.frontend}"
-        console.say(f"Ready{where}" + ("" if config.once else " (Ctrl-C to stop)"))
-        if config.demo and status.frontend is not None:
+        stop = "" if once else " (Ctrl-C to stop)"
+        if not console.end_start(f"Ready{stop}", _summary(specs, status)):
+            where = " without a frontend" if status.frontend is None else f": http://{status.frontend}"
+            console.say(f"Ready{where}{stop}")
+        if sends_sample and status.frontend is not None:
             model = next(spec.model for spec in specs if not spec.is_frontend)
             answer = await demo.ask(status.frontend, model)
             console.say(demo.report(answer, model, status.names, is_mock=is_mock))
             console.say(demo.next_step(status.frontend, model))
         is_done = True
-        return config.once
+        return once
 
-    await Launcher(deployment, specs, console, environ).run(on_ready)
-    if config.once and not is_done:
+    with console.starting():
+        await Launcher(deployment, specs, console, environ).run(on_ready)
+    if once and not is_done:
         raise RunFailed("stopped before all processes were ready and the demo was done")
+
+
+def _summary(specs: Sequence[ProcessSpec], status: DeploymentStatus) -> list[tuple[str, str]]:
+    """Return what a user needs to know of a ready deployment, as subjects and texts."""
+    workers = [spec for spec in specs if not spec.is_frontend]
+    models = dict.fromkeys(spec.model for spec in workers)
+    rows = [("models", ", ".join(models))]
+    for engine, device in dict.fromkeys((spec.engine, _device(spec)) for spec in workers):
+        same = [spec.name for spec in workers if (spec.engine, _device(spec)) == (engine, device)]
+        rows.append(("workers", f"{', '.join(same)} ({engine or 'trtllm'}, {device})"))
+    if status.frontend is None:
+        return rows
+    url = f"http://{status.frontend}"
+    return [
+        ("URL", f"{url}/v1"),
+        *rows,
+        ("chat", f"{CONSOLE} chat --url {url}"),
+        ("curl", f"curl {url}/v1/models"),
+        ("API", f"{url}/docs"),
+    ]
+
+
+def _device(spec: ProcessSpec) -> str:
+    visible = spec.env.get(VISIBLE, "")
+    return f"GPU {visible}" if visible else "CPU"

@@ -36,7 +36,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True):
     instance_id: str = ""  # hexadecimal; empty for a frontend
 
 
-async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
+async def until(ask: Callable[[], Awaitable[T]], within_s: float, on_wait: Callable[[str], None] = lambda _: None) -> T:
     """Call `ask` repeatedly until it returns.
 
     The pause between calls is a tenth of the time waited, at least 0.05 s and at most 1 s.
@@ -44,6 +44,7 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
     Args:
         ask: A check; it raises NotYet or OSError if the process is not ready.
         within_s: Maximum time in seconds.
+        on_wait: Called with the reason after each attempt; empty if there was no connection.
 
     Returns:
         The value of `ask`.
@@ -63,6 +64,7 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
                 why = "no response"
         except (NotYet, OSError) as exc:
             why = str(exc)
+            on_wait(why if isinstance(exc, NotYet) else "")
         spent_s = now() - began
         if spent_s >= within_s:
             raise NotYet(why)
@@ -140,7 +142,14 @@ async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
 
 
 async def request(
-    host: str, port: int, method: str, path: str, content: bytes = b"", headers: Mapping[str, str] = {}
+    host: str,
+    port: int,
+    method: str,
+    path: str,
+    content: bytes = b"",
+    headers: Mapping[str, str] = {},
+    *,
+    max_bytes: int = _LONGEST_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
     """Return the status and the body of an HTTP response. Raise OSError if there is none, or it is too long."""
     lines = {"Host": "localhost", "Connection": "close", "Content-Length": len(content), **headers}
@@ -154,7 +163,7 @@ async def request(
             while not body.is_whole:
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
-                if not data or read_bytes > _LONGEST_ANSWER_BYTES:
+                if not data or read_bytes > max_bytes:
                     raise ConnectionError(f"the response to {method} {path} is incomplete or too long")
                 parser.feed_data(data)
         return parser.get_status_code(), body.data

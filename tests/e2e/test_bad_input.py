@@ -48,7 +48,7 @@ BAD = {
                          param="max_tokenz"),
     "wrong type": Bad(field(max_tokens="5"), 400, "invalid_request", "max_tokens must be", param="max_tokens"),
     "no messages": Bad(field(messages=[]), 400, "invalid_request", "messages", param="messages"),
-    "unsupported value": Bad(field(service_tier="flex"), 400, "unsupported_parameter",
+    "unsupported value": Bad(field(service_tier="turbo"), 400, "unsupported_parameter",
                              "service_tier is not supported", param="service_tier"),
     "wrong content type": Bad({"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415,
                               "unsupported_media", "application/json"),

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.cli import status as status_command
 from dynamo_trtllm.network.addresses import free_ports
 from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
@@ -66,8 +68,22 @@ def launch(temporary: Path) -> Iterator[Launch]:
         launched.close()
 
 
+@pytest.fixture
+def status(temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], Any]:
+    """Return a function that returns what `dynamo-trtllm status --json` says, once all is ready."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def show() -> Any:
+        with pytest.raises(SystemExit) as ended:
+            status_command.main(["--json"])
+        assert ended.value.code == 0
+        return json.loads(capsys.readouterr().out)
+
+    return show
+
+
 def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0(
-    launch: Launch, deployment: Path, port: int, temporary: Path
+    launch: Launch, deployment: Path, port: int, temporary: Path, status: Callable[[], Any]
 ) -> None:
     launched = launch(deployment)
     launched.wait_line(r"launch +\| Ready")
@@ -79,6 +95,11 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
     assert len(launched.pids()) == 7  # two servers, a frontend, two workers, the launcher and who clears up after it
     with urllib.request.urlopen(f"http://localhost:{port}/live", timeout=WAIT_S) as reply:
         assert json.load(reply) == {"status": "live"}
+    (report,) = status()
+    assert (report["namespace"], report["url"]) == (f"launch-{port}", f"http://localhost:{port}")
+    shown = {each["name"]: (each["role"], each["state"]) for each in report["processes"]}
+    assert shown == {name: (name, "ready") for name in ("etcd", "nats", "frontend", "prefill", "decode")}
+    assert report["processes"][-1]["load"]["running"] == 0
     launched.process.terminate()
     assert launched.end() == (0, "")
     launched.wait_gone(SOON_S)
@@ -233,7 +254,7 @@ def sleeper(tmp_path: Path) -> Path:
 def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_same(
     launch: Launch, deployment: Path, sleeper: Path, server: str
 ) -> None:
-    launched = launch(f"_{server}_binary", sleeper, 0, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched = launch(f"{server}_binary", sleeper, 0, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
     launched.wait_process(str(sleeper))
     launched.process.terminate()
     assert launched.end() == (0, "")
@@ -244,7 +265,7 @@ def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_sam
 def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_and_all_stops_at_once(
     launch: Launch, deployment: Path, sleeper: Path
 ) -> None:
-    launched = launch("_nats_binary", sleeper, 1, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched = launch("nats_binary", sleeper, 1, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
     launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("nats-server -a"), signal.SIGKILL)
     launched.wait_process(str(sleeper))

@@ -26,6 +26,7 @@ SHORT = (
     (r"^(MODEL_PATH=\S+ scripts/launch/\S+\.sh)\b.*", r"\1 --help"),
     (r"^(python -m dynamo_trtllm --model-path .*)", r"\1 --print-config"),
     (r"^python3 -m venv .*|^pip install .*", ""),
+    (r"^dynamo-trtllm serve .*", "dynamo-trtllm serve --help"),
 )
 
 
@@ -80,32 +81,38 @@ def typed(script: str, folder: Path, **environment: str) -> str:
 
 @pytest.mark.timeout(240)
 def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path) -> None:
-    readme, started = blocks("README.md"), blocks("docs/getting-started.md")
-    (by_hand,) = [block for block in readme if END in block]
-    (measure,) = [block for block in readme if "benchmarks.profile" in block]
-    (activate,) = [block for block in readme if block.startswith("source ")]
-    (ask,) = [block for block in started if "dynamo_trtllm.chat" in block]
+    started = blocks("docs/getting-started.md")
+    (by_hand,) = [block for block in started if END in block]
+    (measure,) = [block for block in started if "benchmarks.profile" in block]
+    (ask,) = [block for block in started if "dynamo-trtllm chat" in block]
+    pages = [PAGES["README.md"], (ROOT / "docs/api.md").read_text(encoding="utf-8")]
+    clients = [client for page in pages for client in re.findall(r"```python\n(.*?)```", page, re.DOTALL)]
+    assert len(clients) == 4
     serve, _, stop = by_hand.partition(END)
-    script = "\n".join(
-        [activate, serve, ask, measure.replace("--url", "--concurrency 1 --requests 1 --url"), END + stop]
-    )
+    activate = "source .venv/bin/activate"
+    with_sdk = "\n".join(f"python - <<'END'\n{client}END" for client in clients)
+    measure = measure.replace("--url", "--concurrency 1 --requests 1 --url")
+    script = "\n".join([activate, serve, ask, with_sdk, measure, END + stop])
     first = free_ports(4)
     http, etcd, peers, nats = range(first, first + 4)
-    client, peer = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peers}"
+    etcd_url, peer = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peers}"
     for printed, taken in (
         ("8000", str(http)),
         ("/tmp/", f"{clone}/"),
         ("nats-server ", f"nats-server -p {nats} "),
         (
             "etcd --data",
-            f"etcd --listen-client-urls {client} --advertise-client-urls {client} --listen-peer-urls {peer} --data",
+            f"etcd --listen-client-urls {etcd_url} --advertise-client-urls {etcd_url} --listen-peer-urls {peer} --data",
         ),
     ):
         assert printed in script
         script = script.replace(printed, taken)
-    said = typed(script, clone, ETCD_ENDPOINTS=client, NATS_SERVER=f"nats://127.0.0.1:{nats}")
+    said = typed(script, clone, ETCD_ENDPOINTS=etcd_url, NATS_SERVER=f"nats://127.0.0.1:{nats}")
     assert said.count('"finish_reason":"stop"') == 2
     assert '"status":"ready"' in said
+    assert said.count("Disaggregated serving") >= 2  # of curl and of the SDK
+    assert "get_system_health {" in said
+    assert re.search(r'\{\s*"state":\s*"(healthy|failing)"\s*\}', said)
     assert "report: benchmark-results/laptop-" in said
 
 
@@ -115,4 +122,4 @@ def test_commands_that_need_no_server_when_typed_as_printed_then_they_end_well(p
     others = [shortened(block) for block in blocks(page) if not served.search(block)]
     said = typed("\n".join(["source .venv/bin/activate", *others]), clone)
     assert "usage: scripts/demo" in said
-    assert "tensor_parallel_size" in said
+    assert ("tensor_parallel_size" in said) == (page != "README.md")

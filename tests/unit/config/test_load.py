@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dynamo_trtllm.config.commands import LaunchConfig
+from dynamo_trtllm.config.commands import LaunchConfig, VersionConfig
 from dynamo_trtllm.config.load import config_table, exit_with, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
@@ -126,7 +126,7 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model m stray", ["unexpected argument 'stray'", "--model-path stray"]),
         ("--model m --max-batch-size", ["--max-batch-size", "expected one argument"]),
         ("", ["--model-path is missing", "DYN_TRTLLM_MODEL_PATH"]),
-        ("--model=", ["flag --model-path is empty"]),
+        ("--model=", ["flag --model is empty"]),
         ("--model m --max-num-tokens abc", ["--max-num-tokens", "'abc'", "integer"]),
         ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
         ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "finite"]),
@@ -167,31 +167,27 @@ def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected
 @pytest.mark.parametrize(
     ("model", "line", "wanted"),
     [
-        (WorkerConfig, "--tp 2", "use --tensor-parallel-size"),
         (WorkerConfig, "-tp 2", "use --tensor-parallel-size"),
         (WorkerConfig, "--tensor_parallel=2", "use --tensor-parallel-size"),
         (WorkerConfig, "--tp_size 2", "use --tensor-parallel-size"),
         (WorkerConfig, "--ep 4", "use --expert-parallel-size"),
-        (WorkerConfig, "--gpu-memory-utilization 0.9", "use --free-gpu-memory-fraction"),
         (WorkerConfig, "--mem-fraction-static 0.9", "use --free-gpu-memory-fraction"),
-        (WorkerConfig, "--max-model-len 4096", "use --max-seq-len"),
+        (WorkerConfig, "--context-length 4096", "use --max-seq-len"),
         (WorkerConfig, "--max-num-seqs 8", "use --max-batch-size"),
         (WorkerConfig, "--model-name x", "use --served-model-name"),
         (WorkerConfig, "--model_path x", "did you mean --model-path?"),
         (WorkerConfig, "--dtype fp8", "--override-engine-args"),
-        (WorkerConfig, "--port 1", "--http-port of python -m dynamo_trtllm.frontend"),
-        (WorkerConfig, "--http-port 1", "--http-port is a flag of python -m dynamo_trtllm.frontend"),
+        (WorkerConfig, "--port 1", "--http-port of dynamo-trtllm frontend"),
+        (WorkerConfig, "--http-port 1", "--http-port is a flag of dynamo-trtllm frontend"),
         (WorkerConfig, "--api-key x", "requests are not authenticated"),
-        (WorkerConfig, "serve tiny", "python -m dynamo_trtllm.launch DEPLOYMENT.yaml --model tiny"),
+        (WorkerConfig, "serve tiny", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (FrontendConfig, "--api-key x", "requests are not authenticated"),
-        (FrontendConfig, "--port 1", "use --http-port"),
-        (FrontendConfig, "--host ::", "use --http-host"),
-        (FrontendConfig, "--tp 2", "--tensor-parallel-size of python -m dynamo_trtllm"),
+        (FrontendConfig, "--tp 2", "--tensor-parallel-size of dynamo-trtllm worker"),
         (FrontendConfig, "--ssl-keyfile k", "put a proxy"),
-        (FrontendConfig, "--model m", "it is --model-path of python -m dynamo_trtllm"),
+        (FrontendConfig, "--model m", "it is --model-path of dynamo-trtllm worker"),
         (LaunchConfig, "a.yaml --model-path m", "use --model"),
         (FrontendConfig, "--xyzzy", "unknown flag --xyzzy; see --help"),
-        (LaunchConfig, "serve tiny --tp 2", "python -m dynamo_trtllm.launch DEPLOYMENT.yaml --model tiny"),
+        (LaunchConfig, "serve tiny --tp 2", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (LaunchConfig, "a.yaml b.yaml", "'b.yaml' is a second DEPLOYMENT"),
         (LaunchConfig, "a.yaml --tp 2", "tensor-parallel-size in the flags of a worker in the deployment file"),
     ],
@@ -201,6 +197,46 @@ def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_
         load(model, prog="p", description="d", argv=line.split(), environ={})
     assert wanted in caught.value.message
     assert "--help?" not in caught.value.message
+
+
+ALIASES = [
+    (WorkerConfig, "tensor_parallel_size", "--tensor-parallel-size", "--tp", 2, 4),
+    (WorkerConfig, "max_seq_len", "--max-seq-len", "--max-model-len", 4096, 8192),
+    (WorkerConfig, "free_gpu_memory_fraction", "--free-gpu-memory-fraction", "--gpu-memory-utilization", 0.9, 0.8),
+    (FrontendConfig, "http_port", "--http-port", "--port", 9000, 9001),
+    (FrontendConfig, "http_host", "--http-host", "--host", "::", "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("model", "field", "name", "other_name", "value", "other"), ALIASES)
+def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_are_an_error(
+    model, field, name, other_name, value, other
+):
+    def loaded(*argv):
+        required = ["--model", "m"] if model is WorkerConfig else []
+        return load(model, prog="p", description="d", argv=[*required, *argv], environ={})
+
+    for typed in ([f"{other_name}={value}"], [other_name, str(value)], [name, str(value), other_name, str(value)]):
+        assert getattr(loaded(*typed), field) == value
+    assert loaded(other_name, str(value)).source_of(field) == f"flag {other_name}"
+    assert getattr(loaded(name, str(value), name, str(other)), field) == other  # the last one counts
+    for typed in ([name, str(value), other_name, str(other)], [f"{other_name}={other}", f"{name}={value}"]):
+        with pytest.raises(ConfigError, match="contradict each other") as caught:
+            loaded(*typed)
+        for part in (name, other_name, str(value), str(other)):
+            assert part in caught.value.message
+
+
+@pytest.mark.parametrize("origins", ["*", "https://a.example", "http://a.example:8080,app://b"])
+def test_load_when_origins_are_a_list_or_a_star_then_taken(origins):
+    config = load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
+    assert config.allowed_origins == {*origins.split(",")}
+
+
+@pytest.mark.parametrize("origins", ["a.example", "https://a.example/", "*,https://a.example", "https://*.example"])
+def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
+    with pytest.raises(ConfigError, match=r"like https://chat\.example\.org"):
+        load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
 
 
 @pytest.mark.parametrize(
@@ -338,3 +374,8 @@ def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
             more=lambda config: f"more of {config.model_path}\n",
         )
     assert capsys.readouterr().out.endswith("\nmore of m\n")
+
+
+def test_variable_when_it_belongs_to_another_command_then_it_is_known() -> None:
+    environ = {"DYN_TRTLLM_URL": "http://gpu:8000", "DYN_TRTLLM_WATCH": "true", "DYN_TRTLLM_SHELL": "bash"}
+    assert load(VersionConfig, prog="x", description="x", argv=[], environ=environ)

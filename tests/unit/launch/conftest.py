@@ -14,11 +14,11 @@ from tests.unit.launch.launcher_helpers import ALL, FakeChild, is_not_taken, unt
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(launcher, "ManagedProcess", FakeChild)
     monkeypatch.setattr(launcher, "until", until_ready)
     monkeypatch.setattr(launcher, "is_taken", is_not_taken)
     monkeypatch.setattr(launcher, "bind", lambda *_, **__: socket.socket())  # every port is free
-    monkeypatch.setattr(launcher, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
+    monkeypatch.setattr(launcher, "scratch_folder", lambda prefix: contextlib.nullcontext(tmp_path))
     yield
     ALL.clear()

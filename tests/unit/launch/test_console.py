@@ -3,8 +3,12 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
+
+import pytest
 
 from dynamo_trtllm.launch.console import Console, next_line
+from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
 
 class Terminal(io.StringIO):
@@ -45,6 +49,81 @@ def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() ->
     assert (library["process"], library["message"], library["level"]) == ("prefill-2", "\x1b[31mof a library", "info")
     assert len(nested["message"]) < 4_100
     assert [(line["process"], line["message"]) for line in said] == [("launch", "two"), ("launch", "lines")]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Terminal()
+
+
+ROUTINE = "2026-01-01T00:00:00.000Z INFO prefill - x: routine"
+WARNING = "2026-01-01T00:00:00.000Z WARNING prefill - x: looked at"
+
+
+def shown(stream: io.StringIO) -> str:
+    """What was written, without control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+def test_starting_when_a_terminal_then_a_live_line_each_and_a_panel_at_the_end(terminal: Terminal) -> None:
+    console = Console(terminal, ["frontend", "prefill"])
+    with console.starting():
+        console.report_phase("prefill", "loading: loading weights 43%, 3.1 GiB of GPU memory used")
+        console.report_phase("frontend", "")
+        console.report_ready("etcd", 0.25, "at 127.0.0.1:1")
+        console.line("prefill", ROUTINE)
+        console.line("prefill", WARNING)
+        assert console.end_start("Ready", [("URL", "http://localhost:8000/v1")])
+    console.line("prefill", ROUTINE)
+    lines = [line.rstrip() for line in shown(terminal).splitlines()]
+    assert "✓ etcd       0.2 s ready at 127.0.0.1:1" in lines
+    assert any(re.fullmatch(r"… frontend +\d+\.\d s importing", line) for line in lines)
+    assert any(re.fullmatch(r"… prefill +\d\.\d s loading: loading weights 43%, 3\.1 GiB .*", line) for line in lines)
+    assert "│ URL  http://localhost:8000/v1 │" in lines
+    assert f"prefill  | {WARNING}" in lines
+    assert lines.count(f"prefill  | {ROUTINE}") == 1  # the one after the start
+
+
+def test_starting_when_it_fails_then_the_hidden_lines_are_written(terminal: Terminal) -> None:
+    console = Console(terminal, ["prefill"])
+
+    def start() -> None:
+        with console.starting():
+            console.line("prefill", ROUTINE)
+            assert ROUTINE not in shown(terminal)
+            raise RunFailed("no")
+
+    with pytest.raises(RunFailed):
+        start()
+    assert shown(terminal).endswith(f"prefill | {ROUTINE}\n")
+
+
+def test_starting_when_stopped_by_the_user_then_nothing_hidden_is_written(terminal: Terminal) -> None:
+    console = Console(terminal, ["prefill"])
+    with console.starting():
+        console.line("prefill", ROUTINE)
+    assert ROUTINE not in shown(terminal)
+    assert not console.end_start()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "dumb", "json"])
+def test_starting_when_no_live_lines_can_be_shown_then_each_line_is_written(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("TERM", "dumb" if kind == "dumb" else "xterm")
+    stream = io.StringIO() if kind == "pipe" else Terminal()
+    console = Console(stream, ["prefill"], is_json=kind == "json")
+    with console.starting():
+        console.report_phase("prefill", "loading")
+        console.report_ready("prefill", 1.25, "as instance 1")
+        console.line("prefill", ROUTINE)
+        assert not console.end_start("Ready", [("URL", "u")])
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "prefill is ready after 1.25 s as instance 1" in lines[0]
+    assert "routine" in lines[1]
 
 
 async def lines_of(*parts: bytes, limit: int = 1 << 20) -> list[str]:

@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.config.commands import LaunchConfig
-from dynamo_trtllm.config.deployment import load_deployment
+from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
 from dynamo_trtllm.launch import demo, main
 from dynamo_trtllm.launch.launcher import DeploymentStatus
+from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.subprocesses.supervisor import RunFailed
 from tests.unit.launch.launcher_helpers import answering, http
 
@@ -100,12 +101,30 @@ class Supervised:
             await on_ready(DeploymentStatus(frontend=None, names={}))
 
 
+def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -> None:
+    data = {
+        "workers": [
+            {"name": name, "disaggregation_mode": name, "devices": devices, "flags": {"model": "m", "engine": "vllm"}}
+            for name, devices in (("prefill", [0]), ("decode", "cpu"))
+        ]
+    }
+    specs = processes(checked_deployment(data, "d"))
+    assert main._summary(specs, DeploymentStatus(frontend="localhost:80", names={})) == [
+        ("URL", "http://localhost:80/v1"),
+        ("models", "m"),
+        ("workers", "prefill (vllm, GPU 0)"),
+        ("workers", "decode (vllm, CPU)"),
+        ("chat", "dynamo-trtllm chat --url http://localhost:80"),
+        ("curl", "curl http://localhost:80/v1/models"),
+        ("API", "http://localhost:80/docs"),
+    ]
+
+
 @pytest.mark.parametrize("once", [True, False])
 async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do_something_once(monkeypatch, once):
     monkeypatch.setattr(main, "Launcher", Supervised)
-    config = LaunchConfig(deployment="deploy/local/demo.yaml", once=once)
-    deployment = load_deployment(config.deployment, {})
-    await main._run(config, deployment)
+    deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
+    await main.run(deployment, log_format="text", once=once)
     monkeypatch.setattr(Supervised, "serves", False)
     with pytest.raises(RunFailed, match="stopped before") if once else nullcontext():
-        await main._run(config, deployment)
+        await main.run(deployment, log_format="text", once=once)

@@ -79,7 +79,7 @@ async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_i
 async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_it_answered_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def until_ready(ask: Any, within_s: float) -> None:
+    async def until_ready(ask: Any, within_s: float, on_wait: Any) -> None:
         raise NotYet("loading: reading weights")
 
     monkeypatch.setattr(launcher, "until", until_ready)

@@ -1,0 +1,251 @@
+"""The console command `dynamo-trtllm`: a table of subcommands, each of which is loaded only when it runs.
+
+Every subcommand has one implementation, which `python -m` of its module also runs. The flags of a subcommand come from
+its settings, so that `--help` and the completion of a shell load no engine and no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from dynamo_trtllm.config.environ import command_line, set_command_line
+from dynamo_trtllm.config.parser import CONSOLE, CommandParser
+from dynamo_trtllm.errors import ConfigError, install_hint
+
+_HELP = ("-h", "--help")
+_DEPLOY, _PROCESS, _USE, _CHECK, _OTHER = (
+    "start a deployment on this machine",
+    "start one process",
+    "use and watch a deployment",
+    "check and measure",
+    "other commands",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand. `main` and `flags` are MODULE:NAME, relative to `dynamo_trtllm`."""
+
+    name: str
+    group: str
+    summary: str
+    main: str
+    flags: str  # a class of settings, or a function that returns the parser
+
+
+COMMANDS = (
+    Command(
+        name="demo",
+        group=_DEPLOY,
+        summary="Start the sample deployment, and send it a request.",
+        main=".launch.main:demo_main",
+        flags=".config.commands:DemoConfig",
+    ),
+    Command(
+        name="serve",
+        group=_DEPLOY,
+        summary="Serve a model with settings chosen for this machine.",
+        main=".launch.serve:main",
+        flags=".config.commands:ServeConfig",
+    ),
+    Command(
+        name="launch",
+        group=_DEPLOY,
+        summary="Start the processes of a deployment file.",
+        main=".launch.main:main",
+        flags=".config.commands:LaunchConfig",
+    ),
+    Command(
+        name="worker",
+        group=_PROCESS,
+        summary="Run one worker: an engine with a model.",
+        main=".worker.main:main",
+        flags=".config.models:WorkerConfig",
+    ),
+    Command(
+        name="frontend",
+        group=_PROCESS,
+        summary="Run an OpenAI-compatible HTTP frontend.",
+        main=".frontend.process.main:main",
+        flags=".config.models:FrontendConfig",
+    ),
+    Command(
+        name="chat",
+        group=_USE,
+        summary="Chat with a running deployment.",
+        main=".cli.chat:main",
+        flags=".config.commands:ChatConfig",
+    ),
+    Command(
+        name="status",
+        group=_USE,
+        summary="Show processes, health and load of a deployment.",
+        main=".cli.status:main",
+        flags=".config.commands:StatusConfig",
+    ),
+    Command(
+        name="clear-namespace",
+        group=_USE,
+        summary="Remove the records of a deployment that is gone.",
+        main=".cli.clear_namespace:main",
+        flags=".config.commands:ClearNamespaceConfig",
+    ),
+    Command(
+        name="preflight",
+        group=_CHECK,
+        summary="Check TensorRT-LLM settings without a GPU.",
+        main=".cli.preflight:main",
+        flags=".config.commands:PreflightConfig",
+    ),
+    Command(
+        name="bench",
+        group=_CHECK,
+        summary="Run a benchmark, and write a report.",
+        main=".bench.profile.main:main",
+        flags=".bench.profile.main:parser",
+    ),
+    Command(
+        name="chaos",
+        group=_CHECK,
+        summary="Inject faults under load, and check every response.",
+        main=".bench.chaos.main:main",
+        flags=".bench.chaos.main:parser",
+    ),
+    Command(
+        name="version",
+        group=_OTHER,
+        summary="Show versions, engines, GPUs and servers found here.",
+        main=".cli.version:main",
+        flags=".config.commands:VersionConfig",
+    ),
+    Command(
+        name="completion",
+        group=_OTHER,
+        summary="Print a completion script for bash, zsh or fish.",
+        main=".cli.console:completion_main",
+        flags=".config.commands:CompletionConfig",
+    ),
+)
+
+
+def main() -> None:
+    """Run the command line. Exit with the status of the subcommand, or with 2 for a bad command line."""
+    try:
+        try:
+            raise SystemExit(_run(command_line()))
+        finally:
+            sys.stdout.flush()  # raises BrokenPipeError here and not in the interpreter
+    except ConfigError as exc:
+        from dynamo_trtllm.config.load import exit_with
+
+        exit_with(CONSOLE, exc)
+    except KeyboardInterrupt:  # while modules load; later, the subcommand handles it
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader has exited; the interpreter must not write again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _run(words: Sequence[str]) -> int | None:
+    if not words or words[0] in _HELP:
+        _overview().print_help()
+        return 0 if words else 2
+    if words[0] == "--version":
+        words = ["version", *words[1:]]
+    command = find(words[0])
+    set_command_line(f"{CONSOLE} {command.name}", words[1:])
+    if any(word in _HELP for word in takewhile(lambda word: word != "--", words[1:])):
+        parser_of(command).print_help()
+        return 0
+    status: int | None = _loaded(command.main)()
+    return status
+
+
+def find(name: str) -> Command:
+    """Return the subcommand of this name. Raise ConfigError if there is none."""
+    commands = {command.name: command for command in COMMANDS}
+    if name in commands:
+        return commands[name]
+    from dynamo_trtllm.config.base import suggest
+
+    guess = suggest(name, commands)
+    raise ConfigError(f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help"), field=name)
+
+
+def _overview() -> CommandParser:
+    """Return the parser that prints the list of subcommands. Its arguments are only shown: it parses nothing."""
+    parser = CommandParser(
+        prog=CONSOLE,
+        usage=f"{CONSOLE} COMMAND [flags]",
+        description="Serve language models with prefill and decode on separate GPUs.",
+        epilog=f"The flags of a command: {CONSOLE} COMMAND --help. First steps: {CONSOLE} demo",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for title in dict.fromkeys(command.group for command in COMMANDS):
+        group = parser.add_argument_group(title)
+        for command in COMMANDS:
+            if command.group == title:
+                group.add_argument(command.name, help=command.summary)
+    return parser
+
+
+def parser_of(command: Command) -> argparse.ArgumentParser:
+    """Return the argument parser of a subcommand. Raise ConfigError if a package is missing."""
+    flags = _loaded(command.flags)
+    if not isinstance(flags, type):
+        parser: argparse.ArgumentParser = flags()
+        return parser
+    from dynamo_trtllm.config.load import command_parser
+
+    return command_parser(flags, f"{CONSOLE} {command.name}", command.summary)
+
+
+def _loaded(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module, __package__.rpartition(".")[0]), name)
+    except ModuleNotFoundError as exc:
+        if not module.startswith(".bench."):
+            raise
+        raise ConfigError(f"the benchmarks need {exc.name}; {install_hint('bench')}") from exc
+
+
+def completion_main() -> None:
+    """Run `dynamo-trtllm completion`. Exit with status 0, or 2 for a bad command line."""
+    from dynamo_trtllm.config.commands import CompletionConfig
+    from dynamo_trtllm.config.load import exit_with, load
+
+    prog = f"{CONSOLE} completion"
+    try:
+        config = load(CompletionConfig, prog=prog, description=find("completion").summary)
+        sys.stdout.write(completion(config.shell))
+    except ConfigError as exc:
+        exit_with(prog, exc)
+
+
+def completion(shell: str) -> str:
+    """Return a script for this shell that completes subcommands, flags, values and file names."""
+    import shtab
+
+    root = argparse.ArgumentParser(prog=CONSOLE)
+    commands = root.add_subparsers()
+    for command in COMMANDS:
+        try:
+            parser = parser_of(command)
+        except ConfigError:
+            continue  # a package of this command is not installed
+        for action, words in parser.values.items() if isinstance(parser, CommandParser) else ():
+            if words:
+                action.choices = words
+            else:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's own attribute
+        commands.add_parser(command.name, help=command.summary, parents=[parser], add_help=False)
+    script: str = shtab.complete(root, shell)
+    return script

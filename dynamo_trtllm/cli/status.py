@@ -1,0 +1,382 @@
+"""Show the processes of running deployments, their health and their load (`dynamo-trtllm status`).
+
+It finds the deployments that were launched on this machine by the record of their launcher, and otherwise asks a
+frontend, or etcd. It asks every process at once, each for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dynamo_trtllm.config.base import DEFAULT_SOURCE, format_table
+from dynamo_trtllm.config.commands import StatusConfig
+from dynamo_trtllm.config.load import exit_with, load, program
+from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.errors import ConfigError, Unreachable
+from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
+from dynamo_trtllm.launch.plan import FRONTEND, reachable
+from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, request
+from dynamo_trtllm.observability.metrics import sum_samples
+from dynamo_trtllm.sanitize import mask_address
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PROG = f"{CONSOLE} status"
+_DESCRIPTION = "Show the processes of a running deployment, their health and their load."
+_DEFAULT_URL = "http://localhost:8000"
+_METRICS_BYTES = 8 << 20
+_READY, _REGISTERED, _STARTING, _UNREACHABLE = "ready", "registered", "starting", "unreachable"
+_HEAD = ("process", "role", "state", "address", "load")
+_COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
+
+
+class NothingRuns(Exception):
+    """No deployment was found. The message says where it was looked for, and what to do."""
+
+
+class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One process of a deployment, or an instance of which only the registration is known."""
+
+    name: str
+    role: str
+    state: str  # ready, registered, starting, unreachable, or the phase of a process that is not ready
+    reason: str = ""
+    address: str = ""
+    instance_id: str = ""
+    model: str = ""
+    engine: str = ""
+    load: dict[str, float] = msgspec.field(default_factory=dict)  # metrics by name, summed over labels
+
+
+class DeploymentReport(msgspec.Struct, kw_only=True):
+    """The processes of one deployment."""
+
+    namespace: str
+    url: str = ""  # of its first frontend
+    processes: list[ProcessStatus]
+    problems: list[str] = msgspec.field(default_factory=list)  # reported by the frontend
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.problems and all(each.state in (_READY, _REGISTERED) for each in self.processes)
+
+
+class _Health(msgspec.Struct):
+    """The part of a frontend's `/health` that is shown."""
+
+    instances: list[_HealthInstance] = msgspec.field(default_factory=list)
+    mismatched: list[object] = msgspec.field(default_factory=list)
+    message: str = ""
+
+
+class _HealthInstance(msgspec.Struct):
+    id: str
+    namespace: str
+    role: str
+    model: str
+    engine: str
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad command line.
+    """
+    try:
+        config = load(StatusConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+        reports = asyncio.run(_watch(config) if config.watch else _show_once(config))
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except NothingRuns as exc:
+        sys.stderr.write(f"{program(PROG)}: {exc}\n")
+        raise SystemExit(1) from exc
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0 if all(report.is_ready for report in reports) else 1)
+
+
+async def _show_once(config: StatusConfig) -> list[DeploymentReport]:
+    reports = await collect(config)
+    if config.json_output:
+        sys.stdout.write(f"{msgspec.json.format(msgspec.json.encode(reports)).decode()}\n")
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(_colored(reports))
+    else:
+        sys.stdout.write(as_text(reports))
+    return reports
+
+
+async def _watch(config: StatusConfig) -> list[DeploymentReport]:
+    """Show the status until a Ctrl-C, in place on a terminal, otherwise one after the other."""
+    if config.json_output or not sys.stdout.isatty():
+        while True:
+            reports = await collect(config)
+            shown = f"{msgspec.json.encode(reports).decode()}\n" if config.json_output else f"{as_text(reports)}\n"
+            sys.stdout.write(shown)
+            sys.stdout.flush()
+            await asyncio.sleep(config.interval_s)
+    from rich.live import Live
+
+    with Live(_colored(await collect(config)), auto_refresh=False) as live:
+        while True:
+            live.update(_colored(await collect(config)), refresh=True)
+            await asyncio.sleep(config.interval_s)
+
+
+async def collect(config: StatusConfig) -> list[DeploymentReport]:
+    """Return the deployments that run.
+
+    Raises:
+        ConfigError: A setting can't be used.
+        NothingRuns: There is none.
+    """
+    if config.url is not None:
+        try:
+            return [await _of_frontend(config.url, config.timeout_s)]
+        except OSError as exc:
+            raise NothingRuns(
+                f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
+            ) from exc
+    is_chosen = {name: config.source_of(name) != DEFAULT_SOURCE for name in ("namespace", "etcd_endpoints")}
+    records = [each for each in launch_records() if not is_chosen["namespace"] or each.namespace == config.namespace]
+    if records and not is_chosen["etcd_endpoints"]:
+        return list(await asyncio.gather(*(_of_launcher(record, config.timeout_s) for record in records)))
+    looked = ["no deployment was launched on this machine"]
+    if not any(is_chosen.values()):
+        try:
+            return [await _of_frontend(_DEFAULT_URL, config.timeout_s)]
+        except OSError as exc:
+            looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
+    try:
+        async with asyncio.timeout(config.timeout_s):
+            report = await _of_etcd(config)
+        if report.processes or report.problems:
+            return [report]
+        looked.append(f"etcd has no worker in namespace {config.namespace}")
+    except (Unreachable, TimeoutError):
+        looked.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
+    raise NothingRuns(f"{', '.join(looked)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints")
+
+
+async def _of_launcher(record: LaunchRecord, timeout_s: float) -> DeploymentReport:
+    """Ask the processes that a launcher of this machine has started."""
+    asked: list[Awaitable[ProcessStatus]] = [
+        _of_server("etcd", record.etcd, check_etcd, timeout_s),
+        _of_server("nats", record.nats, check_nats, timeout_s),
+        *(_of_process(process, timeout_s) for process in record.processes),
+    ]
+    report = DeploymentReport(namespace=record.namespace, processes=list(await asyncio.gather(*asked)))
+    frontends = [process for process in record.processes if process.role == FRONTEND]
+    if frontends:
+        report.url = f"http://{reachable(f'{frontends[0].host}:{frontends[0].port}')}"
+        try:
+            _add_health(report, await _health(frontends[0].host, frontends[0].port, timeout_s))
+        except OSError:
+            return report  # its row says so
+    return report
+
+
+async def _of_frontend(url: str, timeout_s: float) -> DeploymentReport:
+    """Ask a frontend for itself and the workers that it knows. Raise OSError if it does not answer."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http":
+        raise ConfigError(f"--url is {url!r}: status needs an address that begins with http://", field="url")
+    host, port = parts.hostname or "", parts.port or 80
+    health = await _health(host, port, timeout_s)
+    record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
+    namespaces = sorted({instance.namespace for instance in health.instances})
+    report = DeploymentReport(
+        namespace=", ".join(namespaces), url=url, processes=[await _of_process(record, timeout_s)]
+    )
+    _add_health(report, health)
+    return report
+
+
+async def _of_etcd(config: StatusConfig) -> DeploymentReport:
+    """Return the workers that are registered in etcd. Raise Unreachable if it does not answer."""
+    from dynamo_trtllm.discovery.etcd import tls_files
+    from dynamo_trtllm.discovery.etcd_store import EtcdStore
+    from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
+    from dynamo_trtllm.discovery.records import BadRecord, read_instance
+
+    report = DeploymentReport(namespace=config.namespace, processes=[])
+    async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
+        snapshot = await store.read_all(namespace_prefix(config.namespace))
+    for key, record in sorted(snapshot.records.items()):
+        try:
+            instance = read_instance(key, record)
+        except BadRecord as exc:
+            report.problems.append(f"record {shown_key(key)}: {exc}")
+            continue
+        model = instance.card.name
+        report.processes.append(_registered(f"{instance.id:x}", str(instance.role), model, instance.engine))
+    return report
+
+
+def _registered(instance_id: str, role: str, model: str, engine: str) -> ProcessStatus:
+    return ProcessStatus(
+        name=instance_id, role=role, state=_REGISTERED, instance_id=instance_id, model=model, engine=engine
+    )
+
+
+def _add_health(report: DeploymentReport, health: _Health) -> None:
+    """Add the workers that only the frontend knows, and its problems."""
+    known = {process.instance_id for process in report.processes}
+    for each in health.instances:
+        if each.id not in known:
+            report.processes.append(_registered(each.id, each.role, each.model, each.engine))
+    report.problems += [health.message] if health.message else []
+    report.problems += [str(line) for line in health.mismatched]
+
+
+async def _of_process(process: ProcessRecord, timeout_s: float) -> ProcessStatus:
+    """Ask a process whether it is ready, and for its load."""
+    status = ProcessStatus(
+        name=process.name,
+        role=process.role,
+        state=_UNREACHABLE,
+        address=reachable(f"{process.host}:{process.port}"),
+        model=process.model,
+        engine=process.engine,
+    )
+    try:
+        code, body = await _get(process.host, process.port, "/ready", timeout_s)
+        answer = msgspec.json.decode(body, type=ReadyAnswer)
+        status.state = _READY if code == 200 else answer.status
+        status.reason, status.instance_id = answer.reason, answer.instance_id
+        if code == 200:  # a frontend that starts answers no other request yet
+            _, body = await _get(process.host, process.port, "/metrics", timeout_s)
+            status.load = sum_samples(body.decode())
+    except ConnectionRefusedError as exc:
+        status.state, status.reason = (_STARTING, "") if _runs(process.pid) else (_UNREACHABLE, _text(exc))
+    except (OSError, ValueError) as exc:  # ValueError: the answer of another program
+        status.state, status.reason = _UNREACHABLE, _text(exc)
+    return status
+
+
+def _runs(pid: int) -> bool:
+    """Return True if a process with this id runs; 0 stands for an unknown one."""
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+async def _of_server(
+    name: str, addresses: str, check: Callable[[str, int], Awaitable[None]], timeout_s: float
+) -> ProcessStatus:
+    """Check the first address of etcd or NATS. One with TLS or without a port is not checked."""
+    status = ProcessStatus(name=name, role=name, state=_REGISTERED, address=mask_address(addresses))
+    first = addresses.split(",")[0].strip()
+    parts = urllib.parse.urlsplit(first if "://" in first else f"//{first}")
+    if parts.scheme in ("https", "tls") or parts.hostname is None or parts.port is None:
+        return status
+    try:
+        async with asyncio.timeout(timeout_s):
+            await check(parts.hostname, parts.port)
+        status.state = _READY
+    except (NotYet, OSError) as exc:
+        status.state, status.reason = _UNREACHABLE, _text(exc)
+    return status
+
+
+async def _health(host: str, port: int, timeout_s: float) -> _Health:
+    """Return a frontend's `/health`. Raise OSError if there is none."""
+    _, body = await _get(host, port, "/health", timeout_s)
+    try:
+        return msgspec.json.decode(body, type=_Health)
+    except msgspec.DecodeError as exc:
+        raise OSError(f"the answer is not that of a frontend: {exc}") from exc
+
+
+async def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, bytes]:
+    async with asyncio.timeout(timeout_s):
+        return await request(host, port, "GET", path, max_bytes=_METRICS_BYTES)
+
+
+def _text(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if number else str(error) or "no answer in time"
+
+
+def as_text(reports: Iterable[DeploymentReport]) -> str:
+    """Return the reports as plain lines."""
+    return "\n".join(_title(each) + format_table([_HEAD, *_rows(each)]) + _problems(each) for each in reports)
+
+
+def _title(report: DeploymentReport) -> str:
+    state = "ready" if report.is_ready else "NOT READY"
+    lines = [f"deployment {report.namespace or '-'}: {state}" + (f", {report.url}" if report.url else "")]
+    models: dict[tuple[str, str], list[str]] = {}
+    for process in report.processes:
+        if process.model:
+            models.setdefault((process.model, process.engine), []).append(process.role)
+    for (model, engine), roles in sorted(models.items()):
+        workers = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
+        lines.append(f"model {model}: {workers}" + (f" (engine {engine})" if engine else ""))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _problems(report: DeploymentReport) -> str:
+    return "".join(f"problem: {line}\n" for line in report.problems)
+
+
+def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
+    for process in report.processes:
+        state = f"{process.state}: {process.reason}" if process.reason else process.state
+        yield process.name, process.role, state, process.address or "-", _load(process.role, process.load)
+
+
+def _load(role: str, load: Mapping[str, float]) -> str:
+    """Return the load in a few words."""
+    if not load:
+        return "-"
+    if role == FRONTEND:
+        words = [f"{load.get('inflight', 0):.0f} in flight", f"{load.get('queued', 0):.0f} queued"]
+        words.append(f"{load.get('requests_total', 0):,.0f} requests")
+        words.append(f"{load.get('output_tokens_total', 0):,.0f} tokens")
+        if count := load.get("ttft_seconds_count"):
+            words.append(f"mean TTFT {load['ttft_seconds_sum'] / count * 1e3:.0f} ms")
+        return ", ".join(words)
+    words = [f"{load.get('running', 0):.0f} running", f"{load.get('waiting', 0):.0f} waiting"]
+    if total := load.get("kv_blocks_total"):
+        words.append(f"KV {load.get('kv_blocks_used', 0) / total:.0%}")
+    return ", ".join([*words, f"{load.get('output_tokens_total', 0):,.0f} tokens"])
+
+
+def _colored(reports: Iterable[DeploymentReport]) -> Group:
+    """Return the reports for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: list[Text | Table] = []
+    for report in reports:
+        shown.append(Text(_title(report).rstrip(), style="bold" if report.is_ready else "bold red"))
+        table = Table(*_HEAD, box=None, pad_edge=False)
+        for process, row in zip(report.processes, _rows(report), strict=True):
+            name, role, state, *others = row
+            cells = [
+                Text(name),
+                Text(role),
+                Text(state, style=_COLORS.get(process.state, "yellow")),
+                *map(Text, others),
+            ]
+            table.add_row(*cells)
+        shown.append(table)
+        shown.append(Text(_problems(report), style="red"))
+    return Group(*shown)

@@ -1,0 +1,124 @@
+"""Show the version of this package, and which engines, GPUs, libraries and servers are found (`dynamo-trtllm version`).
+
+It imports none of them: it reads package metadata, and runs `nvidia-smi`, `etcd` and `nats-server` for a moment.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dynamo_trtllm import __version__
+from dynamo_trtllm.config.base import format_table
+from dynamo_trtllm.config.commands import VersionConfig
+from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
+
+PROG = f"{CONSOLE} version"
+_DESCRIPTION = "Show the version of this package, and which engines, GPUs, libraries and servers are found."
+_PROGRAM_TIMEOUT_S = 5.0
+_GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
+_NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the packages for a CUDA release contain UCX
+# engine -> module and packages that it needs; the version is that of the first package
+_ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "trtllm": ("tensorrt_llm", ("tensorrt-llm",)),
+    "vllm": ("vllm", ("vllm",)),
+    "torch": ("torch", ("torch", "transformers", "safetensors", "llguidance")),
+}
+_UNKNOWN = "unknown version"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. Exit with status 0, or 2 for a bad command line."""
+    try:
+        config = load(VersionConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    found = versions()
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if config.json_output else format_table(list(_rows(found))))
+
+
+def versions() -> dict[str, Any]:
+    """Return what is found, for JSON. A value is None if it is not installed or not there."""
+    return {
+        "dynamo_trtllm": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "engines": {name: _engine(*needs) for name, needs in _ENGINES.items()} | {"mock": __version__},
+        "nixl": next((version for name in _NIXL if (version := _package(name))), None),
+        "ucx": _ucx(),
+        "etcd": _server(etcd_binary),
+        "nats_server": _server(nats_binary),
+        "gpus": _gpus(),
+    }
+
+
+def _engine(module: str, packages: Sequence[str]) -> str | None:
+    """Return the version of an engine's library, with the names of packages that are missing beside it."""
+    first, *others = packages
+    version = _package(first) or (_UNKNOWN if importlib.util.find_spec(module) else None)
+    missing = [name for name in others if _package(name) is None]
+    return f"{version} (without {', '.join(missing)})" if version and missing else version
+
+
+def _package(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ucx() -> str | None:
+    """Return the package that contains UCX, on which NIXL transfers KV."""
+    for name in _NIXL:
+        if (version := _package(name)) and any("libucp" in str(path) for path in importlib.metadata.files(name) or ()):
+            return f"in {name} {version}"
+    return None
+
+
+def _server(find: Callable[[], str]) -> dict[str, str] | None:
+    try:
+        path = find()
+    except ConfigError:
+        return None
+    first_line = _output(path, "--version").partition("\n")[0]
+    return {"version": first_line.rpartition(" ")[2].removeprefix("v") or _UNKNOWN, "path": path}
+
+
+def _gpus() -> list[dict[str, str]]:
+    lines = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader").splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)]
+
+
+def _output(*command: str) -> str:
+    """Return what a program prints; empty if it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    missing = "not installed"
+    yield "dynamo_trtllm", found["dynamo_trtllm"]
+    yield "Python", f"{found['python']} on {found['platform']}"
+    for engine, version in found["engines"].items():
+        yield f"engine {engine}", "built in" if engine == "mock" else version or missing
+    yield "NIXL", found["nixl"] or missing
+    yield "UCX", found["ucx"] or missing
+    for name, key in (("etcd", "etcd"), ("NATS", "nats_server")):
+        yield name, f"{found[key]['version']} at {found[key]['path']}" if found[key] else missing
+    for gpu in found["gpus"]:
+        yield f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory.total']}, driver {gpu['driver_version']}"
+    if not found["gpus"]:
+        yield "GPU", "none (nvidia-smi lists none)"

@@ -1,0 +1,187 @@
+"""Serve one model on this machine: choose engine, devices and workers, and run them with the launcher.
+
+`python -m dynamo_trtllm.launch.serve MODEL` runs it. It differs from a deployment file only in who writes the file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dynamo_trtllm import demo_models
+from dynamo_trtllm.config.commands import ServeConfig
+from dynamo_trtllm.config.deployment import checked_deployment
+from dynamo_trtllm.config.environ import command_line
+from dynamo_trtllm.config.load import exit_with, load, process_environment, program
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.demo_models.hub import Hub, HubModel
+from dynamo_trtllm.engines.checkpoint import CONFIG, model_file, read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.gpu import list_gpus
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch.main import run, run_until_end
+from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.sanitize import escape_controls
+
+PROG = "python -m dynamo_trtllm.launch.serve"
+_DESCRIPTION = "Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU."
+_PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
+_OWN_SERVERS = "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
+_NOT_FOR_WORKERS = {  # flags that are not allowed after -- -> what to do instead
+    "engine": "type --engine before --",
+    "tensor_parallel_size": "type --tensor-parallel-size before --",
+    "namespace": "type --namespace before --",
+    "disaggregation_mode": "type --prefill and --decode before --",
+    "etcd_endpoints": _OWN_SERVERS,
+    "nats_server": _OWN_SERVERS,
+}
+_TINY_VALUES = 30_000_000  # of the bundled model, which is expanded when a worker starts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 after a stop by signal or `--dry-run`.
+
+    Exit with status 2 for a wrong setting, and 1 if the deployment failed.
+
+    Args:
+        argv: Command line without the program name. Default: that of this process.
+    """
+    words = list(command_line() if argv is None else argv)
+    own, extra = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    try:
+        config = load(ServeConfig, prog=PROG, description=_DESCRIPTION, argv=own)
+        observe_logging.setup(config.log_level, "serve", config.log_format)
+        worker_flags = _worker_flags(extra)
+        hub_model, model = _model(config)
+        chosen = choose(machine_facts(process_environment()), model, config)
+        data = deployment_data(chosen, model, config, worker_flags)
+        deployment = checked_deployment(data, "flags after --")
+        lines = [f"{subject + ':':<10} {reason}" for subject, reason in chosen.reasons.items()]
+        if config.dry_run:
+            sys.stdout.write(_file(data, lines, words, hub_model))
+            return 0
+        if hub_model is not None and hub_model.download_bytes:
+            for line in lines:
+                _show(line)
+            lines = []
+            Hub().download(hub_model, _show)
+        run_until_end(PROG, run(deployment, log_format=config.log_format, preface=lines))
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except KeyboardInterrupt:  # during a download; later, the launcher handles it
+        return 130
+    return 0
+
+
+def _show(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags after `--` by field name.
+
+    Raises:
+        ConfigError: A flag is wrong, or one that this command sets.
+    """
+    if not words:
+        return {}
+    config = load(WorkerConfig, prog=PROG, description="", argv=[*words, "--model-path=-"], environ={})
+    given = {name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")} - {"model_path"}
+    if wrong := sorted(given.intersection(_NOT_FOR_WORKERS)):
+        flag = wrong[0].replace("_", "-")
+        raise ConfigError(f"--{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}", field=wrong[0])
+    return {name: _plain(getattr(config, name)) for name in WorkerConfig.model_fields if name in given}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.expanduser().resolve())
+    return value.value if isinstance(value, Enum) else value
+
+
+def machine_facts(environment: Mapping[str, str]) -> MachineFacts:
+    """Return what this machine has, for processes with this environment."""
+    gpus, why = list_gpus(environment)
+    return MachineFacts(
+        gpus=gpus,
+        no_gpu_reason=why,
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=_available_bytes(),
+        engines=frozenset(name for name, package in _PACKAGES.items() if importlib.util.find_spec(package)),
+    )
+
+
+def _available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
+    """Find the model. Of a model on the Hub that is not in the cache, only config.json is downloaded.
+
+    Raises:
+        ConfigError: There is no such model, or its files can't be read.
+    """
+    name, hub_model = config.model, None
+    is_bundled, is_folder = name in demo_models.BUNDLED, Path(name).expanduser().is_dir()
+    is_on_hub = not is_bundled and not is_folder and demo_models.HUB_NAME.fullmatch(name) is not None
+    if config.revision is not None and not is_on_hub:
+        raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it", field="revision")
+    path = str(Path(name).expanduser().resolve()) if is_folder else name
+    shown = config.served_model_name or (Path(path).name if is_folder else name)
+    facts = ModelFacts(path=path, name=shown, weight_bytes=None, torch_values=None, num_heads=None)
+    if config.engine == "mock":  # it needs the name only
+        return None, facts
+    if is_on_hub:
+        hub_model = Hub().find(name, config.revision)
+    folder = hub_model.folder if hub_model is not None else demo_models.locate(name)
+    if folder is None:
+        return None, replace(facts, weight_bytes=4 * _TINY_VALUES, torch_values=_TINY_VALUES)
+    if model_file(folder).name != CONFIG:
+        return None, replace(facts, is_gguf=True, weight_bytes=model_file(folder).stat().st_size)
+    checkpoint = read_checkpoint(folder)
+    plain = replace(checkpoint, quantization=None, dtype="bfloat16")
+    stored = hub_model.weight_bytes if hub_model is not None else checkpoint.index_bytes
+    return hub_model, replace(
+        facts,
+        path=path if hub_model is None else str(folder),
+        weight_bytes=stored or weight_bytes(checkpoint).total,
+        torch_values=weight_bytes(plain).total // 2,
+        num_heads=checkpoint.num_attention_heads,
+    )
+
+
+def _file(data: Mapping[str, Any], reasons: Sequence[str], words: Sequence[str], hub_model: HubModel | None) -> str:
+    """Return a deployment file that the launcher runs like this command."""
+    head = [f"Written by {program(PROG)} {shlex.join(words)}", *reasons]
+    if hub_model is not None and hub_model.download_bytes:
+        gib = math.ceil(hub_model.download_bytes / (1 << 30))
+        head.append(f"First download {gib} GiB: hf download {hub_model.name} --revision {hub_model.revision}")
+    return "".join(f"# {escape_controls(line)}\n" for line in head) + yaml.safe_dump(_escaped(data), sort_keys=False)
+
+
+def _escaped(value: Any) -> Any:
+    """Double dollar signs, with which references to variables begin in a deployment file."""
+    if isinstance(value, str):
+        return value.replace("$", "$$")
+    if isinstance(value, Mapping):
+        return {key: _escaped(each) for key, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,254 @@
+"""Choose engine, devices and workers for one model on one machine. The functions are pure: facts in, choice out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo_trtllm.config.base import EngineName
+from dynamo_trtllm.config.commands import ServeConfig
+from dynamo_trtllm.engines.gpu import GpuMemory
+from dynamo_trtllm.errors import ConfigError, install_hint
+from dynamo_trtllm.messages import Role
+
+_GIB = 1 << 30
+_MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
+_MIN_FREE_FRACTION = 0.8  # of a GPU; below it the GPU is in use
+_BY_PREFERENCE: tuple[EngineName, ...] = ("trtllm", "vllm", "torch")
+_TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "torch": "torch", "mock": "mock"}
+_GPU_READY_TIMEOUT_S = 3600.0  # loading takes 15 to 30 minutes from slow storage
+_CPU_READY_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What this machine has."""
+
+    gpus: Sequence[GpuMemory]
+    no_gpu_reason: str  # empty if there are GPUs
+    cpus: int  # that this process may use
+    memory_bytes: int  # of the host, available now
+    engines: frozenset[str]  # installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the files of a model say."""
+
+    path: str  # for --model-path
+    name: str  # that clients send
+    weight_bytes: int | None  # as stored; None if it is not known
+    torch_values: int | None  # number of weights: the torch engine does not compute with quantized ones
+    num_heads: int | None  # attention heads, of which each GPU gets an equal share
+    is_gguf: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The chosen deployment, and a reason for each choice."""
+
+    engine: EngineName
+    workers: dict[Role, int]  # number of workers by role
+    tensor_parallel_size: int = 1
+    gpus: Sequence[int] = ()  # numbers, for all workers in order; none: CPU
+    threads: int = 1  # of a worker on the CPU
+    reasons: dict[str, str] = field(default_factory=dict)  # by subject
+
+
+def choose(machine: MachineFacts, model: ModelFacts, wishes: ServeConfig) -> Topology:
+    """Choose how to serve a model.
+
+    Raises:
+        ConfigError: The model does not fit, or a wish can't be fulfilled.
+    """
+    engine, why = _engine(machine, model, wishes)
+    reasons = {"model": f"{model.name}{_size(model.weight_bytes)}", "engine": f"{_TITLES[engine]}: {why}"}
+    if engine == "mock" or not machine.gpus:
+        return _on_cpu(engine, machine, model, wishes, reasons)
+    return _on_gpus(engine, machine, model, wishes, reasons)
+
+
+def _engine(machine: MachineFacts, model: ModelFacts, wishes: ServeConfig) -> tuple[EngineName, str]:
+    """Return the engine and the reason for it."""
+    if wishes.engine is not None:
+        return wishes.engine, "given with --engine"
+    possible: Sequence[EngineName] = _BY_PREFERENCE
+    if not machine.gpus:
+        possible, why = ("torch",), f"no NVIDIA GPU was found ({machine.no_gpu_reason}), and it runs on CPUs"
+    elif model.is_gguf:
+        possible, why = ("torch",), "it alone loads GGUF files"
+    for engine in possible:
+        if engine in machine.engines:
+            if len(possible) > 1:
+                better = possible[: possible.index(engine)]
+                why = f"{' and '.join(map(_TITLES.__getitem__, better))} not installed" if better else "installed"
+            return engine, why
+    names = " or ".join(_TITLES[engine] for engine in possible)
+    raise ConfigError(f"no engine for this machine is installed ({names}); {install_hint('torch')}", field="engine")
+
+
+def _on_cpu(
+    engine: EngineName, machine: MachineFacts, model: ModelFacts, wishes: ServeConfig, reasons: dict[str, str]
+) -> Topology:
+    if wishes.tensor_parallel_size not in (None, 1):
+        raise ConfigError(
+            f"--tensor-parallel-size {wishes.tensor_parallel_size} needs GPUs, but these workers run on the CPU; "
+            "remove it",
+            field="tensor_parallel_size",
+        )
+    each = 0 if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False) or 0
+    limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
+    workers = _wished(wishes) or {Role.PREFILL: 1, Role.DECODE: 1}
+    reasons["topology"] = _described(workers) + (
+        ", as given" if _wished(wishes) else ", the smallest disaggregated deployment"
+    )
+    if each * sum(workers.values()) > limit and _wished(wishes) is None:
+        workers = {Role.AGGREGATED: 1}
+        reasons["topology"] = f"{_described(workers)}: the memory does not hold the weights twice"
+    if (needed := each * sum(workers.values())) > limit:
+        raise ConfigError(
+            f"{_described(workers)} of {model.name} on the CPU would hold {_gib(needed)} of weights, but "
+            f"{_gib(machine.memory_bytes)} of memory are available, of which weights may take "
+            f"{_MAX_WEIGHT_FRACTION:.0%}; use a smaller model, or a machine with GPUs",
+            field="model",
+        )
+    threads = max(1, machine.cpus // sum(workers.values()))
+    reasons["devices"] = f"CPU, {threads} of {machine.cpus} cores per worker"
+    return Topology(engine=engine, workers=workers, threads=threads, reasons=reasons)
+
+
+def _on_gpus(
+    engine: EngineName, machine: MachineFacts, model: ModelFacts, wishes: ServeConfig, reasons: dict[str, str]
+) -> Topology:
+    free = [gpu for gpu in machine.gpus if gpu.free_bytes >= _MIN_FREE_FRACTION * gpu.total_bytes]
+    busy = [str(gpu.number) for gpu in machine.gpus if gpu not in free]
+    if not free:
+        raise ConfigError(
+            f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that nvidia-smi lists",
+            field="devices",
+        )
+    size, why = _tensor_parallel_size(engine, free, model, wishes)
+    if (workers := _wished(wishes)) is not None:
+        reasons["topology"] = f"{_described(workers)}, as given"
+    elif len(free) >= 2 * size:
+        workers = {Role.PREFILL: 1, Role.DECODE: 1}
+        reasons["topology"] = f"{_described(workers)}: the free GPUs suffice for both"
+    else:
+        workers = {Role.AGGREGATED: 1}
+        reasons["topology"] = f"{_described(workers)}: prefill and decode workers would need {2 * size} free GPUs"
+    needed = size * sum(workers.values())
+    if needed > len(free):
+        raise ConfigError(
+            f"{_described(workers)} with {size} GPUs each need {needed} GPUs, but {len(free)} are free"
+            f"{' (in use: ' + ', '.join(busy) + ')' if busy else ''}; ask for fewer workers",
+            field="prefill",
+        )
+    chosen = [gpu.number for gpu in free[:needed]]
+    rest = len(free) - needed
+    reasons["devices"] = f"GPU {', '.join(map(str, chosen))} ({free[0].name}); {why}"
+    if busy:
+        reasons["devices"] += f"; in use by others: {', '.join(busy)}"
+    if rest:
+        reasons["devices"] += f"; {rest} more free, which --prefill and --decode can use"
+    return Topology(engine=engine, workers=workers, tensor_parallel_size=size, gpus=chosen, reasons=reasons)
+
+
+def _tensor_parallel_size(
+    engine: EngineName, gpus: Sequence[GpuMemory], model: ModelFacts, wishes: ServeConfig
+) -> tuple[int, str]:
+    """Return the number of GPUs per worker and the reason for it."""
+    if engine == "torch" and wishes.tensor_parallel_size not in (None, 1):
+        raise ConfigError(
+            "the torch engine runs on one GPU; remove --tensor-parallel-size, or use another --engine",
+            field="tensor_parallel_size",
+        )
+    if wishes.tensor_parallel_size is not None:
+        return wishes.tensor_parallel_size, "as many per worker as given"
+    weights = _bytes_in_memory(engine, model, on_gpu=True)
+    if weights is None:
+        return 1, "one per worker: the size of the weights is not known"
+    limit = min(gpu.total_bytes for gpu in gpus) * _MAX_WEIGHT_FRACTION
+    size = 1
+    while weights / size > limit:
+        size *= 2
+    if size > (1 if engine == "torch" else len(gpus)) or (model.num_heads is not None and model.num_heads % size):
+        advice = "use vLLM or TensorRT-LLM, or " if engine == "torch" else ""
+        raise ConfigError(
+            f"{model.name} has {_gib(weights)} of weights with {_TITLES[engine]}, but GPUs of {_memory(gpus[0])} hold "
+            f"{_gib(limit)} each, and there are {len(gpus)}; {advice}choose a smaller model",
+            field="model",
+        )
+    enough = "fit one GPU" if size == 1 else f"need {size} GPUs"
+    return size, f"{_gib(weights)} of weights {enough} with {_gib(limit)} for weights each"
+
+
+def _bytes_in_memory(engine: EngineName, model: ModelFacts, *, on_gpu: bool) -> int | None:
+    """Return the bytes of the loaded weights, or None if the number is not known."""
+    if engine != "torch":
+        return model.weight_bytes
+    return None if model.torch_values is None else model.torch_values * (2 if on_gpu else 4)  # bfloat16, float32
+
+
+def _wished(wishes: ServeConfig) -> dict[Role, int] | None:
+    if wishes.prefill is None and wishes.decode is None:
+        return None
+    return {Role.PREFILL: wishes.prefill or 1, Role.DECODE: wishes.decode or 1}
+
+
+def deployment_data(
+    chosen: Topology, model: ModelFacts, wishes: ServeConfig, worker_flags: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of a deployment file.
+
+    Args:
+        chosen: Return value of `choose`.
+        model: The model.
+        wishes: Settings of the command.
+        worker_flags: More flags of every worker, by field name.
+    """
+    flags: dict[str, Any] = {"model-path": model.path, "engine": chosen.engine}
+    if "served_model_name" not in worker_flags:
+        flags["served-model-name"] = model.name
+    if chosen.tensor_parallel_size > 1:
+        flags["tensor-parallel-size"] = chosen.tensor_parallel_size
+    more = {name.replace("_", "-"): value for name, value in worker_flags.items()}
+    if chosen.engine == "torch" and not chosen.gpus and chosen.threads > 1:
+        given = more.get("override-engine-args") or {}
+        more["override-engine-args"] = {"num_threads": chosen.threads, **given}
+    workers, gpus = [], list(chosen.gpus)
+    for role, count in chosen.workers.items():
+        mine, gpus = gpus[: count * chosen.tensor_parallel_size], gpus[count * chosen.tensor_parallel_size :]
+        name = "worker" if role is Role.AGGREGATED else role.value
+        worker: dict[str, Any] = {"name": name, "disaggregation_mode": role.value, "devices": mine or "cpu"}
+        if count > 1:
+            worker["count"] = count
+        if mine:
+            worker["env"] = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # numbers as in nvidia-smi
+        workers.append({**worker, "flags": {**flags, **more}})
+    frontend = {"http-port": wishes.port} | ({} if wishes.host is None else {"http-host": wishes.host})
+    return {
+        "namespace": wishes.namespace,
+        "services": {"etcd": "start", "nats": "start"},
+        "frontend": frontend,
+        "workers": workers,
+        "ready_timeout_s": _GPU_READY_TIMEOUT_S if chosen.gpus else _CPU_READY_TIMEOUT_S,
+    }
+
+
+def _described(workers: dict[Role, int]) -> str:
+    names = {Role.AGGREGATED: "aggregated"}
+    parts = [f"{count} {names.get(role, role.value)}" for role, count in workers.items()]
+    return f"{' and '.join(parts)} worker{'s' if max(workers.values()) > 1 else ''}"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f", {_gib(num_bytes)} of weights"
+
+
+def _memory(gpu: GpuMemory) -> str:
+    return f"{_gib(gpu.total_bytes)} ({_gib(gpu.free_bytes)} free)"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

@@ -1,0 +1,68 @@
+"""The command `serve` with real processes: two deployments side by side, which differ in nothing but the port."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dynamo_trtllm.network.addresses import free_ports
+from tests.e2e.cluster import PLAIN
+from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
+from tests.waiting import SOON_S
+
+SERVE = (sys.executable, "-m", "dynamo_trtllm.launch.serve")
+MODEL = "tiny-gpt-oss"
+MOCK = ["--engine", "mock"]  # starts faster than torch
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        (MOCK, "mock: given with --engine"),
+        pytest.param([], "torch: no NVIDIA GPU was found .*, and it runs on CPUs", marks=pytest.mark.long),
+    ],
+    ids=["mock", "torch"],
+)
+def test_serve_when_two_run_side_by_side_then_each_answers_and_ctrl_c_leaves_nothing_of_it(
+    tmp_path: Path, flags: list[str], engine: str
+) -> None:
+    ports = [free_ports(), free_ports()]
+    started = []
+    try:
+        for port, own in zip(ports, (flags, MOCK), strict=True):
+            folder = tmp_path / str(port)
+            folder.mkdir()
+            argv = (MODEL, "--prefill", "1", "--decode", "1", "--port", str(port), *own)
+            started.append(LauncherProcess(folder, *argv, command=SERVE, env={"CUDA_VISIBLE_DEVICES": ""}))
+        for running, port in zip(started, ports, strict=True):
+            running.wait_line(r"launch +\| topology: +1 prefill and 1 decode worker, as given")
+            running.wait_line(rf"launch +\| Ready: http://localhost:{port}")
+            ask_until_answered(port)
+        first, second = started
+        first.wait_line(rf"launch +\| engine: +{engine}")
+        messages = [{"role": "user", "content": "Is everything up and running?"}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 16}
+        url = f"http://localhost:{ports[0]}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers={"x-dynamo-stats": "1"}, timeout=WAIT_S, **PLAIN).json()
+        assert answer["usage"]["completion_tokens"] > 0
+        assert answer["dynamo_trtllm"]["kv_bytes"] > 0
+        first.process.send_signal(signal.SIGINT)
+        assert first.end() == (0, "")
+        first.wait_gone(SOON_S)
+        ask_until_answered(ports[1])
+        second.process.send_signal(signal.SIGINT)
+        assert second.end() == (0, "")
+        second.wait_gone(SOON_S)
+        assert not [*tmp_path.glob("*/dynamo-*")]
+        for running in started:
+            assert not [line for line in running.lines if re.search(r"\b(ERROR|WARNING)\b", line)]
+    finally:
+        for running in started:
+            running.close()

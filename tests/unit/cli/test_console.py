@@ -1,0 +1,207 @@
+"""The console command: every subcommand explains itself, is found by its name, and completes in a shell."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.cli.console import COMMANDS, Command, completion, main, parser_of
+from dynamo_trtllm.config.base import GROUPS
+from dynamo_trtllm.config.commands import DemoConfig
+from dynamo_trtllm.config.layers import find_file
+from dynamo_trtllm.config.load import load
+
+Type = Callable[[str], int]
+NAMES = [command.name for command in COMMANDS]
+# Beyond these, an import costs more than the help is worth.
+HEAVY = ("asyncio", "msgspec", "pydantic", "rich", "shtab", "torch", "prometheus_client", "grpc")
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Type:
+    """Run a command line in this process. Return its exit status."""
+
+    def run(line: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["dynamo-trtllm", *shlex.split(line)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code if isinstance(ended.value.code, int) else 0
+
+    return run
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys\nfrom dynamo_trtllm.cli.console import main\n"
+        "try:\n    main()\nexcept SystemExit as exc:\n"
+        f"    print(exc.code, [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path}\n{code}", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("0 []\n")
+    assert done.stdout.startswith("usage: dynamo-trtllm COMMAND [flags]\n")
+    titles = dict.fromkeys(command.group for command in COMMANDS)
+    assert [line.rstrip(":") for line in done.stdout.splitlines() if line.rstrip(":") in titles] == list(titles)
+    assert all(f"\n  {command.name} " in done.stdout and command.summary in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_command_when_help_is_asked_then_its_flags_are_shown(
+    command: Command, typed: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(f"{command.name} --help") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: dynamo-trtllm {command.name} ")
+    assert "python -m dynamo_trtllm" not in said
+    if command.flags.startswith(".config"):
+        assert any(f"\n{title}:\n" in said for title in GROUPS)
+
+
+@pytest.mark.parametrize("line", ["--help", "completion zsh"])
+def test_output_when_the_reader_has_exited_then_no_traceback(line: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from dynamo_trtllm.cli.console import main; main()"
+    command = [sys.executable, "-c", code, *line.split()]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_package_when_installed_then_it_has_the_command() -> None:
+    scripts = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["dynamo-trtllm"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+def test_table_when_loaded_then_every_command_has_a_function_to_run() -> None:
+    for command in COMMANDS:
+        module, _, name = command.main.partition(":")
+        assert callable(getattr(importlib.import_module(module, "dynamo_trtllm"), name))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("lunch", "dynamo-trtllm: unknown command 'lunch'; did you mean launch?\n"),
+        ("xyz", "dynamo-trtllm: unknown command 'xyz'; see --help\n"),
+        ("launch", "dynamo-trtllm launch: DEPLOYMENT is missing; pass it, or set DYN_TRTLLM_DEPLOYMENT\n"),
+        ("worker --model-name m", "dynamo-trtllm worker: unknown flag --model-name; use --served-model-name\n"),
+        ("frontend --tp 2", "dynamo-trtllm frontend: unknown flag --tp; it is --tensor-parallel-size of dynamo-trtllm"),
+        ("chat hello", "dynamo-trtllm chat: unexpected argument 'hello'"),
+        ("demo a b", "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one\n"),
+        ("demo none.yaml", "dynamo-trtllm demo: none.yaml: can't be read: No such file or directory\n"),
+        ("status --url x", "dynamo-trtllm status: flag --url is 'x': expected an address like http://localhost:8000\n"),
+        ("completion ksh", "dynamo-trtllm completion: flag SHELL is 'ksh': should be 'bash', 'zsh' or 'fish'\n"),
+    ],
+)
+def test_line_when_it_is_wrong_then_one_line_names_the_command_and_status_2(
+    line: str, said: str, typed: Type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(line) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(said)
+    assert errors.count("\n") == 1
+
+
+def test_line_when_it_is_empty_then_the_commands_and_status_2(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("") == 2
+    assert "\n  demo " in capsys.readouterr().out
+
+
+def test_line_when_interrupted_while_modules_load_then_status_130(typed: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str, package: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert typed("chat") == 130
+
+
+def test_benchmarks_when_a_package_of_theirs_is_missing_then_it_is_named(
+    typed: Type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in [module for module in sys.modules if module.startswith("dynamo_trtllm.bench.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "orjson", None)
+    assert typed("chaos --list") == 2
+    assert "the benchmarks need orjson; " in capsys.readouterr().err
+    assert "status" in completion("bash")  # of the other commands
+
+
+def test_demo_when_no_file_is_named_then_the_sample_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(DemoConfig, prog="x", description="x", argv=[], environ={})
+    assert config.demo
+    assert find_file(config.deployment).is_file()
+
+
+def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(**env: str) -> str:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        command = next(command for command in COMMANDS if command.name == "launch")
+        parser_of(command).print_help()
+        return sys.stdout.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "\x1b[" in shown(TERM="xterm")
+    plain = shown(NO_COLOR="1")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    parser_of(next(command for command in COMMANDS if command.name == "launch")).print_help()
+    assert plain == sys.stdout.getvalue()  # the same text as in a pipe
+
+
+_COMPLETE = """
+source "$1"
+complete -p dynamo-trtllm > /dev/null
+COMP_WORDS=("${@:2}"); COMP_CWORD=$(($# - 2))
+_shtab_dynamo_trtllm
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_completion_when_bash_asks_then_commands_flags_values_and_files(tmp_path: Path) -> None:
+    script = tmp_path / "completion"
+    script.write_text(completion("bash"))
+    (tmp_path / "mine.yaml").touch()
+
+    def answers(*words: str) -> set[str]:
+        command = ["bash", "-c", _COMPLETE, "bash", script.name, "dynamo-trtllm", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return set(done.stdout.split())
+
+    assert answers("") == set(NAMES)
+    assert answers("worker", "--disagg") == {"--disaggregation-mode", "--disaggregation-strategy"}
+    assert answers("worker", "--disaggregation-mode", "") == {"prefill", "decode", "prefill_and_decode"}
+    assert answers("launch", "mi") == {"mine.yaml"}
+    assert "--shape" in answers("bench", "--s")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_when_made_for_another_shell_then_it_knows_commands_and_flags(shell: str) -> None:
+    script = completion(shell)
+    assert all(name in script for name in NAMES)
+    assert "disaggregation-mode" in script
