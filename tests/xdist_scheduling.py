@@ -10,7 +10,12 @@ from xdist.scheduler import LoadFileScheduling
 # Groups of files, by the beginning of their paths, that share what takes long to start: processes; transformers.
 TOGETHER = (
     ("tests/e2e/demo_model/",),
-    ("tests/e2e/test_bad_input.py", "tests/e2e/test_overload.py", "tests/e2e/test_profile.py"),  # mock_cluster
+    (  # mock_cluster
+        "tests/e2e/test_bad_input.py",
+        "tests/e2e/test_overload.py",
+        "tests/e2e/test_profile.py",
+        "tests/e2e/test_status.py",
+    ),
     (
         "tests/contract/test_engine",
         "tests/contract/test_changed_kv.py",
