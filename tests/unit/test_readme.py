@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.config.base import Config
 from dynamo_trtllm.config.commands import ChatConfig, ClearNamespaceConfig, LaunchConfig, PreflightConfig
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import load
@@ -16,27 +15,38 @@ from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
+from scripts.config_reference import PROGRAMS
+from scripts.figures import IMAGES, THEMES, pages, with_figures
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-CONFIGS: dict[str, type[Config]] = {
-    "dynamo_trtllm.chat": ChatConfig,
-    "dynamo_trtllm.clear_namespace": ClearNamespaceConfig,
-    "dynamo_trtllm.preflight": PreflightConfig,
-    "dynamo_trtllm": WorkerConfig,
-    "dynamo_trtllm.frontend": FrontendConfig,
-    "dynamo_trtllm.launch": LaunchConfig,
-}
-LINES = sorted(set(re.findall(r"python -m (dynamo_trtllm\S*) ([^`\n&]*)", README)))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+START = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
+CONFIGS = {name: program.model for program in PROGRAMS for name in (program.module, program.command)}
+TYPED = r"(?:python -m (?=dynamo_trtllm)|dynamo-trtllm )(\w[\w.-]*) ([^`\n&#]*)"  # module or subcommand, and flags
+LINES = sorted({line for line in re.findall(TYPED, START.replace("\\\n", " ")) if "--help" not in line[1]})
 FLAGS = {"mock": MockArgs, "torch": TorchArgs}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def test_getting_started_when_read_then_it_has_launch_lines_of_each_process() -> None:
+    started = {CONFIGS[name] for name, _ in LINES}
+    assert started >= {WorkerConfig, FrontendConfig, LaunchConfig, ChatConfig, PreflightConfig, ClearNamespaceConfig}
 
 
-def test_readme_when_read_then_it_has_launch_lines_of_each_process() -> None:
-    assert {module for module, _ in LINES} == set(CONFIGS)
+def test_readme_when_measured_then_it_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+def test_figures_when_compared_with_the_results_then_they_are_theirs(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_figures(text, pages()[page]) == text
+
+
+def test_pictures_when_named_then_both_themes_are_there() -> None:
+    named = re.findall(r"docs/images/([\w-]+)-(?:light|dark)\.svg", README)
+    assert named
+    assert [name for name in named for theme in THEMES if not (IMAGES / f"{name}-{theme}.svg").is_file()] == []
 
 
 @pytest.mark.parametrize(("module", "words"), LINES)
@@ -55,13 +65,13 @@ def test_scripts_when_named_then_they_are_there_and_executable() -> None:
 
 
 def test_links_when_relative_then_they_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)#]+)[)#]", README) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_embedding_example_when_run_up_to_its_worker_then_it_is_valid() -> None:
-    (example,) = blocks("python")
+    (example,) = re.findall(r"```python\n(.*?)```", EMBEDDING, re.DOTALL)
     assert ".run()" in example
     exec(example.replace(".run()", "").replace('"__main__"', "__name__"), {"__name__": "example"})
 

@@ -1,0 +1,284 @@
+"""Draws the pictures of README and docs, and writes the README's figures: `python -m scripts.figures`.
+
+Both come from benchmarks/results. Each picture is written twice, for a light and for a dark page. A test compares the
+README's figures with the results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.plane.report import BARS, COLUMNS, VALID_EVENTS_PER_TOKEN, cpu, median_of
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+README = ROOT / "README.md"
+THEMES = {
+    "light": {
+        "ink": "#1f2328",
+        "dim": "#59636e",
+        "line": "#59636e",
+        "box": "#f6f8fa",
+        "soft": "#d1d9e0",
+        "accent": "#3f7d00",
+    },
+    "dark": {
+        "ink": "#f0f6fc",
+        "dim": "#9198a1",
+        "line": "#9198a1",
+        "box": "#151b23",
+        "soft": "#3d444d",
+        "accent": "#7ee03a",
+    },
+}
+POINTS = {"paced-32": "32 streams", "paced-128": "128 streams", "paced-256": "256 streams"}
+TOPOLOGIES = {"4A": "4 aggregated", "2P2D": "2 prefill, 2 decode", "1P3D": "1 prefill, 3 decode"}
+Colors = dict[str, str]
+
+
+def results(kind: str, what: str) -> list[dict[str, Any]]:
+    """Return the result files of a kind, the newest first, by the time in their names."""
+    files = sorted(RESULTS.glob(f"{kind}-*.json"), reverse=True)
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    found = [content for content in contents if content["what"] == what]
+    if not found:
+        raise SystemExit(f"figures: there is no result of {kind} in {RESULTS}")
+    return found
+
+
+def fullest() -> dict[str, Any]:
+    """Return the comparison with Dynamo that measured the most points, the newest of several."""
+    return max(beside_dynamo(), key=lambda run: len(run["runs"]))
+
+
+def beside_dynamo() -> list[dict[str, Any]]:
+    """Return the comparisons with Dynamo of the newest day that has one."""
+    runs = results("plane", "against-dynamo")
+    return [run for run in runs if run["at"][:10] == runs[0]["at"][:10]]
+
+
+def comparable(runs: list[dict[str, Any]], point: str) -> dict[str, float]:
+    """Return the frontend's CPU microseconds per token of both sides.
+
+    Empty if a side merged tokens or was not measured: its CPU time would be of fewer events.
+    """
+    sides = {"ours": "dynamo_trtllm", "dynamo fastokens": "NVIDIA Dynamo"}
+    found = {}
+    for side, name in sides.items():
+        value = median_of(runs, point, side, cpu("frontend"))
+        events = [run["events_per_text_token"] for run in runs if (run["point"], run["side"]) == (point, side)]
+        if value is None or round(median(events), 2) < VALID_EVENTS_PER_TOKEN:
+            return {}
+        found[name] = value
+    return found
+
+
+def readme_figures() -> dict[str, str]:
+    """Return the text of each marked place of the README."""
+    days = beside_dynamo()
+    pairs = [comparable(run["runs"], point) for run in days for point in POINTS]
+    ratios = [ours / theirs for ours, theirs in (pair.values() for pair in pairs if pair)]
+    failover, loop = results("failover", "failover")[0], results("open-loop", "open-loop")[0]
+    split, together = (goodput(loop, topology, 8192, 8.0) for topology in ("2P2D", "4A"))
+    return {
+        "cpu": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "cpu-run": f"{len(days)} runs of {days[0]['at'][:10]}" if len(days) > 1 else f"run of {days[0]['at'][:10]}",
+        "pause": f"{failover['pause_s']:.1f} s",
+        "goodput": f"{split:.0f} %",
+        "goodput-aggregated": f"{together:.0f} %",
+    }
+
+
+def goodput(loop: dict[str, Any], topology: str, input_tokens: int, rate: float) -> float:
+    """Return the percentage of requests with a first token within 2 s and no gap above 100 ms."""
+    for cell in loop["cells"]:
+        if (cell["topology"], cell["input_tokens"], cell["requests_per_s"]) == (topology, input_tokens, rate):
+            return float(cell["goodput_percent"]["ttft_2s_gap_100ms"])
+    raise KeyError((topology, input_tokens, rate))
+
+
+def open_loop_table() -> str:
+    """Return a table of the open-loop runs on GPUs."""
+    titles = {
+        "ttft_2s_tpot_20ms": "TTFT ≤ 2 s, TPOT ≤ 20",
+        "ttft_2s_tpot_40ms": "TTFT ≤ 2 s, TPOT ≤ 40",
+        "ttft_2s_gap_100ms": "TTFT ≤ 2 s, gap ≤ 100",
+    }
+    head = ["topology", "tokens in/out", "requests/s", "TTFT p50 / p90", "TPOT p50 / p90", "worst gap p50 / p99"]
+    lines = [[*head, *titles.values()], ["---"] * (len(head) + len(titles))]
+    for cell in results("open-loop", "open-loop")[0]["cells"]:
+        shape = f"{cell['input_tokens']:,}/{cell['output_tokens']:,}"
+        line = [cell["topology"], shape, f"{cell['requests_per_s']:g}"]
+        for name, low, high in (("ttft_ms", "p50", "p90"), ("tpot_ms", "p50", "p90"), ("worst_gap_ms", "p50", "p99")):
+            line.append(f"{cell[name][low]:,g} / {cell[name][high]:,g}")
+        lines.append(line + [f"{cell['goodput_percent'][name]:g} %" for name in titles])
+    return markdown(lines)
+
+
+def ratio_table() -> str:
+    """Return a table with the ratios ours / Dynamo of every comparison of the newest day."""
+    lines = [["metric", "point", "ours / Dynamo", "target", ""], ["---"] * 5]
+    for bar in BARS:
+        ratios = []
+        for run in beside_dynamo():
+            ours, theirs = (median_of(run["runs"], bar.point, side, bar.measure) for side in ("ours", bar.against))
+            if ours is not None and theirs:
+                ratios.append(ours / theirs)
+        if ratios:
+            met = sum(ratio <= bar.most for ratio in ratios)
+            outcome = "reached" if met == len(ratios) else f"**missed** in {len(ratios) - met} of {len(ratios)}"
+            against = "" if bar.against == "dynamo fastokens" else " (Dynamo's default tokenizer)"
+            shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            lines.append([bar.what + against, f"`{bar.point}`", shown, f"{bar.most:g}", outcome])
+    return markdown(lines)
+
+
+def point_table() -> str:
+    """Return a table with the medians of the newest comparison that measured the most."""
+    runs = fullest()["runs"]
+    names = {
+        "tokens/s": "tokens/s",
+        "TTFT50": "TTFT p50, ms",
+        "ITL99": "ITL p99, ms",
+        "fe/1k": "frontend, µs/token",
+        "fe/req": "frontend, ms/request",
+        "work/1k": "workers, µs/token",
+        "nats/1k": "NATS, µs/token",
+        "fe MiB": "frontend, MiB",
+    }
+    columns = [(names[name], measure) for name, _, measure in COLUMNS if name in names]
+    lines = [["point", "side", *(title for title, _ in columns), "events per token"], ["---"] * (len(columns) + 3)]
+    for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
+        values = [median_of(runs, point, side, measure) or 0.0 for _, measure in columns]
+        cells = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values]
+        events = median(run["events_per_text_token"] for run in runs if (run["point"], run["side"]) == (point, side))
+        lines.append([f"`{point}`", side, *cells, f"{events:.2f}"])
+    return markdown(lines)
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """Return a table, between the lines of a marked place."""
+    return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def with_figures(text: str, figures: dict[str, str]) -> str:
+    """Return a page's text with figures in its marked places."""
+    for name, value in figures.items():
+        text, count = re.subn(rf"(<!-- {name} -->).*?(<!-- / -->)", rf"\g<1>{value}\g<2>", text, flags=re.DOTALL)
+        if not count:
+            raise SystemExit(f"figures: no place is marked {name}")
+    return text
+
+
+@contextmanager
+def chart(name: str, theme: str, height: float) -> Iterator[tuple[Axes, Colors]]:
+    """Yield axes in the colors of a theme, and save the chart."""
+    colors = THEMES[theme]
+    rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11})
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.tick_params(colors=colors["dim"], length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    yield axes, colors
+    figure.savefig(IMAGES / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None, "Creator": None})
+
+
+def draw_cpu(theme: str) -> None:
+    """Draw the frontend's CPU time per token beside Dynamo's."""
+    runs = fullest()["runs"]
+    pairs = {label: pair for point, label in POINTS.items() if (pair := comparable(runs, point))}
+    with chart("cpu", theme, 2.6) as (axes, colors):
+        for row, (side, color) in enumerate((("dynamo_trtllm", "accent"), ("NVIDIA Dynamo", "soft"))):
+            places = [place + row * 0.36 for place in range(len(pairs))]
+            bars = axes.barh(places, [pair[side] for pair in pairs.values()], 0.34, color=colors[color], label=side)
+            axes.bar_label(bars, fmt="%.0f", padding=4, color=colors["ink"])
+        axes.set_yticks([place + 0.18 for place in range(len(pairs))], list(pairs))
+        axes.invert_yaxis()
+        axes.set_xticks([])
+        axes.set_title("CPU time of the frontend per token, in µs", color=colors["ink"], loc="left", pad=24)
+        axes.legend(frameon=False, labelcolor=colors["ink"], ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 1.0))
+
+
+def draw_goodput(theme: str) -> None:
+    """Draw how many requests keep the limits, by topology and rate, on four GPUs."""
+    loop = results("open-loop", "open-loop")[0]
+    loads = [(8192, 256, 4.0), (8192, 256, 8.0), (1000, 1000, 6.0)]
+    with chart("goodput", theme, 3.2) as (axes, colors):
+        for column, (topology, color) in enumerate(zip(TOPOLOGIES, ("soft", "accent", "line"), strict=True)):
+            heights = [goodput(loop, topology, inputs, rate) for inputs, _, rate in loads]
+            places = [place + column * 0.26 for place in range(len(loads))]
+            bars = axes.bar(places, heights, 0.24, color=colors[color], label=TOPOLOGIES[topology])
+            axes.bar_label(bars, fmt="%.0f", padding=2, color=colors["ink"])
+        names = [f"{inputs:,} / {outputs:,} tokens\n{rate:g} requests/s" for inputs, outputs, rate in loads]
+        axes.set_xticks([place + 0.26 for place in range(len(loads))], names)
+        axes.set_yticks([])
+        axes.set_ylim(0, 112)
+        title = "Requests with a first token within 2 s and no gap above 100 ms, in %"
+        axes.set_title(title, color=colors["ink"], loc="left", pad=24)
+        axes.legend(frameon=False, labelcolor=colors["ink"], ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 1.0))
+
+
+def draw_failover(theme: str) -> None:
+    """Draw when the text of a stream arrived whose decode worker was killed."""
+    failover = results("failover", "failover")[0]
+    events, killed = failover["stream"]["events"], failover["stream"]["killed_s"]
+    characters, total = [], 0
+    for _, text in events:
+        total += len(text)
+        characters.append(total)
+    with chart("failover", theme, 2.8) as (axes, colors):
+        axes.step([at for at, _ in events], characters, where="post", color=colors["accent"], linewidth=2.5)
+        axes.axvline(killed, color=colors["ink"], linestyle="--", linewidth=1.2)
+        axes.annotate(
+            f"kill -9 of the decode worker\n{failover['pause_s']:.1f} s until another one continues",
+            (killed, total * 0.8),
+            xytext=(8, 0),
+            textcoords="offset points",
+            color=colors["ink"],
+        )
+        axes.set_xlabel("seconds since the request", color=colors["dim"])
+        axes.set_ylabel("characters received", color=colors["dim"])
+        axes.set_title("One stream, as its client saw it", color=colors["ink"], loc="left")
+
+
+def draw_architecture(theme: str) -> None:
+    """Write scripts/architecture.svg in the colors of a theme."""
+    text = (ROOT / "scripts" / "architecture.svg").read_text(encoding="utf-8")
+    for name, color in THEMES[theme].items():
+        text = text.replace(f"@{name}", color)
+    (IMAGES / f"architecture-{theme}.svg").write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[Path, dict[str, str]]:
+    """Return the figures of each page, by the names of their marked places."""
+    return {
+        README: readme_figures(),
+        ROOT / "docs" / "performance-gpu.md": {"open-loop": open_loop_table()},
+        ROOT / "docs" / "performance.md": {"dynamo-ratios": ratio_table(), "dynamo-points": point_table()},
+    }
+
+
+def main() -> None:
+    """Write all pictures, and the figures of README and docs."""
+    IMAGES.mkdir(exist_ok=True)
+    for theme in THEMES:
+        for draw in (draw_architecture, draw_cpu, draw_goodput, draw_failover):
+            draw(theme)
+    for page, figures in pages().items():
+        page.write_text(with_figures(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
