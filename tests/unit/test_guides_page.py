@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from dynamo_trtllm.config.base import Config
+from dynamo_trtllm.config.flags import flags_of
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+
 ROOT = Path(__file__).parents[2]
 GUIDES = ("000", "001", "002", "003", "004")
 REQUESTS: dict[str, Any] = json.loads((ROOT / "tests/data/guide_requests.json").read_text())
@@ -96,3 +100,15 @@ def test_bodies_when_sent_by_curl_then_the_tests_send_the_same() -> None:
     assert len(bodies) == 10
     for body in bodies:
         assert body | {"model": "MODEL"} in sent
+
+
+@pytest.mark.parametrize(
+    ("title", "model"), [("Flags of workers", WorkerConfig), ("Flags of the frontend", FrontendConfig)]
+)
+def test_flags_when_the_page_calls_them_the_same_then_they_are_flags_here(title: str, model: type[Config]) -> None:
+    page = (ROOT / "docs/guides.md").read_text(encoding="utf-8")
+    section = page.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+    same = [row for row in section.splitlines() if row.startswith("| `") and "| the same" in row]
+    named = {flag for row in same for flag in re.findall(r"`(--[\w-]+)", row.split(" | ")[0])}
+    assert len(named) >= 3
+    assert named <= {name for flag in flags_of(model) for name in flag.names}
