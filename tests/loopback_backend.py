@@ -21,7 +21,7 @@ from dynamo_trtllm.kv_transfer.base import (
 )
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, ChecksumMode, Checksums, combined, ended, results
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.host import HostBackend, PublishedRegions
+from dynamo_trtllm.kv_transfer.tcp import HostBackend, PublishedRegions
 from dynamo_trtllm.messages import encode
 
 
