@@ -1,4 +1,4 @@
-"""Run a module, and record which files of the package it executes between two SIGUSR2.
+"""Run a module, and record which files of the package it executes between two SIGUSR2, each time anew.
 
 Usage: `recorded_process.py OUT MODULE ARGUMENTS`.
 """
@@ -28,6 +28,7 @@ def _profile(frame: FrameType, event: str, _: Any) -> None:
 
 def _toggle(*_: Any) -> None:
     if sys.getprofile() is None:
+        _files.clear()
         sys.setprofile(_profile)
         return
     sys.setprofile(None)
