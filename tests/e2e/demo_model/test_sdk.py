@@ -142,16 +142,6 @@ def test_chat_when_every_role_speaks_then_all_are_in_the_prompt(sdk: openai.Open
     assert sizes[0] < sizes[1] == usage.prompt_tokens
 
 
-def test_seed_when_several_choices_then_each_is_the_next_seed(sdk: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 2, "max_tokens": 12}
-    both = whole(sdk, **asked, seed=5, n=2)
-    alone = [whole(sdk, **asked, seed=seed) for seed in (5, 6)]
-    assert [choice.message.to_dict() for choice in both.choices] == [
-        answer.choices[0].message.to_dict() for answer in alone
-    ]
-    assert both.choices[0].message != both.choices[1].message
-
-
 def test_logprobs_when_whole_and_streamed_then_of_every_token_of_the_content(said: dict[str, Any]) -> None:
     (answer,) = said["logprobs"].choices
     assert answer.logprobs is not None
