@@ -71,6 +71,7 @@ BARS = (
     Bar("ITL p99", "paced-128", quantile("itl_ms", "p99"), 1.0),
     Bar("frontend CPU per request", "long-32", cpu("frontend", per="cpu_ms_per_request"), 0.8),
     Bar("TTFT p50", "long-32", quantile("ttft_ms", "p50"), 1.0),
+    Bar("time of a whole request, p50", "long-32", quantile("e2e_ms", "p50"), 1.0),
     Bar("frontend CPU per request", "long-32", cpu("frontend", per="cpu_ms_per_request"), 0.2, "dynamo default"),
     Bar("frontend memory", "burst-256", resident("frontend"), 0.4),
     Bar("frontend memory", "long-32", resident("frontend"), 0.4),
