@@ -1,7 +1,7 @@
 """Show the processes of running deployments, their health and their load (`dynamo-trtllm status`).
 
 It finds the deployments that were launched on this machine by the record of their launcher, and otherwise asks a
-frontend, or etcd. It asks every process at once, each for a bounded time.
+frontend, or etcd. It asks all processes at once, and ends when all have answered or the time is over.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_re
 from dynamo_trtllm.launch.plan import FRONTEND, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, request
 from dynamo_trtllm.observability.metrics import sum_samples
-from dynamo_trtllm.sanitize import mask_address
+from dynamo_trtllm.sanitize import escape_controls, mask_address
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -71,10 +71,10 @@ class DeploymentReport(msgspec.Struct, kw_only=True):
 
 
 class _Health(msgspec.Struct):
-    """The part of a frontend's `/health` that is shown."""
+    """The part of a frontend's `/health` that is shown. The lists are required: other servers do not send them."""
 
-    instances: list[_HealthInstance] = msgspec.field(default_factory=list)
-    mismatched: list[object] = msgspec.field(default_factory=list)
+    instances: list[_HealthInstance]
+    mismatched: list[object]
     message: str = ""
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except NothingRuns as exc:
-        sys.stderr.write(f"{program(PROG)}: {exc}\n")
+        sys.stderr.write(f"{program(PROG)}: {escape_controls(str(exc))}\n")
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -141,78 +141,96 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
         ConfigError: A setting can't be used.
         NothingRuns: There is none.
     """
+    now = asyncio.get_running_loop().time()
+    deadline = now + config.timeout_s
     if config.url is not None:
         try:
-            return [await _of_frontend(config.url, config.timeout_s)]
+            return [await _of_frontend(config.url, deadline)]
         except OSError as exc:
             raise NothingRuns(
-                f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
+                f"no frontend answers at {mask_address(config.url)} ({_text(exc)}); start one, or change --url"
             ) from exc
     is_chosen = {name: config.source_of(name) != DEFAULT_SOURCE for name in ("namespace", "etcd_endpoints")}
-    records = [each for each in launch_records() if not is_chosen["namespace"] or each.namespace == config.namespace]
+    launched = launch_records()
+    records = [each for each in launched if not is_chosen["namespace"] or each.namespace == config.namespace]
     if records and not is_chosen["etcd_endpoints"]:
-        return list(await asyncio.gather(*(_of_launcher(record, config.timeout_s) for record in records)))
-    looked = ["no deployment was launched on this machine"]
+        return list(await asyncio.gather(*(_of_launcher(record, deadline) for record in records)))
+    others = ", ".join(sorted({each.namespace for each in launched} - {config.namespace}))
+    looked = [f"only {others} was launched on this machine" if others else "no deployment was launched on this machine"]
     if not any(is_chosen.values()):
         try:
-            return [await _of_frontend(_DEFAULT_URL, config.timeout_s)]
+            return [await _of_frontend(_DEFAULT_URL, now + config.timeout_s / 2)]  # the other half is for etcd
         except OSError as exc:
             looked.append(f"no frontend answers at {_DEFAULT_URL} ({_text(exc)})")
     try:
-        async with asyncio.timeout(config.timeout_s):
-            report = await _of_etcd(config)
+        async with asyncio.timeout_at(deadline):
+            report, namespaces = await _of_etcd(config)
         if report.processes or report.problems:
             return [report]
-        looked.append(f"etcd has no worker in namespace {config.namespace}")
+        found = f"it has workers in {', '.join(sorted(namespaces))}" if namespaces else "nor in another one"
+        looked.append(f"etcd has no worker in namespace {config.namespace} ({found})")
     except (Unreachable, TimeoutError):
         looked.append(f"no etcd answers at {mask_address(config.etcd_endpoints)}")
     raise NothingRuns(f"{', '.join(looked)}; start one with '{CONSOLE} demo', or pass --url or --etcd-endpoints")
 
 
-async def _of_launcher(record: LaunchRecord, timeout_s: float) -> DeploymentReport:
+async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentReport:
     """Ask the processes that a launcher of this machine has started."""
+    frontend = next((process for process in record.processes if process.role == FRONTEND), None)
     asked: list[Awaitable[ProcessStatus]] = [
-        _of_server("etcd", record.etcd, check_etcd, timeout_s),
-        _of_server("nats", record.nats, check_nats, timeout_s),
-        *(_of_process(process, timeout_s) for process in record.processes),
+        _of_server("etcd", record.etcd, check_etcd, deadline),
+        _of_server("nats", record.nats, check_nats, deadline),
+        *(_of_process(process, deadline) for process in record.processes),
     ]
-    report = DeploymentReport(namespace=record.namespace, processes=list(await asyncio.gather(*asked)))
-    frontends = [process for process in record.processes if process.role == FRONTEND]
-    if frontends:
-        report.url = f"http://{reachable(f'{frontends[0].host}:{frontends[0].port}')}"
-        try:
-            _add_health(report, await _health(frontends[0].host, frontends[0].port, timeout_s))
-        except OSError:
-            return report  # its row says so
+    statuses, health = await asyncio.gather(asyncio.gather(*asked), _health_if_any(frontend, deadline))
+    report = DeploymentReport(namespace=record.namespace, processes=list(statuses))
+    if frontend is not None:
+        report.url = f"http://{reachable(f'{frontend.host}:{frontend.port}')}"
+    if health is not None:
+        _add_health(report, health, ended=set(record.ended_instances))
     return report
 
 
-async def _of_frontend(url: str, timeout_s: float) -> DeploymentReport:
+async def _health_if_any(frontend: ProcessRecord | None, deadline: float) -> _Health | None:
+    """Return a frontend's `/health`; None if there is no frontend, or it does not answer, which its row shows."""
+    try:
+        return None if frontend is None else await _health(frontend.host, frontend.port, deadline)
+    except OSError:
+        return None
+
+
+async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
     """Ask a frontend for itself and the workers that it knows. Raise OSError if it does not answer."""
     parts = urllib.parse.urlsplit(url)
+    shown = mask_address(url)
     if parts.scheme != "http":
-        raise ConfigError(f"--url is {url!r}: status needs an address that begins with http://", field="url")
+        raise ConfigError(f"--url is {shown!r}: status needs an address that begins with http://", field="url")
     host, port = parts.hostname or "", parts.port or 80
-    health = await _health(host, port, timeout_s)
     record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
+    health, process = await asyncio.gather(_health(host, port, deadline), _of_process(record, deadline))
     namespaces = sorted({instance.namespace for instance in health.instances})
-    report = DeploymentReport(
-        namespace=", ".join(namespaces), url=url, processes=[await _of_process(record, timeout_s)]
-    )
+    report = DeploymentReport(namespace=", ".join(namespaces), url=shown, processes=[process])
     _add_health(report, health)
     return report
 
 
-async def _of_etcd(config: StatusConfig) -> DeploymentReport:
-    """Return the workers that are registered in etcd. Raise Unreachable if it does not answer."""
+async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
+    """Return the workers that are registered in etcd; if there is none, the namespaces that have workers instead.
+
+    Raises:
+        Unreachable: etcd does not answer.
+    """
     from dynamo_trtllm.discovery.etcd import tls_files
     from dynamo_trtllm.discovery.etcd_store import EtcdStore
-    from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
+    from dynamo_trtllm.discovery.keys import PREFIX, namespace_prefix, shown_key
     from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
     report = DeploymentReport(namespace=config.namespace, processes=[])
     async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
         snapshot = await store.read_all(namespace_prefix(config.namespace))
+        if not snapshot.records:
+            keys = await store.keys(f"{PREFIX}/")
+            return report, {key.removeprefix(f"{PREFIX}/").partition("/")[0] for key in keys}
     for key, record in sorted(snapshot.records.items()):
         try:
             instance = read_instance(key, record)
@@ -221,7 +239,7 @@ async def _of_etcd(config: StatusConfig) -> DeploymentReport:
             continue
         model = instance.card.name
         report.processes.append(_registered(f"{instance.id:x}", str(instance.role), model, instance.engine))
-    return report
+    return report, set()
 
 
 def _registered(instance_id: str, role: str, model: str, engine: str) -> ProcessStatus:
@@ -230,9 +248,9 @@ def _registered(instance_id: str, role: str, model: str, engine: str) -> Process
     )
 
 
-def _add_health(report: DeploymentReport, health: _Health) -> None:
-    """Add the workers that only the frontend knows, and its problems."""
-    known = {process.instance_id for process in report.processes}
+def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = frozenset()) -> None:
+    """Add the workers that only the frontend knows, without the `ended` ones, and its problems."""
+    known = ended | {process.instance_id for process in report.processes}
     for each in health.instances:
         if each.id not in known:
             report.processes.append(_registered(each.id, each.role, each.model, each.engine))
@@ -240,7 +258,7 @@ def _add_health(report: DeploymentReport, health: _Health) -> None:
     report.problems += [str(line) for line in health.mismatched]
 
 
-async def _of_process(process: ProcessRecord, timeout_s: float) -> ProcessStatus:
+async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
     """Ask a process whether it is ready, and for its load."""
     status = ProcessStatus(
         name=process.name,
@@ -249,14 +267,15 @@ async def _of_process(process: ProcessRecord, timeout_s: float) -> ProcessStatus
         address=reachable(f"{process.host}:{process.port}"),
         model=process.model,
         engine=process.engine,
+        instance_id=process.instance_id,
     )
     try:
-        code, body = await _get(process.host, process.port, "/ready", timeout_s)
+        code, body = await _get(process.host, process.port, "/ready", deadline)
         answer = msgspec.json.decode(body, type=ReadyAnswer)
         status.state = _READY if code == 200 else answer.status
         status.reason, status.instance_id = answer.reason, answer.instance_id
         if code == 200:  # a frontend that starts answers no other request yet
-            _, body = await _get(process.host, process.port, "/metrics", timeout_s)
+            _, body = await _get(process.host, process.port, "/metrics", deadline)
             status.load = sum_samples(body.decode())
     except ConnectionRefusedError as exc:
         status.state, status.reason = (_STARTING, "") if _runs(process.pid) else (_UNREACHABLE, _text(exc))
@@ -277,7 +296,7 @@ def _runs(pid: int) -> bool:
 
 
 async def _of_server(
-    name: str, addresses: str, check: Callable[[str, int], Awaitable[None]], timeout_s: float
+    name: str, addresses: str, check: Callable[[str, int], Awaitable[None]], deadline: float
 ) -> ProcessStatus:
     """Check the first address of etcd or NATS. One with TLS or without a port is not checked."""
     status = ProcessStatus(name=name, role=name, state=_REGISTERED, address=mask_address(addresses))
@@ -286,7 +305,7 @@ async def _of_server(
     if parts.scheme in ("https", "tls") or parts.hostname is None or parts.port is None:
         return status
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(deadline):
             await check(parts.hostname, parts.port)
         status.state = _READY
     except (NotYet, OSError) as exc:
@@ -294,17 +313,17 @@ async def _of_server(
     return status
 
 
-async def _health(host: str, port: int, timeout_s: float) -> _Health:
+async def _health(host: str, port: int, deadline: float) -> _Health:
     """Return a frontend's `/health`. Raise OSError if there is none."""
-    _, body = await _get(host, port, "/health", timeout_s)
+    _, body = await _get(host, port, "/health", deadline)
     try:
         return msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as exc:
         raise OSError(f"the answer is not that of a frontend: {exc}") from exc
 
 
-async def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, bytes]:
-    async with asyncio.timeout(timeout_s):
+async def _get(host: str, port: int, path: str, deadline: float) -> tuple[int, bytes]:
+    async with asyncio.timeout_at(deadline):
         return await request(host, port, "GET", path, max_bytes=_METRICS_BYTES)
 
 
@@ -328,17 +347,18 @@ def _title(report: DeploymentReport) -> str:
     for (model, engine), roles in sorted(models.items()):
         workers = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
         lines.append(f"model {model}: {workers}" + (f" (engine {engine})" if engine else ""))
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
 def _problems(report: DeploymentReport) -> str:
-    return "".join(f"problem: {line}\n" for line in report.problems)
+    return "".join(f"problem: {escape_controls(line)}\n" for line in report.problems)
 
 
 def _rows(report: DeploymentReport) -> Iterator[tuple[str, ...]]:
     for process in report.processes:
         state = f"{process.state}: {process.reason}" if process.reason else process.state
-        yield process.name, process.role, state, process.address or "-", _load(process.role, process.load)
+        cells = (process.name, process.role, state, process.address or "-", _load(process.role, process.load))
+        yield tuple(map(escape_controls, cells))
 
 
 def _load(role: str, load: Mapping[str, float]) -> str:
@@ -370,13 +390,8 @@ def _colored(reports: Iterable[DeploymentReport]) -> Group:
         table = Table(*_HEAD, box=None, pad_edge=False)
         for process, row in zip(report.processes, _rows(report), strict=True):
             name, role, state, *others = row
-            cells = [
-                Text(name),
-                Text(role),
-                Text(state, style=_COLORS.get(process.state, "yellow")),
-                *map(Text, others),
-            ]
-            table.add_row(*cells)
+            color = _COLORS.get(process.state, "yellow")
+            table.add_row(Text(name), Text(role), Text(state, style=color), *map(Text, others))
         shown.append(table)
         shown.append(Text(_problems(report), style="red"))
     return Group(*shown)

@@ -265,7 +265,7 @@ exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 fo
     )
     watch: bool = option(PROCESS, False, "Show the status again and again until Ctrl-C.")
     interval_s: PositiveFloat = option(PROCESS, 2.0, "Seconds between two outputs of --watch.")
-    timeout_s: PositiveFloat = option(PROCESS, 3.0, "Maximum seconds to wait for a process.")
+    timeout_s: PositiveFloat = option(PROCESS, 3.0, "Maximum seconds to wait for the answers of all processes.")
     json_output: bool = option(PROCESS, False, "Print JSON, with --watch one line each time.", aliases=("--json",))
 
 

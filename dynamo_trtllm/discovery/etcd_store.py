@@ -215,6 +215,13 @@ class EtcdStore:
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
         return Snapshot(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
 
+    async def keys(self, prefix: str) -> list[str]:
+        """Return all keys under a prefix."""
+        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)
+        with self._translated():
+            reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
+        return [key_text(kv.key) for kv in reply.kvs]
+
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Return the lease of every key under a prefix, with its remaining time. None: no lease, or an expired one."""
         request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)

@@ -45,6 +45,7 @@ class ManagedProcess(Child):
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
         self.port = port
+        self.instance_id = ""  # of a worker that has been ready, hexadecimal
         self.stop_rank = 1 if spec.is_frontend else 0  # workers drain while the frontend still streams their output
         self._on_line = on_line
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
@@ -91,6 +92,7 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     host: str
     port: int  # of /ready, /health and /metrics
     pid: int
+    instance_id: str = ""  # of a worker that has been ready, hexadecimal
 
 
 class LaunchRecord(msgspec.Struct, kw_only=True):
@@ -101,6 +103,7 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     etcd: str = ""
     nats: str = ""
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
+    ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
 
 
 def launch_records() -> list[LaunchRecord]:
@@ -215,12 +218,14 @@ class Launcher:
 
     def _write_record(self) -> None:
         """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
+        running = {process.instance_id for process in self._processes.values()}
         record = LaunchRecord(
             pid=os.getpid(),
             namespace=self._deployment.namespace,
             etcd=self._environ[ADDRESS_VARIABLES["etcd"]],
             nats=self._environ[ADDRESS_VARIABLES["nats"]],
             processes=[_process_record(process) for process in self._processes.values()],
+            ended_instances=[each for each in self.deployment_status.names if each not in running],
         )
         assert self._record_path is not None
         written = self._record_path.with_suffix(".new")
@@ -261,7 +266,9 @@ class Launcher:
             self.deployment_status.frontend = reachable(f"{spec.host}:{process.port}")
             self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")
         else:
+            process.instance_id = answer.instance_id
             self.deployment_status.names[answer.instance_id] = spec.name
+            self._write_record()
             self._report_ready(spec.name, began, f"as instance {answer.instance_id}")
         self._not_ready.discard(spec.name)
         if not self._not_ready:
@@ -281,6 +288,7 @@ def _process_record(process: ManagedProcess) -> ProcessRecord:
         host=spec.host,
         port=process.port,
         pid=process.pid,
+        instance_id=process.instance_id,
     )
 
 

@@ -9,9 +9,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -20,8 +22,10 @@ from dynamo_trtllm.cli import status
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord
 from dynamo_trtllm.network.addresses import free_ports
 from tests.e2e.cluster import Cluster
+from tests.waiting import SOON_S
 
 Status = Callable[..., tuple[int, str, str]]
+Server = Callable[..., int]
 
 
 @pytest.fixture
@@ -63,7 +67,9 @@ def test_status_when_a_frontend_is_named_then_its_load_and_its_workers(mock_clus
     assert ids <= {line.split()[0] for line in lines if " registered" in line}
 
 
-def test_status_when_a_namespace_is_named_then_the_workers_in_etcd(mock_cluster: Cluster, show: Status) -> None:
+def test_status_when_a_namespace_is_named_then_the_workers_in_etcd_or_the_namespaces_that_have_some(
+    mock_cluster: Cluster, show: Status, tmp_path: Path
+) -> None:
     namespace = mock_cluster.env["DYN_NAMESPACE"]
     words = ("--etcd-endpoints", mock_cluster.env["ETCD_ENDPOINTS"], "--namespace", namespace, "--json")
     code, said, _ = show(*words)
@@ -73,6 +79,11 @@ def test_status_when_a_namespace_is_named_then_the_workers_in_etcd(mock_cluster:
         worker.instance() for worker in mock_cluster.workers()
     }
     assert {each["role"] for each in report["processes"]} == {"prefill", "decode"}
+    record(tmp_path, os.getpid(), "here", starts=free_ports())
+    code, said, error = show("--etcd-endpoints", mock_cluster.env["ETCD_ENDPOINTS"], "--namespace", "nope")
+    assert (code, said) == (1, "")
+    assert "only here was launched on this machine, etcd has no worker in namespace nope (it has workers in " in error
+    assert namespace in error
 
 
 def test_status_when_nothing_runs_then_one_line_says_where_it_looked(
@@ -95,38 +106,77 @@ def test_status_when_a_server_does_not_answer_then_it_waits_no_longer_than_asked
     assert f"no frontend answers at http://127.0.0.1:{silent} (no answer in time)" in error
 
 
-class Loading(BaseHTTPRequestHandler):
-    """A worker that still loads."""
+class Answers(BaseHTTPRequestHandler):
+    """Answers each path with its status and body."""
+
+    bodies: ClassVar[Mapping[str, tuple[int, str]]] = {}
+    together: threading.Barrier | None = None  # answers wait until so many requests are there
 
     def do_GET(self) -> None:
-        body = b'{"status": "loading", "reason": "weights", "instance_id": "ab"}'
-        self.send_response(503)
+        if self.together is not None:
+            self.together.wait(SOON_S)
+        status, body = self.bodies.get(self.path, (404, ""))
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body.encode())
 
     def log_message(self, *_: object) -> None:
         """Write no log."""
 
 
 @pytest.fixture
-def loading() -> Iterator[int]:
+def server() -> Iterator[Server]:
+    """Start servers that answer with these bodies by path. Return their ports."""
+    with ExitStack() as stack:
+
+        def start(bodies: Mapping[str, tuple[int, str]], together: threading.Barrier | None = None) -> int:
+            handler = type("Given", (Answers,), {"bodies": bodies, "together": together})
+            served = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            thread = threading.Thread(target=served.serve_forever, args=(0.01,))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(served.shutdown)
+            return served.server_port
+
+        yield start
+
+
+@pytest.fixture
+def loading(server: Server) -> int:
     """The port of a worker that still loads."""
-    with HTTPServer(("127.0.0.1", 0), Loading) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+    return server({"/ready": (503, '{"status": "loading", "reason": "weights", "instance_id": "ab"}')})
 
 
-def record(folder: Path, pid: int, namespace: str, **ports: int) -> None:
-    """Write the record of a launcher, with a worker for each port."""
+def health(*ids: str, model: str = "m") -> str:
+    """Return `/health` of a frontend that knows these workers."""
+    instances = [{"id": each, "namespace": "here", "role": "decode", "model": model, "engine": "mock"} for each in ids]
+    return json.dumps({"status": "healthy", "instances": instances, "mismatched": []})
+
+
+def record(folder: Path, pid: int, namespace: str, ended: Sequence[str] = (), **ports: int) -> None:
+    """Write the record of a launcher, with a frontend, or a worker whose instance has its name, for each port."""
     processes = [
-        ProcessRecord(name=name, role="decode", engine="mock", model="m", host="127.0.0.1", port=port, pid=os.getpid())
+        ProcessRecord(
+            name=name,
+            role="frontend" if name == "frontend" else "decode",
+            engine="" if name == "frontend" else "mock",
+            model="" if name == "frontend" else "m",
+            host="127.0.0.1",
+            port=port,
+            pid=os.getpid(),
+            instance_id="" if name == "frontend" else name,
+        )
         for name, port in ports.items()
     ]
-    content = LaunchRecord(pid=pid, namespace=namespace, etcd="https://etcd:2379", nats="", processes=processes)
+    content = LaunchRecord(
+        pid=pid,
+        namespace=namespace,
+        etcd="https://etcd:2379",
+        nats="",
+        processes=processes,
+        ended_instances=[*ended],
+    )
     (folder / f"dynamo-launch-{namespace}").mkdir()
     (folder / f"dynamo-launch-{namespace}" / "deployment.json").write_bytes(msgspec.json.encode(content))
 
@@ -146,6 +196,52 @@ def test_status_when_workers_are_not_ready_then_their_state_and_status_1(
     assert " starting " in rows["starts"]
     assert " registered " in rows["etcd"]  # with TLS: not asked
     assert "gone" not in said
+
+
+def test_status_when_a_worker_is_frozen_or_was_restarted_then_its_registration_is_no_other_row(
+    show: Status, tmp_path: Path, server: Server, silent: int
+) -> None:
+    frontend = server({"/ready": (200, '{"status": "ready"}'), "/health": (200, health("frozen", "old", "far"))})
+    record(tmp_path, os.getpid(), "here", ended=["old"], frontend=frontend, frozen=silent)
+    _, said, _ = show("--timeout-s", "0.5")
+    rows = [line.split()[:3] for line in said.splitlines()[5:]]
+    assert rows == [
+        ["frontend", "frontend", "ready"],
+        ["frozen", "decode", "unreachable:"],
+        ["far", "decode", "registered"],
+    ]
+
+
+def test_status_when_it_asks_a_frontend_twice_then_at_once_so_that_one_time_out_bounds_both(
+    show: Status, tmp_path: Path, server: Server
+) -> None:
+    both = threading.Barrier(2)
+    frontend = server({"/ready": (503, '{"status": "loading"}'), "/health": (200, health("far"))}, both)
+    record(tmp_path, os.getpid(), "here", frontend=frontend)
+    for words in ((), ("--url", f"http://127.0.0.1:{frontend}")):
+        _, said, error = show("--timeout-s", "5", *words)
+        assert " registered " in said, error
+
+
+def test_status_when_text_of_others_is_shown_then_it_is_escaped_and_passwords_are_masked(
+    show: Status, server: Server
+) -> None:
+    bodies = {"/ready": (503, '{"status": "a\\u001b[2Jb"}'), "/health": (200, health("far", model="m\x1b[31m"))}
+    _, said, _ = show("--url", f"http://user:secret@127.0.0.1:{server(bodies)}")
+    assert "a\\x1b[2Jb" in said
+    assert "m\\x1b[31m" in said
+    assert "\x1b" not in said
+    _, _, error = show("--url", f"http://user:secret@127.0.0.1:{free_ports()}")
+    assert "http://***@127.0.0.1" in said
+    assert "http://***@127.0.0.1" in error
+    assert "secret" not in said + error
+
+
+def test_status_when_another_service_answers_then_it_is_no_deployment(show: Status, server: Server) -> None:
+    port = server({"/ready": (200, '{"status": "ok"}'), "/health": (200, '{"status": "ok", "instances": []}')})
+    code, said, error = show("--url", f"http://127.0.0.1:{port}")
+    assert (code, said) == (1, "")
+    assert "the answer is not that of a frontend" in error
 
 
 def test_status_when_watched_in_a_pipe_then_a_line_of_json_each_time(

@@ -35,7 +35,7 @@ def deployment(*workers: dict[str, Any], **restart: Any) -> DeploymentConfig:
 class FakeChild:
     """A child process that the test controls."""
 
-    last_line = ""
+    last_line = instance_id = ""
     pid = 1
 
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
@@ -56,7 +56,8 @@ class FakeChild:
 
     async def ready(self) -> ReadyAnswer:
         await self._serves.wait()
-        return ReadyAnswer("serving", instance_id="" if self.spec.is_frontend else "ab")
+        run = children_named(self.spec.name).index(self) + 1
+        return ReadyAnswer("serving", instance_id="" if self.spec.is_frontend else run * "ab")
 
     def die(self, status: int) -> None:
         self._end.set_result(status)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.config.deployment import ServicesConfig
@@ -102,6 +104,20 @@ async def test_process_when_its_chosen_port_was_taken_before_it_listened_then_it
     assert (await wait_for_start("w", 2)).port != first
     assert "w exited with status 2; starting it again (1 of 3 in 60 s)" in made.out.getvalue()
     await made.end()
+
+
+async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_from_the_ended_one(tmp_path: Path) -> None:
+    def recorded() -> tuple[list[str], list[str]]:
+        record = msgspec.json.decode((tmp_path / "deployment.json").read_bytes(), type=launcher.LaunchRecord)
+        return [process.instance_id for process in record.processes], record.ended_instances
+
+    async with run_launcher(WORKER):
+        await until(lambda: recorded() == (["", "ab"], []))
+        latest_child("w").die(KILLED)
+        latest = await wait_for_start("w", 2)
+        await until(lambda: recorded() == (["", ""], ["ab"]))
+        latest.serve()
+        await until(lambda: recorded() == (["", "abab"], ["ab"]))
 
 
 async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:
