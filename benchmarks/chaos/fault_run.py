@@ -1,8 +1,9 @@
-"""Runs one fault: starts the load, applies the fault, ends the load, and checks that all resources are released."""
+"""Runs faults: starts the load, applies the fault, ends the load, and checks that all resources are released."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from ..stream import RequestRecord
 from .context import FaultContext
 from .deployment import STEP_S, Deployment, NotReady, Options
 from .faults import Fault
-from .load import build_load
+from .load import build_load, reference_answers
 from .verdict import Expected, Outcome, Verdict, evaluate
 
 _RECOVERY_S = 60.0
@@ -53,6 +54,54 @@ class RunConfig:
     def outage_for(self, fault: Fault, options: Options) -> float:
         """Return how long the fault lasts, in seconds."""
         return 0.4 * self.seconds if fault.watch_s is None else _OUTLAST * fault.watch_s(options)
+
+
+class FaultRunner:
+    """Runs faults one by one. Uses one deployment as long as it stays healthy."""
+
+    def __init__(self, options: Options, config: RunConfig) -> None:
+        self._options = options
+        self._config = config
+        self._deployment: Deployment | None = None
+        self._leftovers: list[str] = []  # of earlier deployments
+        self._texts: dict[int, Sequence[str]] = {}  # answers without a fault, by their length in tokens
+
+    async def run(self, fault: Fault) -> Verdict:
+        """Run one fault and return its verdict."""
+        try:
+            deployment = await self._deployment_for(fault)
+            osl = self._config.osl_for(fault, deployment.options)
+            if osl not in self._texts:
+                self._texts[osl] = await reference_answers(deployment, osl=osl)
+            verdict = await run_fault(deployment, fault, self._config, self._texts[osl])
+        except NotReady as exc:
+            verdict = Verdict(fault=fault.name)
+            verdict.add_leaks([f"the deployment failed: {exc}"])
+        if fault.is_launcher or verdict.leaked:
+            verdict.add_leaks(self.close())
+        return verdict
+
+    async def _deployment_for(self, fault: Fault) -> Deployment:
+        """Return the running deployment if it suits the fault, or a new one."""
+        options = dataclasses.replace(
+            self._options,
+            engine=fault.engine or self._options.engine,
+            is_launcher_victim=fault.is_launcher,
+            has_network=fault.has_network,
+        )
+        if self._deployment is None or fault.is_launcher or self._deployment.options != options:
+            self._leftovers = self.close()
+            self._deployment = Deployment(options)
+            self._deployment.start()
+            osl = self._config.osl
+            self._texts[osl] = await reference_answers(self._deployment, osl=osl)  # also tests the new deployment
+        return self._deployment
+
+    def close(self) -> list[str]:
+        """Stop the deployment. Return the processes and files that it left."""
+        deployment, self._deployment = self._deployment, None
+        leftovers, self._leftovers = self._leftovers, []
+        return leftovers if deployment is None else [*leftovers, *deployment.stop()]
 
 
 async def run_fault(deployment: Deployment, fault: Fault, config: RunConfig, texts: Sequence[str]) -> Verdict:

@@ -20,77 +20,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import orjson
 
 from dynamo_trtllm.config.load import program
 
-from . import migration
-from .deployment import Deployment, NotReady, Options
-from .fault_run import RunConfig, run_fault
-from .faults import FAULTS, Fault
-from .load import reference_answers
 from .verdict import Outcome, Verdict
+
+# The faults need most of the package, so --help is several times as fast where they are imported only for their use.
+if TYPE_CHECKING:
+    from .deployment import Options
+    from .fault_run import RunConfig
+    from .faults import Fault
 
 MIGRATION = "migration"
 _MIGRATION = "kill -9 of decode workers until 100 greedy requests continued on another worker (torch engine, fp32)"
 _COLUMNS = ("sent", *(outcome.value for outcome in Outcome), "leaked")
 
 
-class FaultRunner:
-    """Runs faults one by one. Uses one deployment as long as it stays healthy."""
-
-    def __init__(self, options: Options, config: RunConfig) -> None:
-        self._options = options
-        self._config = config
-        self._deployment: Deployment | None = None
-        self._leftovers: list[str] = []  # of earlier deployments
-        self._texts: dict[int, Sequence[str]] = {}  # answers without a fault, by their length in tokens
-
-    async def run(self, fault: Fault) -> Verdict:
-        """Run one fault and return its verdict."""
-        try:
-            deployment = await self._deployment_for(fault)
-            osl = self._config.osl_for(fault, deployment.options)
-            if osl not in self._texts:
-                self._texts[osl] = await reference_answers(deployment, osl=osl)
-            verdict = await run_fault(deployment, fault, self._config, self._texts[osl])
-        except NotReady as exc:
-            verdict = Verdict(fault=fault.name)
-            verdict.add_leaks([f"the deployment failed: {exc}"])
-        if fault.is_launcher or verdict.leaked:
-            verdict.add_leaks(self.close())
-        return verdict
-
-    async def _deployment_for(self, fault: Fault) -> Deployment:
-        """Return the running deployment if it suits the fault, or a new one."""
-        options = dataclasses.replace(
-            self._options,
-            engine=fault.engine or self._options.engine,
-            is_launcher_victim=fault.is_launcher,
-            has_network=fault.has_network,
-        )
-        if self._deployment is None or fault.is_launcher or self._deployment.options != options:
-            self._leftovers = self.close()
-            self._deployment = Deployment(options)
-            self._deployment.start()
-            osl = self._config.osl
-            self._texts[osl] = await reference_answers(self._deployment, osl=osl)  # also tests the new deployment
-        return self._deployment
-
-    def close(self) -> list[str]:
-        """Stop the deployment. Return the processes and files that it left."""
-        deployment, self._deployment = self._deployment, None
-        leftovers, self._leftovers = self._leftovers, []
-        return leftovers if deployment is None else [*leftovers, *deployment.stop()]
-
-
 async def run_all(names: Sequence[str], options: Options, config: RunConfig) -> list[Verdict]:
     """Run faults one after the other. Leftovers of the last deployment count as leaks of the last fault."""
+    from . import migration
+    from .fault_run import FaultRunner
+
     runner = FaultRunner(options, config)
     verdicts: list[Verdict] = []
     try:
@@ -99,7 +55,7 @@ async def run_all(names: Sequence[str], options: Options, config: RunConfig) -> 
             if name == MIGRATION:
                 verdicts.append(await migration.run())
             else:
-                verdicts.append(await runner.run(FAULTS[name]))
+                verdicts.append(await runner.run(_faults()[name]))
     finally:
         leftovers = runner.close()
     verdicts[-1].add_leaks(leftovers)
@@ -108,7 +64,7 @@ async def run_all(names: Sequence[str], options: Options, config: RunConfig) -> 
 
 def is_good(verdict: Verdict) -> bool:
     """Return whether the deployment handled the fault as required."""
-    fault = FAULTS.get(verdict.fault)
+    fault = _faults().get(verdict.fault)
     return verdict.is_good and not (verdict.early_errors and fault is not None and fault.spares_requests)
 
 
@@ -131,8 +87,14 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
     return orjson.dumps({"faults": [verdict.row() for verdict in verdicts], "notes": notes}).decode() + "\n"
 
 
+def _faults() -> Mapping[str, Fault]:
+    from .faults import FAULTS
+
+    return FAULTS
+
+
 def _description(name: str) -> str:
-    return _MIGRATION if name == MIGRATION else FAULTS[name].description
+    return _MIGRATION if name == MIGRATION else _faults()[name].description
 
 
 def _progress(text: str) -> None:
@@ -161,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _fault(name: str) -> str:
-    if name not in (*FAULTS, MIGRATION):
+    if name not in (*_faults(), MIGRATION):
         raise argparse.ArgumentTypeError(f"unknown fault {name!r}; see --list")
     return name
 
@@ -169,7 +131,7 @@ def _fault(name: str) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made = parser()
     args = made.parse_args(argv)
-    args.names = (*FAULTS, MIGRATION) if args.all else tuple(args.fault)
+    args.names = (*_faults(), MIGRATION) if args.all else tuple(args.fault)
     if not args.names and not args.list:
         made.error("give a fault, --all or --list")
     return args
@@ -179,10 +141,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. `argv` defaults to the arguments of the process."""
     args = _arguments(argv)
     if args.list:
-        names = (*FAULTS, MIGRATION)
+        names = (*_faults(), MIGRATION)
         width = max(map(len, names)) + 2
         sys.stdout.writelines(f"{name:<{width}}{_description(name)}\n" for name in names)
         return
+    from .deployment import Options
+    from .fault_run import RunConfig
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the deployment
     options = Options(
         engine=args.engine, stall_timeout_s=args.stall_timeout_s, worker_stall_timeout_s=2 * args.stall_timeout_s

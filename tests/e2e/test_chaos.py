@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks.chaos import migration
 from benchmarks.chaos.deployment import Options
-from benchmarks.chaos.fault_run import RunConfig
+from benchmarks.chaos.fault_run import FaultRunner, RunConfig
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.main import FaultRunner, is_good, table
+from benchmarks.chaos.main import is_good, table
 from benchmarks.chaos.verdict import Outcome
 from tests.e2e.cluster import START_TIMEOUT_S, until
 from tests.waiting import SOON_S

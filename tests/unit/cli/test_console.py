@@ -24,7 +24,7 @@ from dynamo_trtllm.config.load import load
 Type = Callable[[str], int]
 NAMES = [command.name for command in COMMANDS]
 # Beyond these, an import costs more than the help is worth.
-HEAVY = ("asyncio", "msgspec", "pydantic", "rich", "shtab", "torch", "prometheus_client", "grpc")
+HEAVY = ("asyncio", "msgspec", "pydantic", "rich", "shtab", "torch", "prometheus_client", "grpc", "nats")
 
 
 @pytest.fixture
@@ -45,23 +45,36 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_imported() -> None:
+def imported_for(*words: str) -> tuple[str, list[str]]:
+    """Return what the command prints, and which heavy modules it imports."""
     code = (
         "import sys\nfrom dynamo_trtllm.cli.console import main\n"
         "try:\n    main()\nexcept SystemExit as exc:\n"
-        f"    print(exc.code, [name for name in {HEAVY} if name in sys.modules])\n"
+        f"    print(exc.code, *(name for name in {HEAVY} if name in sys.modules))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path}\n{code}", "--help"],
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {sys.path}\n{code}", *words],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.endswith("0 []\n")
-    assert done.stdout.startswith("usage: dynamo-trtllm COMMAND [flags]\n")
+    *lines, last = done.stdout.splitlines()
+    status, *modules = last.split()
+    assert status == "0"
+    return "\n".join(lines), modules
+
+
+def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_imported() -> None:
+    said, modules = imported_for("--help")
+    assert modules == []
+    assert said.startswith("usage: dynamo-trtllm COMMAND [flags]\n")
     titles = dict.fromkeys(command.group for command in COMMANDS)
-    assert [line.rstrip(":") for line in done.stdout.splitlines() if line.rstrip(":") in titles] == list(titles)
-    assert all(f"\n  {command.name} " in done.stdout and command.summary in done.stdout for command in COMMANDS)
+    assert [line.rstrip(":") for line in said.splitlines() if line.rstrip(":") in titles] == list(titles)
+    assert all(f"\n  {command.name} " in said and command.summary in said for command in COMMANDS)
+
+
+def test_help_when_asked_of_the_faults_then_no_server_and_no_worker_is_imported() -> None:
+    assert imported_for("chaos", "--help")[1] == ["asyncio", "msgspec", "pydantic"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
