@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeAlias
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
-from dynamo_trtllm.api.request_model import List, RequestModel, agreed, invalid
+from dynamo_trtllm.api.request_model import List, RequestModel, agreed, check_size, invalid
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.api.schemas import MAX_SCHEMA_BYTES, Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
@@ -35,7 +35,11 @@ Pattern = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_BYTES)]
 JsonSent: TypeAlias = Schema | Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)]
 Json = Annotated[Schema, BeforeValidator(_parsed, json_schema_input_type=JsonSent)]
 Word = Annotated[str, Field(min_length=1, max_length=1000)]
-Words = Annotated[List[Word], Field(min_length=1, max_length=MAX_WORDS)]
+Words = Annotated[
+    List[Word],
+    Field(min_length=1, max_length=MAX_WORDS, description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON together."),
+    BeforeValidator(lambda words: check_size(words, MAX_SCHEMA_BYTES)),
+]
 
 
 class StructuredOutputs(RequestModel):

@@ -137,11 +137,13 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": "[]"}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["x" * 1000] * 66}, "guided_choice"),
+        ({"structured_outputs": {"choice": ["x" * 1000] * 66}}, "structured_outputs.choice"),
         ({"ignore_eos": True, "nvext": {"ignore_eos": False}}, "nvext.ignore_eos"),
         ({"cache_salt": "a", "nvext": {"cache_salt": "b"}}, "nvext.cache_salt"),
     ],
 )
-async def test_two_names_of_one_thing_with_different_values_then_400_names_one(
+async def test_formats_and_values_that_are_wrong_or_differ_under_two_names_then_400_names_one(
     fields: dict[str, Any], param: str
 ) -> None:
     check_error(await post(front(stop("x")), CHAT, chat(**fields)), 400, "invalid_request", param)
