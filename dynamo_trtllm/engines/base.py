@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, 
 from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle, run_stream
 
 _WARM_UP_S = 600.0
+_CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,11 @@ async def warm_up(engine: Generator, model: str, *, max_tokens: int) -> None:
         deadline=time.time() + _WARM_UP_S,
     )
     await run_stream(partial(engine.generate, request), lambda _: True)
+
+
+def client_request(request: GenerateRequest) -> str:
+    """Return the part of the request id that all choices of one client's request share."""
+    return _CHOICE_INDEX.sub("", request.request_id)
 
 
 @runtime_checkable

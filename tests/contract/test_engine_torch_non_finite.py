@@ -125,7 +125,8 @@ async def test_outputs_when_three_requests_within_a_minute_have_none_then_the_en
     engine = torch_engine(llama, Role.AGGREGATED)
     async with started(engine):
         spoil_outputs(monkeypatch, nothing_finite)
-        for name in ("a", "a", "a", "b", "b", "c"):  # one request again and again may be its own fault
+        choices = [f"b-00112233aabbccdd-{index}" for index in range(3)]
+        for name in ("a", "a", "a", *choices, "c"):  # one request again and again may be its own fault
             await engine.check()
             with pytest.raises(NonFinite):
                 await collect(engine, msgspec.structs.replace(ask(prompt(9)), request_id=name))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.base import EngineStats, client_request
 from dynamo_trtllm.engines.external.library import ENDS, EngineOutput, Library, LibraryCall
 from dynamo_trtllm.engines.external.pending_transfers import PendingTransfers, TransferIdentity
 from dynamo_trtllm.errors import (
@@ -58,7 +58,7 @@ class Runner:
         self.times = times
         self.transfers = PendingTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        self.failed_requests: set[str] = set()  # ids of those that ended in EngineFailed since the last result
+        self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
         self._failed: EngineFailed | None = None
         self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
         self._idle = asyncio.Event()
@@ -264,7 +264,7 @@ class ExternalCall(Stream):
         runner = self._runner
         if isinstance(error, EngineFailed) and not runner.has_failed:
             if not self.has_ended:
-                runner.failed_requests.add(self._request.request_id)
+                runner.failed_requests.add(client_request(self._request))
             if runner.library.health(None) or len(runner.failed_requests) >= MAX_FAILED_REQUESTS:
                 runner.fail(error.message, error.__cause__)  # which ends this call, too
             else:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.base import EngineStats, client_request
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, SamplingMetadata, sample
 from dynamo_trtllm.engines.torch.sequence import (
@@ -80,7 +80,7 @@ class Scheduler:
         self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, no buffer space yet
         self._awaiting_fetch: set[TorchSequence] = set()  # KV is in the transfer buffer
         self._events: Delivery = []
-        self._non_finite: dict[str, float] = {}  # request id -> time of its failure
+        self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
         self._stats = self._take_stats()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -356,7 +356,7 @@ class Scheduler:
         self._events.append((seq, NonFinite(text)))
         now = time.monotonic()
         recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
-        self._non_finite = recent | {seq.request.request_id: now}
+        self._non_finite = recent | {client_request(seq.request): now}
 
     def _emit(self, seq: TorchSequence, choice: SampledToken | None) -> None:
         if choice is None:

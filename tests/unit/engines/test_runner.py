@@ -217,6 +217,13 @@ async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
+async def test_error_when_all_choices_of_one_request_have_one_then_they_count_as_one_request() -> None:
+    runner, _ = make()
+    for choice in range(2 * MAX_FAILED_REQUESTS):
+        await fail_one(runner, f"client-5-00112233aabbccdd-{choice}")
+    runner.check()
+
+
 async def test_error_when_requests_in_a_row_have_one_then_the_engine_has_failed() -> None:
     runner, _ = make()
     _, others, other = await started(runner, ask())
