@@ -60,7 +60,7 @@ def part_texts(value: Any, types: Sequence[str], fields: Set[str], info: Validat
             invalid(f"must hold parts of the form {form}; the part at index {index} does not")
         others = part.keys() - fields
         if info.context is not None:
-            info.context.extend(others)
+            info.context.add(others)
         elif others:
             name = min(others)
             unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")

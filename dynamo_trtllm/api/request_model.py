@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
 import orjson
@@ -38,6 +39,8 @@ MAX_CONTAINERS: Final = 200_000  # "[" and "{" in a body; each takes up to 700 b
 MAX_TEXT: Final = 32 << 20  # characters of a text for the model; in practice --max-body-bytes is the limit
 MAX_LABEL: Final = 512  # characters of a name or an id
 MAX_ITEMS: Final = 20_000  # elements of a list of messages, items or content parts
+MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
+_MAX_NAME: Final = 64  # characters of each
 
 List = Annotated[list[V], Field(fail_fast=True)]
 Object = Annotated[dict[K, V], Field(fail_fast=True)]
@@ -51,6 +54,21 @@ _LISTED: Final = 4  # maximum values that an error lists one by one
 REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+
+
+class IgnoredFields:
+    """The names of the fields of a request that have no effect: each once, the first few, without long ends."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def add(self, names: Iterable[str]) -> None:
+        for name in itertools.islice(names, MAX_IGNORED):
+            if len(self._names) < MAX_IGNORED:
+                self._names[name[:_MAX_NAME]] = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
 
 
 class RequestModel(BaseModel):
@@ -116,7 +134,7 @@ class RequestModel(BaseModel):
     def _on_unknown(cls, name: str, info: ValidationInfo) -> None:
         """Reject an unknown field, or add it to the list of ignored ones, see `parse`."""
         if info.context is not None:
-            info.context.append(name)
+            info.context.add((name,))
             return
         near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8) if len(name) <= _SHOWN else ()
         hint = f"did you mean {near[0]!r}?" if near else "leave it out"
@@ -170,13 +188,13 @@ def agreed(values: Mapping[str, V | None]) -> V | None:
     return chosen
 
 
-def parse(model: type[M], body: bytes, ignored: list[str] | None = None) -> M:
+def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> M:
     """Parse and check a request body. Safe on any thread.
 
     Args:
         model: the class of the request.
         body: the bytes of the body.
-        ignored: unknown fields are ignored, and their names added to this list. None: they are rejected.
+        ignored: unknown fields are ignored, and their names added to this one. None: they are rejected.
 
     Raises:
         InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.

@@ -234,7 +234,7 @@ class FrontendConfig(ConnectionConfig):
         HTTP,
         "reject",
         "Unknown fields of requests: reject (status 400), warn (ignore them, list them in the response header "
-        "x-dynamo-ignored-fields and log each once), ignore.",
+        "x-dynamo-ignored-fields and log new ones), ignore.",
     )
     router_mode: Literal["round-robin"] = option(
         HTTP, "round-robin", "Load-balancing policy. There is only round-robin so far."

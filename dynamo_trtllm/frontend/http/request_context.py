@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import re
 import secrets
@@ -12,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dynamo_trtllm.api.request_model import IgnoredFields
 from dynamo_trtllm.api.response_schemas import Stats
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
-_MAX_IGNORED = 16  # ignored fields that a response header lists
-_MAX_NAME = 64  # characters of each
-_MAX_LOGGED = 1000  # ignored fields that are logged; clients choose their names
+_MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
@@ -50,7 +48,7 @@ class AppState:
     body_budget: BodyBudget
     running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
-    logged_fields: set[str] = field(default_factory=set)  # ignored fields that were logged
+    logged_fields: dict[str, None] = field(default_factory=dict)  # ignored fields that were logged, newest last
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
 
 
@@ -100,15 +98,19 @@ class RequestContext:
         self.deadline = self._arrived_at + (max_s if timeout_s is None else min(timeout_s, max_s))
 
     def report_ignored(self, names: Iterable[str]) -> None:
-        """Report ignored fields in a response header, and each once in the log."""
+        """Report ignored fields in a response header. Those that were not logged lately are logged in one line."""
+        ignored = IgnoredFields()
+        ignored.add(names)
+        safe = [_NO_NAME.sub("?", name) for name in ignored]
+        self._ignored = ", ".join(safe)
         logged = self._app_state.logged_fields
-        some = itertools.islice(dict.fromkeys(names), _MAX_LOGGED)  # a body may have hundreds of thousands
-        safe = [_NO_NAME.sub("?", name[:_MAX_NAME]) for name in some]
-        self._ignored = ", ".join(safe[:_MAX_IGNORED])
+        if new := [name for name in safe if name not in logged]:
+            log.warning("request fields are ignored: %s", ", ".join(new))
         for name in safe:
-            if name not in logged and len(logged) < _MAX_LOGGED:
-                logged.add(name)
-                log.warning("request field %s is ignored; this is logged once", name)
+            logged.pop(name, None)
+            logged[name] = None
+        while len(logged) > _MAX_LOGGED:
+            del logged[next(iter(logged))]
 
     async def begin(self, plan: GenerationPlan, answer_id: str) -> None:
         """Create the choices, and wait for their permits.

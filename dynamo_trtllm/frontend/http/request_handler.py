@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Generic, Protocol
 
-from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.api.request_model import IgnoredFields, parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded
@@ -158,7 +158,7 @@ class GenerateEndpoint(Generic[B]):
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
         adapter, raw_body = self._adapter, await context.read_body(request)
         unknown_fields = self._app_state.config.unknown_fields
-        ignored: list[str] | None = None if unknown_fields == "reject" else []
+        ignored = None if unknown_fields == "reject" else IgnoredFields()
         is_large = is_large_body(raw_body)
         async with self._large_body_slot() if is_large else nullcontext():
             if is_large:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import httpx
 import pytest
 
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.request_model import IgnoredFields, parse
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, StructuredOutput
 from dynamo_trtllm.tokenization.base import ServedModel
@@ -54,7 +57,32 @@ async def test_unknown_fields_when_warned_about_then_each_is_logged_once(caplog:
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             await post(served, CHAT, chat(zebra=1))
-    assert [record.getMessage() for record in caplog.records] == ["request field zebra is ignored; this is logged once"]
+    assert [record.getMessage() for record in caplog.records] == ["request fields are ignored: zebra"]
+
+
+async def test_unknown_fields_when_a_client_sends_ever_new_ones_then_a_line_per_request_and_later_ones_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served = tolerant("warn")
+    with caplog.at_level(logging.WARNING):
+        for at in range(70):
+            await post(served, CHAT, chat(**{f"x{at}-{number}": 1 for number in range(20)}))
+        await post(served, CHAT, chat(zebra=1))
+    assert len(caplog.records) == 71
+    assert caplog.records[-1].getMessage() == "request fields are ignored: zebra"
+
+
+@pytest.mark.parametrize("place", ["top", "part"])
+def test_unknown_fields_when_a_body_has_very_many_then_few_are_kept(place: str) -> None:
+    wild = {f"{at}" + "x" * 100: 1 for at in range(1000)}
+    part = {"type": "text", "text": "hi"}
+    if place == "part":
+        body = chat(messages=[{"role": "user", "content": [part | wild, part | {"zebra": 1}]}])
+    else:
+        body = chat(messages=[{"role": "user", "content": "hi"} | wild], **wild)
+    ignored = IgnoredFields()
+    parse(ChatRequest, json.dumps(body).encode(), ignored)
+    assert 0 < sum(map(len, ignored)) < 2000
 
 
 async def test_unknown_fields_when_ignored_then_no_header_and_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
