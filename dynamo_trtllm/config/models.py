@@ -35,7 +35,8 @@ from dynamo_trtllm.messages import Role
 Endpoint = Annotated[
     str, matching(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+", "expected dyn://NAMESPACE.COMPONENT.ENDPOINT")
 ]
-_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/,*]+"
+_ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 Origins = Annotated[
     str, matching(rf"\*|{_ORIGIN}(,{_ORIGIN})*", "expected * or comma-separated origins like https://chat.example.org")
 ]
@@ -323,8 +324,9 @@ class FrontendConfig(ConnectionConfig):
 
     @property
     def allowed_origins(self) -> frozenset[str]:
-        """Return the origins of --cors-origins; "*" means all."""
-        return frozenset(self.cors_origins.split(",") if self.cors_origins else ())
+        """Return the origins of --cors-origins as browsers send them; "*" means all."""
+        origins = self.cors_origins.lower().split(",") if self.cors_origins else ()
+        return frozenset(each.removesuffix(_DEFAULT_PORTS.get(each.partition("://")[0], "")) for each in origins)
 
     @property
     def shares_responses(self) -> bool:

@@ -87,14 +87,11 @@ class Router:
     def _answer_origin(self, request: HttpRequest, response: HttpResponse) -> bool:
         """Add the headers for an allowed origin to the response. Return True for a preflight, which is answered."""
         origin = request.header(b"origin")
+        response.headers["Vary"] = "Origin"  # also without these headers: a cache must not return them to others
         if origin is None or not self._origins & {"*", origin}:
             return False
         allowed = "*" if "*" in self._origins else origin
-        response.headers |= {
-            "Access-Control-Allow-Origin": allowed,
-            "Access-Control-Expose-Headers": "*",
-            "Vary": "Origin",
-        }
+        response.headers |= {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": "*"}
         if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
             return False
         headers = {

@@ -342,6 +342,8 @@ async def test_page_of_another_origin_then_no_headers_for_it(origins: str | None
     answer = await post(served, CHAT, chat(), headers=PAGE)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
+    same_site = await post(served, CHAT, chat())
+    assert {answer.headers.get("vary"), same_site.headers.get("vary")} == {origins and "Origin"}  # for caches
 
 
 async def test_options_that_is_no_preflight_then_405() -> None:
