@@ -102,6 +102,20 @@ async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturb
             assert tokens(await collect(engine, ask(so_far, num_resumed_output_tokens=made, **rest))) == whole[made:]
 
 
+async def test_guided_when_the_output_leaves_the_form_then_a_plain_error_and_the_reason_is_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grammar.GrammarMatcher, "apply_mask", lambda *_: None)
+    engine = make("torch", folder, Role.AGGREGATED)
+    async with started(engine):
+        with pytest.raises(RequestRejected, match="the output does not follow this format") as refused:
+            await collect(engine, ask(prompt_of(9), guided=form(), logit_bias=((CHANNEL, 100.0),)))
+        await check_nothing_left(engine)
+    assert refused.value.field == "guided"
+    assert "\n" not in refused.value.message
+    assert "doesn't satisfy the grammar" in caplog.text
+
+
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 async def test_penalty_when_run_over_two_calls_then_the_first_token_counts_at_decode(
     folder: Path, penalty: str

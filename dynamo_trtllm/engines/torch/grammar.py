@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 # Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
-_QUOTED: Final = re.compile(r"\n\s*1 \| start: ")  # an error message continues with the grammar here
+LEFT_FORMAT: Final = "the output does not follow this format, which may be too complex; simplify it, or try again"
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \| .*", re.DOTALL)  # of an error within the whole grammar
 _SLASHES: Final = re.compile(r"\\.|/|\n")
 _ANY_OBJECT: Final = {"type": "object"}
 
@@ -133,8 +134,8 @@ class GrammarCompiler:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return llguidance's error in one line, without the grammar that this module wrapped around the schema."""
-    message = _QUOTED.split(matcher.get_error(), maxsplit=1)[0]
+    """Return llguidance's error in one line, without the grammar that this module wrapped around the format."""
+    message = _PLACE.sub("", matcher.get_error())
     return " ".join(message.split()).rpartition("failed to compile JSON schema: ")[2]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.base import EngineStats, client_request
+from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, SamplingMetadata, sample
 from dynamo_trtllm.engines.torch.sequence import (
@@ -366,8 +367,9 @@ class Scheduler:
         seq.num_output_tokens += 1
         if seq.logits_processor is not None:
             seq.logits_processor.accept_token(choice.token_id)
-            if seq.logits_processor.failure is not None:
-                self._events.append((seq, RequestRejected(f"guided decoding failed: {seq.logits_processor.failure}")))
+            if (failure := seq.logits_processor.failure) is not None:
+                log.warning("request %s: structured output failed: %s", seq.request.request_id, failure)
+                self._events.append((seq, RequestRejected(LEFT_FORMAT, field="guided")))
                 self._drop(seq)
                 return
         ids = token_ids([choice.token_id])

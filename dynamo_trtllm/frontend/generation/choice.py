@@ -133,7 +133,7 @@ class ChoiceState:
 
         def on_event(event: StreamEvent) -> None:
             if not isinstance(event, Chunk):
-                on_delta(event)
+                on_delta(self._with_api_name(event))
                 return
             try:
                 delta = push(event)
@@ -145,6 +145,15 @@ class ChoiceState:
                 on_delta(exc if isinstance(exc, DynamoError) else unexpected_error(exc, request.request_id))
 
         self._stream = pipeline.generate(request, self.trace, on_event)
+
+    def _with_api_name(self, error: DynamoError) -> DynamoError:
+        """Return an error of the engine with the API's name of the field that it rejected."""
+        name = self._choice_request.names.get(error.field or "")
+        if name is None:
+            return error
+        named = type(error)(f"{name}: {error.message}", field=name)
+        named.__cause__ = error
+        return named
 
     def cancel(self) -> None:
         """End the stream, if it runs."""

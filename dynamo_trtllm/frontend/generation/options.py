@@ -83,6 +83,7 @@ class Constraints(NamedTuple):
 
     forced_ids: TokenIds = NO_FORCED_IDS  # appended to the prompt as the beginning of the output
     guided: StructuredOutput | None = None
+    field: str = ""  # the API's name of the field that `guided` follows from
 
 
 def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[Tool, ...]:
@@ -114,13 +115,15 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
     """
     choice = options.tool_choice
     if choice.mode is ToolChoiceMode.AUTO and options.strict_tools.intersection(tool.name for tool in tools):
-        return _strict_call(tools, options, served)
+        return _strict_call(tools, options, served)._replace(field=options.name("tools"))
     if choice.mode is ToolChoiceMode.NAMED:
-        return _one_call(next(tool for tool in tools if tool.name == choice.name), options, served)
-    if choice.mode is ToolChoiceMode.REQUIRED:
-        return _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
+        tools = tuple(tool for tool in tools if tool.name == choice.name)
+    if choice.mode in (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED):
+        call = _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
+        return call._replace(field=options.name("tool_choice"))
     if options.output_format is not None:
-        return _formatted_answer(options.output_format, bool(tools), options, served)
+        answer = _formatted_answer(options.output_format, bool(tools), options, served)
+        return answer._replace(field=options.name("response_format"))
     return Constraints()
 
 

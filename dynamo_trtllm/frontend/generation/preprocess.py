@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
@@ -55,6 +55,7 @@ class ChoiceRequest:
     echo: str = ""  # the text begins with this
     is_prompt_only: bool = False  # the client wants no generated token, but the engine generates one
     max_tool_calls: int | None = None  # the output ends before the next call
+    names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, for errors
 
     @property
     def is_plain(self) -> bool:
@@ -114,7 +115,7 @@ def prepare_conversation(
         served,
         options,
     )
-    forced_ids, guided = constraints_of(tools, options, served)
+    forced_ids, guided, guided_by = constraints_of(tools, options, served)
     ids = prompt + forced_ids
     sampling = _sampling(
         requested, _output_budget(requested.max_tokens or None, len(ids), served, options), served, options
@@ -133,6 +134,7 @@ def prepare_conversation(
             content_logprobs_only=True,
             shows_reasoning=options.shows_reasoning,
             returns_token_ids=options.returns_token_ids,
+            names={**options.names, "guided": guided_by},
             max_tool_calls=None if options.parallel_tool_calls else 1,
         )
         for request in _requests([(ids, sampling)] * options.n, served, request_id, deadline, options.cache_salt)
@@ -184,6 +186,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
             content_logprobs_only=False,
             shows_logprobs=body.logprobs is not None,
             returns_token_ids=body.return_token_ids,
+            names={**options.names, "guided": options.name("response_format")},
             echo=echo,
             is_prompt_only=body.max_tokens == 0,
         )

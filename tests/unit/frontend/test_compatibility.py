@@ -11,12 +11,13 @@ import pytest
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
-from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.errors import InvalidRequest, RequestRejected, UnsupportedParameter
 from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, StructuredOutput
 from dynamo_trtllm.tokenization.base import ServedModel
 from tests.memory_http import asgi
 from tests.unit.frontend import app_helpers, plan_helpers
 from tests.unit.frontend.app_helpers import CONTENT, END, MODEL, REASONING, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.plan_helpers import WEATHER
 from tests.unit.frontend.test_generate_endpoint import CHAT, TEXT, USER, chat, check_error, events, post, text
 
 RESPONSES = "/v1/responses"
@@ -196,6 +197,24 @@ def test_output_format_when_the_engine_has_none_then_the_error_has_the_clients_n
         with pytest.raises(UnsupportedParameter) as refused:
             plan(plan_helpers.refusing(harmony, "guided"), guided_regex="a")
         assert refused.value.field == "guided_regex"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (CHAT, chat(guided_regex="a"), "guided_regex"),
+        (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
+        (CHAT, chat(tools=[WEATHER], tool_choice="required"), "tool_choice"),
+        (TEXT, text(structured_outputs={"choice": ["a"]}), "structured_outputs.choice"),
+        (RESPONSES, response(text={"format": {"type": "json_object"}}), "text.format"),
+    ],
+)
+async def test_output_format_when_the_engine_rejects_it_then_the_error_has_the_clients_name(
+    path: str, body: dict[str, Any], name: str
+) -> None:
+    served = front(RequestRejected("the output format is not supported", field="guided"))
+    message = check_error(await post(served, path, body), 400, "engine_refused", name)
+    assert message == f"{name}: the output format is not supported"
 
 
 # --- what answers have ---------------------------------------------------------------------------------

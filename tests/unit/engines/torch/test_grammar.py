@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,16 @@ def test_output_when_it_follows_a_regex_or_a_grammar_then_it_is_one_of_its_texts
     assert found == {prefix + each for each in texts}
 
 
-@pytest.mark.parametrize("content", [{"regex": "(a"}, {"grammar": "(("}, {"grammar": 'no_root ::= "a"'}])
+@pytest.mark.parametrize(
+    "content", [{"regex": "(a"}, {"grammar": "(("}, {"grammar": 'no_root ::= "a"'}, {"grammar": "start: FOO"}]
+)
 def test_format_that_cannot_be_read_then_refused_with_the_reason(
     grammar_compiler: GrammarCompiler, content: dict[str, str]
 ) -> None:
     with pytest.raises(RequestRejected, match="the output format is") as refused:
         grammar_compiler.compile(formatted(**content), STOPS)
     assert refused.value.field == "guided"
+    assert not re.search(r"content0|at \d+\(", refused.value.message)
 
 
 @pytest.mark.parametrize(
