@@ -119,12 +119,12 @@ def test_troubleshooting_when_compared_with_the_guides_then_each_of_their_rows_i
 def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
     ends = (*HISTOGRAM_ENDS, "_total")
     known = {PREFIX + metric.name.removesuffix("_total") + end for metric in TABLE for end in ends}
-    named = set(re.findall(rf"`({PREFIX}[a-z_]+)", page.read_text()))
+    named = set(re.findall(rf"\b({PREFIX}[a-z_]+)", page.read_text()))
     assert {name for name in named if not name.endswith("_")} <= known
 
 
 def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_with_its_type_and_labels() -> None:
-    tables = (DOCS / "operations.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    tables = (DOCS / "monitoring.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     told = []
     for process in ("frontend", "worker"):
         rows = tables.split(f"| {process} metric |")[1].split("\n\n")[0]
