@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
@@ -96,6 +97,24 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_whole_one(
         assert [entry.token_id for entry in told] == tokens(legs)
         assert [entry.logprob for entry in told] == pytest.approx([entry.logprob for entry in own], abs=1e-3)
         assert [len(entry.top) for entry in told] == [3] * len(told)
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.AGGREGATED])
+async def test_prompt_logprobs_then_those_of_generated_tokens_are_what_the_engine_gave_them(
+    pair: Pair, phase: Phase
+) -> None:
+    prompt = prompt_of(150, 19)
+    generated = await collect(pair.prefill, ask(prompt, max_tokens=12, logprobs=0))
+    own = [entry.logprob for chunk in generated for entry in chunk.logprobs]
+    longer = prompt + array(prompt.typecode, tokens(generated))
+    chunks = await collect(pair.prefill, ask(longer, phase=phase, max_tokens=1, prompt_logprobs=2))
+    scored = [entry for chunk in chunks for entry in chunk.prompt_logprobs]
+    assert [entry.token_id for entry in scored] == list(longer)
+    assert [entry.logprob for entry in scored[-len(own) :]] == pytest.approx(own, abs=1e-3)
+    assert {len(entry.top) for entry in scored[1:]} == {2}
+    if chunks[-1].kv_params is not None:
+        release(pair.prefill, chunks[-1].kv_params)
+    await check_nothing_left(pair.prefill)
 
 
 async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_transfers_token(pair: Pair) -> None:
