@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import runpy
 import signal
 import time
@@ -21,13 +22,23 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.engines.vllm.api_manifests import VERSION
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
+from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, ReleaseOutcome, StructuredOutput
 from dynamo_trtllm.streams import OnEvent, StreamEvent, as_stream
-from tests.contract.vllm_real import ROOT, SPOILED, Pair, all_failed_reads, save_model, started
+from tests.contract.vllm_real import (
+    FIRST_BYTE,
+    ROOT,
+    SPOILED,
+    Pair,
+    all_failed_reads,
+    save_byte_tokenizer,
+    save_model,
+    started,
+)
 from tests.engines import (
     answer,
     ask,
@@ -52,7 +63,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    async with started(save_model(tmp_path_factory.mktemp("models") / "llama")) as engines:
+    async with started(save_byte_tokenizer(save_model(tmp_path_factory.mktemp("models") / "llama"))) as engines:
         yield engines
 
 
@@ -115,6 +126,27 @@ async def test_prompt_logprobs_then_those_of_generated_tokens_are_what_the_engin
     if chunks[-1].kv_params is not None:
         release(pair.prefill, chunks[-1].kv_params)
     await check_nothing_left(pair.prefill)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (OutputFormat(json_schema="", regex="[0-9]{3}-(yes|no)"), "[0-9]{3}-(yes|no)"),
+        (OutputFormat(json_schema="", regex="red|dark green"), "red|dark green"),
+        (OutputFormat(json_schema="", grammar='root ::= "<" [a-c] [a-c] ">"'), "<[a-c][a-c]>"),
+        (OutputFormat(json_schema='{"enum": ["one", "two"]}'), '"(one|two)"'),
+    ],
+    ids=["regex", "choice", "grammar", "schema"],
+)
+async def test_two_calls_when_the_output_has_a_form_then_it_is_kept_to_the_end(
+    pair: Pair, form: OutputFormat, pattern: str
+) -> None:
+    guided = StructuredOutput(alternatives=(form,))
+    calls = await prefill_then_decode(pair.prefill, pair.decode, prompt_of(150, 23), max_tokens=40, guided=guided)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert calls[-1].finish_reason is FinishReason.STOP
+    text = "".join(letters[token - FIRST_BYTE] for token in tokens(calls) if token >= FIRST_BYTE)
+    assert re.fullmatch(pattern, text.replace("Ġ", " "))  # the alphabet's letter for a space
 
 
 async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_transfers_token(pair: Pair) -> None:

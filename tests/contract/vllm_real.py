@@ -26,6 +26,7 @@ from tests.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 2048, "seed": 0}
+VOCABULARY, FIRST_BYTE = 2048, 10
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -94,8 +95,23 @@ def _gpus() -> int:
 
 def save_model(folder: Path) -> Path:
     """Full attention, wide enough that answers vary, with a head size that vLLM's CPU attention takes."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048, "max_position_embeddings": 4096}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCABULARY, "max_position_embeddings": 4096}
     return save_tiny_llama(folder, head_dim=32, **sizes)
+
+
+def save_byte_tokenizer(folder: Path) -> Path:
+    """Save a tokenizer with one token for each byte, from `FIRST_BYTE` on. Structured output needs one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*(f"<{n}>" for n in range(FIRST_BYTE)), *letters]
+    names += [f"<{n}>" for n in range(len(names), VOCABULARY)]
+    tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<1>", pad_token="<0>").save_pretrained(folder)
+    return folder
 
 
 def _engine(folder: Path, role: Role, **more: Any) -> Engine:
