@@ -2,7 +2,7 @@
 
     python examples/embedded_trtllm.py --model-path /models/gpt-oss-120b --disaggregation-mode decode
 
-The script accepts every flag and environment variable of `python -m dynamo_trtllm`. On several nodes, start it with
+The script accepts every flag and environment variable of `dynamo-trtllm worker`. On several nodes, start it with
 `examples/llmapi_launch.sh`.
 
 The `__main__` guard at the end is needed. An engine on several GPUs starts a process per GPU, and each of them imports

@@ -9,7 +9,7 @@
 # srun or mpirun must assign a GPU to each rank. To drain the worker, send a signal to rank 0 (srun: --signal or scancel).
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    echo "usage: examples/llmapi_launch.sh [flags of python -m dynamo_trtllm]"
+    echo "usage: examples/llmapi_launch.sh [flags of dynamo-trtllm worker]"
     sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
     exit 0
 fi

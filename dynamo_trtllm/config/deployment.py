@@ -121,7 +121,7 @@ class WorkerSpec(Section):
         description="cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N equal parts.",
     )
     flags: dict[str, Any] = Field(
-        default_factory=dict, description="Flags of `python -m dynamo_trtllm` without the leading dashes."
+        default_factory=dict, description="Flags of `dynamo-trtllm worker` without the leading dashes."
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of its processes, added to the launcher's."
@@ -155,8 +155,7 @@ class DeploymentConfig(Section):
     services: ServicesConfig = Field(default=ServicesConfig(), description="etcd and NATS.")
     frontend: dict[str, Any] | None = Field(
         default_factory=dict,
-        description="Flags of `python -m dynamo_trtllm.frontend` without the leading dashes. null: no frontend is "
-        "started.",
+        description="Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is started.",
     )
     workers: list[WorkerSpec] = Field(min_length=1, description="Worker groups; at least one.")
     restart: RestartConfig = Field(default=RestartConfig(), description="Policy for processes that die.")

@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<END
-usage: HOSTFILE=hosts.txt RANKS=16 $0 [flags of python -m dynamo_trtllm]
+usage: HOSTFILE=hosts.txt RANKS=16 $0 [flags of dynamo-trtllm worker]
 
 Every rank runs trtllm-llmapi-launch. Rank 0 starts the worker; the other ranks wait for work of the engine. RANKS is the
 product of the parallel sizes. Rank 0 must reach etcd and NATS, so ETCD_ENDPOINTS and NATS_SERVER must not be loopback

@@ -18,7 +18,7 @@ variables() {
 usage() {
     local name=$1 deployment=$2
     cat <<END
-usage: $name [--engine NAME] [--deployment FILE.yaml] [flags of python -m dynamo_trtllm.launch]
+usage: $name [--engine NAME] [--deployment FILE.yaml] [flags of dynamo-trtllm launch]
 
 $about
 

@@ -24,7 +24,7 @@ END = "kill $(jobs -p)"
 SHORT = (
     (r"^\./scripts/(demo|test)\b.*", r"./scripts/\1 --help"),
     (r"^(MODEL_PATH=\S+ scripts/launch/\S+\.sh)\b.*", r"\1 --help"),
-    (r"^(python -m dynamo_trtllm --model-path .*)", r"\1 --print-config"),
+    (r"^(dynamo-trtllm worker --model-path .*)", r"\1 --print-config"),
     (r"^python3 -m venv .*|^pip install .*", ""),
     (r"^dynamo-trtllm serve .*", "dynamo-trtllm serve --help"),
 )
