@@ -167,6 +167,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     num_resumed_output_tokens: int = msgspec.field(default=0, name="resumed_tokens")
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
     cache_salt: str | None = None  # the prefix cache is shared only among requests with the same salt
+    priority: int = 0  # lower values leave an engine's queue earlier; needs the feature "priority"
+    dp_rank: int | None = None  # attention-DP rank of the decode or aggregated worker; needs the feature "dp_rank"
+    prefill_dp_rank: int | None = None  # the same of the prefill worker
+    relax_dp_rank: bool = False  # other ranks may run it if that one is full
+    conversation_id: str | None = None  # a hint: an engine may run requests of one conversation on one rank
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -255,6 +260,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # engine-specific names and values that must be equal on a prefill and a decode worker
     kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
     can_aggregate: bool = msgspec.field(default=False, name="serves_whole")  # a decode worker that can also prefill
+    supported_features: tuple[str, ...] = ()  # see EngineInfo; older workers ignore these fields of a request
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
     wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
@@ -309,8 +315,6 @@ class Restart(msgspec.Struct, frozen=True, tag="restart"):
 
 
 Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart
-
-# --- conversation: the input of prompt rendering -------------------------------------------------------
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ MAX_CHOICES = 128  # per request, over all its prompts
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 SEED_LIMIT = 1 << 63
+PRIORITY_LIMIT = 1 << 20  # not every engine distinguishes more values
+MAX_DP_RANKS = 1 << 16
 _ID_DIGITS = 10  # digits of the largest token id
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -80,6 +82,24 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
+Priority = Annotated[int, Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
+DpRank = Annotated[int, Field(ge=0, lt=MAX_DP_RANKS)]
+
+
+class AgentHints(RequestModel):
+    """The `nvext.agent_hints` object of NVIDIA Dynamo."""
+
+    hints: ClassVar = frozenset({"osl"})
+
+    priority: Priority | None = None  # higher values first, unlike the field of the request
+
+
+class ConversationParams(RequestModel):
+    """The `conversation_params` object of TensorRT-LLM's server."""
+
+    conversation_id: str = Field(min_length=1, max_length=256)
+
+
 class NvExt(RequestModel):
     """The `nvext` object of NVIDIA's servers."""
 
@@ -89,6 +109,9 @@ class NvExt(RequestModel):
 
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    agent_hints: AgentHints | None = None
+    dp_rank: DpRank | None = None
+    prefill_dp_rank: DpRank | None = None
 
 
 class SamplingFields(RequestModel):
@@ -118,6 +141,9 @@ class SamplingFields(RequestModel):
     stop_token_ids: List[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    priority: Priority | None = None  # lower values first
+    attention_dp_relax: bool = False
+    conversation_params: ConversationParams | None = None
     nvext: NvExt = Field(default_factory=NvExt)
     # These four never change a response; `/v1/responses` repeats them.
     user: Label | None = None
@@ -129,6 +155,9 @@ class SamplingFields(RequestModel):
     def _common_fields_agree(self) -> Self:
         self._ignore_eos()
         self._salt()
+        self._priority()
+        if self.attention_dp_relax and self.nvext.dp_rank is None and self.nvext.prefill_dp_rank is None:
+            invalid("is only allowed with nvext.dp_rank or nvext.prefill_dp_rank", field="attention_dp_relax")
         if self.stream_options is not None and not self.stream:
             invalid("is only allowed with stream set to true", field="stream_options")
         return self
@@ -138,6 +167,11 @@ class SamplingFields(RequestModel):
 
     def _salt(self) -> str | None:
         return agreed({"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt})
+
+    def _priority(self) -> int | None:
+        hints = self.nvext.agent_hints
+        hint = None if hints is None or hints.priority is None else -hints.priority
+        return agreed({"priority": self.priority, "nvext.agent_hints.priority": hint})
 
     @property
     def include_usage(self) -> bool:
@@ -153,6 +187,22 @@ class SamplingFields(RequestModel):
         """The prefix-cache salt."""
         return self._salt()
 
+    def scheduling(self, session_id: str) -> dict[str, Any]:
+        """Return the given fields of `messages.GenerateRequest` that tell workers when and where to run the request.
+
+        Args:
+            session_id: the header X-Session-ID, which counts if the body names no conversation.
+        """
+        nvext, conversation = self.nvext, self.conversation_params
+        fields = {
+            "priority": self._priority(),
+            "dp_rank": nvext.dp_rank,
+            "prefill_dp_rank": nvext.prefill_dp_rank,
+            "relax_dp_rank": self.attention_dp_relax or None,
+            "conversation_id": (session_id or None) if conversation is None else conversation.conversation_id,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
 
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -160,7 +210,6 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "priority": (0,),
     "service_tier": ("auto", "default", "flex", "scale", "priority"),  # there are no tiers
     "store": (False, True),  # nothing is stored, and no response depends on it
 }

@@ -22,7 +22,7 @@ _MOST_ID: Final = (1 << 63) - 1
 _MOST_EOS_IDS: Final = 1024
 _MOST_FILES: Final = 32
 _MOST_PAIRING: Final = 64
-_MOST_REFUSES: Final = 256
+_MOST_FEATURES: Final = 256
 _SHORT: Final = 64  # characters of a kind, such as "torch" or "bfloat16"
 _LONG: Final = 256
 _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder of the model
@@ -120,6 +120,7 @@ def _check_kinds(instance: Instance) -> None:
     _check_kind("engine", instance.engine)
     _check_kind("strategy", instance.strategy)
     _check_text("version", instance.version, least=0, most=_LONG)
+    _check_names("supported_features", instance.supported_features)
     _check_size("pairing", instance.kv_compat, _MOST_PAIRING)
     for name, value in instance.kv_compat.items():
         _check_text("a name in pairing", name, most=_LONG)
@@ -146,9 +147,7 @@ def _check_card(card: ModelDeploymentCard) -> None:
         _check_number("an id in card.eos_token_ids", token_id, 0, card.vocab_size - 1)
     for field in ("renderer", "reasoning_parser", "tool_call_parser"):
         _check_kind(f"card.{field}", getattr(card, field))
-    _check_size("card.refuses", card.unsupported_features, _MOST_REFUSES)
-    for name in card.unsupported_features:
-        _check_text("a name in card.refuses", name, most=_LONG)
+    _check_names("card.refuses", card.unsupported_features)
     _check_size("card.files", card.files, _MOST_FILES)
     for name, sha256 in card.files.items():
         _check_file_name(name)
@@ -174,6 +173,12 @@ def _check_number(field: str, value: int, least: int, most: int) -> None:
 def _check_size(field: str, values: Collection[object], most: int) -> None:
     if len(values) > most:
         raise BadRecord(f"{field} has {len(values)} entries; the limit is {most}")
+
+
+def _check_names(field: str, names: Collection[str]) -> None:
+    _check_size(field, names, _MOST_FEATURES)
+    for name in names:
+        _check_text(f"a name in {field}", name, most=_LONG)
 
 
 def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:

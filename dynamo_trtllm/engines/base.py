@@ -32,6 +32,8 @@ class EngineInfo:
     # Unsupported fields of Sampling, "cache_salt" and "resumed_tokens". An engine with "resumed_tokens" treats output
     # of another worker as prompt, which is equivalent only for greedy requests without grammar and penalties.
     unsupported_features: tuple[str, ...] = ()
+    # "priority" and "dp_rank", if requests may have them. Only such workers get requests that need them.
+    supported_features: tuple[str, ...] = ()
     can_aggregate: bool = False  # accepts Phase.AGGREGATED in every role
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dynamo_trtllm.errors import NoInstances, TransferMismatch
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
+from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 from dynamo_trtllm.router.view import ModelView, Pair, PairBreakers, pairing_key
 
 
@@ -68,6 +68,39 @@ def select(
     # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use two of four pairs.
     shifted = index_in_key + index_in_key // math.lcm(len(peers), len(prefills))
     return WorkerSelection(prefills[shifted % len(prefills)], decode)
+
+
+def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
+    """Return the instances that can't run this request, because they would ignore when or where it wants to run.
+
+    Raises:
+        UnsupportedParameter: the other instances are not enough to run it; `field` is the client's name.
+    """
+    if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
+        return frozenset()  # nearly all requests
+    lacking: dict[int, str] = {}  # the field that an instance does not support
+    for instance in (*view.prefill, *view.decode, *view.aggregated):
+        for field, feature in _needs(request, instance.role).items():
+            if feature not in instance.supported_features:
+                lacking[instance.id] = field
+    ids = frozenset(lacking)
+    if view.excluding(ids).missing_roles() and not view.missing_roles():
+        field = next(iter(lacking.values()))
+        raise UnsupportedParameter(
+            f"{field} is not supported by the workers of {request.model}, as they are configured now; leave it out",
+            field=field,
+        )
+    return ids
+
+
+def _needs(request: GenerateRequest, role: Role) -> dict[str, str]:
+    """Return the features that a worker of this role needs, by the field that needs them."""
+    needs = {"priority": "priority"} if request.priority else {}
+    if role is not Role.PREFILL and request.dp_rank is not None:
+        needs["nvext.dp_rank"] = "dp_rank"
+    if role is not Role.DECODE and request.prefill_dp_rank is not None:
+        needs["nvext.prefill_dp_rank"] = "dp_rank" if role is Role.PREFILL else "separate prefill workers"
+    return needs
 
 
 def _select_aggregated(

@@ -264,6 +264,7 @@ class Worker:
             limits=info.limits,
             kv_compat=info.kv_compat,
             can_aggregate=info.can_aggregate,
+            supported_features=info.supported_features,
             strategy=config.disaggregation_strategy,
             version=__version__,
             wire=WIRE_VERSION,

@@ -40,6 +40,10 @@ SAMPLINGS = [
     {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema='{"type":"object"}'),))},
     {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}", prefix="x"),))},
 ]
+SCHEDULED_ARGS = {
+    "scheduler_config": {"waiting_queue_policy": "priority"},
+    "attention_dp_config": {"kv_cache_routing_conversation_affinity": True},
+}
 PLAIN_ARGS = {"guided_decoding_backend": "xgrammar"}
 
 
@@ -54,18 +58,23 @@ async def record(version: str, folder: Path) -> Uses:
     with fake_tensorrt_llm(version) as package, record_usage(package, uses):
         args = sampler_args(release_for(version))
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
-        whole, prefill, decode = (make("trtllm", folder, role, **args) for role in roles)
+        is_newest = package.standin.release.LINE >= (1, 3)
+        ranks = {"enable_attention_dp": True, "tensor_parallel_size": 2} | (SCHEDULED_ARGS if is_newest else {})
+        more = {Role.AGGREGATED: ranks}
+        whole, prefill, decode = (make("trtllm", folder, role, **args, **more.get(role, {})) for role in roles)
         async with started(whole, prefill, decode):
             for sampling in SAMPLINGS:
                 try:
                     await answer(whole, PROMPT, **sampling)
                 except EngineError as exc:
                     print(f"{version}: {exc}")
-            logprobs = {"logprobs": 1} if package.standin.release.LINE >= (1, 3) else {}  # rejected before
+            logprobs = {"logprobs": 1} if is_newest else {}  # rejected before
             await prefill_then_decode(prefill, decode, PROMPT, **logprobs)
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             if version != "1.0.0":
                 await collect(whole, salted)
+            placed = msgspec.structs.replace(ask(PROMPT), dp_rank=1, conversation_id="c", priority=int(is_newest))
+            await collect(whole, placed)
             async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
                 await anext(stream)
             await whole.check()

@@ -14,6 +14,7 @@ import asyncio
 import time
 import zlib
 from array import array
+from bisect import insort
 from collections import deque
 from pathlib import Path
 
@@ -163,6 +164,7 @@ class MockEngine:
             layout=self._layout,
             limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
             unsupported_features=_UNSUPPORTED_FEATURES,
+            supported_features=("priority",),
             can_aggregate=True,
         )
 
@@ -195,7 +197,7 @@ class MockEngine:
             )
         if len(self._waiting) >= args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
-        self._waiting.append(stream)
+        insort(self._waiting, stream, key=lambda each: each.request.priority)  # after those of equal priority
         self._idle.clear()
         self.work.set()
 

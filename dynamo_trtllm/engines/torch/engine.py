@@ -189,6 +189,7 @@ class TorchEngine:
                 max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, kv_blocks=num_blocks
             ),
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
+            supported_features=("priority",),
             files=model.files,
             can_aggregate=True,
         )

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class Scheduler:
         if len(self._waiting) >= self._limits.max_queue:
             self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
-            self._waiting.append(seq)
+            insort(self._waiting, seq, key=lambda each: each.queue_order)  # after those of equal priority
 
     def install(self, seq: TorchSequence) -> None:
         """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
@@ -226,7 +227,7 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """Start queued sequences in order of arrival, while there is space in the batch and the KV pool."""
+        """Start queued sequences by priority and arrival, while there is space in the batch and the KV pool."""
         while self._waiting and self._running() < self._limits.max_batch_size:
             seq = self._waiting[0]
             buffer = self.transfer_buffer

@@ -85,6 +85,15 @@ class TorchSequence:
         return self.prompt_tokens + (0 if self.request.phase is Phase.PREFILL else self.max_new_tokens - 1)
 
     @property
+    def queue_order(self) -> float:
+        """Return the place in the queue: lower values first.
+
+        The first sequence of the queue may have space in the transfer buffer while it waits for KV blocks. It stays
+        first: another one would wait for that space, and both for ever.
+        """
+        return self.request.priority if self.allocation is None else -math.inf
+
+    @property
     def scores_prompt(self) -> bool:
         """Return whether the log-probabilities of the prompt are requested."""
         return self.request.sampling.prompt_logprobs is not None

@@ -42,6 +42,13 @@ _WHERE: Mapping[str, tuple[str, ...]] = {
     "RequestError": ("tensorrt_llm.executor.utils", "tensorrt_llm.executor"),
 }
 
+# Each class of a parameter of `generate_async` that not all releases have, and its module (executor/request.py and
+# llmapi/llm.py, main at 00043967).
+_PARAMS: Mapping[str, tuple[str, str]] = {
+    "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
+    "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
+}
+
 # Every name that the engine uses, by owner. If one of NEEDED is missing, the engine does not start.
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "LLM": ("generate_async", "get_stats", "shutdown"),
@@ -78,7 +85,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 # Names that are used only if the installed release has them.
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "LLM.generate_async": ("cache_salt",),
+    "LLM.generate_async": ("cache_salt", "scheduling_params", "conversation_params", "priority"),
     "DisaggregatedParams": ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"),
 }
 
@@ -97,6 +104,7 @@ class Capabilities:
     line: str  # see `release_line`; must be equal in prefill and decode
     disagg_fields: frozenset[str]
     cache_salt: bool
+    priority: bool  # `generate_async` takes one
     cached_tokens: bool  # results report reused prompt tokens
     structural_tag_format: bool  # accepts structural tags of the form {"format": …}
     config_dicts: bool  # `LLM` takes the arguments of _OBJECTS as dictionaries
@@ -112,6 +120,8 @@ class TrtllmBindings:
     sampling_params: Callable[..., Any]
     disaggregated_params: Callable[..., Any]
     guided_decoding_params: Callable[..., Any]
+    scheduling_params: Callable[..., Any] | None
+    conversation_params: Callable[..., Any] | None
     logprob: Callable[..., Any] | None
     request_error: type[Exception]
     reports_health: bool  # LLM has `_check_health`, which trtllm-serve uses
@@ -181,6 +191,13 @@ class TrtllmBindings:
             keywords["disaggregated_params"] = construct(PACKAGE.library, self.disaggregated_params, disagg)
         if call.cache_salt is not None:
             keywords["cache_salt"] = call.cache_salt
+        if call.dp_rank is not None and self.scheduling_params is not None:
+            keywords["scheduling_params"] = construct(PACKAGE.library, self.scheduling_params, call.dp_rank)
+        if call.conversation_id is not None and self.conversation_params is not None:
+            conversation = {"conversation_id": call.conversation_id}
+            keywords["conversation_params"] = construct(PACKAGE.library, self.conversation_params, conversation)
+        if call.priority is not None:
+            keywords["priority"] = call.priority
         return keywords
 
 
@@ -194,6 +211,10 @@ def load_bindings() -> TrtllmBindings:
     found = {name: PACKAGE.find(name, *modules) for name, modules in _WHERE.items()}
     has = {owner: _names(owner, found) for owner in {**NEEDED, **OPTIONAL}}
     check_needed(has, version)
+    calls = has["LLM.generate_async"]
+    optional = {
+        name: PACKAGE.find_optional(name, module) for name, (parameter, module) in _PARAMS.items() if parameter in calls
+    }
     release = release_for(version)
     _note_differences(release, has)
     return TrtllmBindings(
@@ -203,6 +224,8 @@ def load_bindings() -> TrtllmBindings:
         sampling_params=found["SamplingParams"],
         disaggregated_params=found["DisaggregatedParams"],
         guided_decoding_params=found["GuidedDecodingParams"],
+        scheduling_params=optional.get("SchedulingParams"),
+        conversation_params=optional.get("ConversationParams"),
         logprob=PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result"),
         request_error=found["RequestError"],
         reports_health=hasattr(found["LLM"], "_check_health"),
@@ -243,6 +266,7 @@ def _capabilities(release: ApiManifest, version: str, has: Mapping[str, frozense
         line=release_line(version),
         disagg_fields=has["DisaggregatedParams"] & known,
         cache_salt="cache_salt" in has["LLM.generate_async"],
+        priority="priority" in has["LLM.generate_async"],
         cached_tokens=not release.name.startswith(("1.0", "1.1")),
         structural_tag_format=not release.name.startswith(("1.0", "1.1")),
         config_dicts=not release.name.startswith(("1.0", "1.1", "1.2")),

@@ -146,6 +146,14 @@ class TrtllmEngine(ExternalEngine):
             limits=settings.limits(self._facts),
             kv_compat=self._kv_compat,
             unsupported_features=(*unsupported, "resumed_tokens"),  # treated as prompt
+            supported_features=tuple(
+                name
+                for name, is_supported in (
+                    ("priority", model_limits.priority),
+                    ("dp_rank", model_limits.dp_ranks > 0 and bindings.scheduling_params is not None),
+                )
+                if is_supported
+            ),
             can_aggregate=True,
             files=self._checkpoint.files,
         )

@@ -37,6 +37,9 @@ class TrtllmModelLimits:
     unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
     structural_tags: bool  # supported by the guided-decoding backend, in the form {"format": …}
     min_tokens: bool  # works for all prompts
+    priority: bool = False  # the executor's queue is in the order of priorities
+    dp_ranks: int = 0  # attention-DP ranks among which a request can choose; 0: it can't
+    conversations: bool = False  # the executor looks at conversation ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,9 @@ class TrtllmRequest:
     guided: dict[str, Any] | None  # arguments of GuidedDecodingParams
     bias: tuple[tuple[int, float], ...]  # (token id, value); `bindings` converts it to a tensor
     cache_salt: str | None
+    priority: float | None  # TensorRT-LLM's: 0 to 1, higher values first; None: its default
+    dp_rank: dict[str, Any] | None  # arguments of SchedulingParams
+    conversation_id: str | None
     stop_ids: frozenset[int]
     exports_kv: bool  # context-only call, whose KV is transferred to a decode worker
 
@@ -75,9 +81,38 @@ def build_request(request: GenerateRequest, model_limits: TrtllmModelLimits) -> 
         guided=None if sampling.guided is None else guided_params(sampling.guided),
         bias=sampling.logit_bias,
         cache_salt=request.cache_salt,
+        priority=_priority(request.priority) if request.priority else None,
+        dp_rank=_dp_rank(request, model_limits),
+        conversation_id=request.conversation_id if model_limits.conversations else None,
         stop_ids=stop_ids,
         exports_kv=exports_kv,
     )
+
+
+def _priority(priority: int) -> float:
+    """Convert a priority, of which lower values come first, to TensorRT-LLM's: 0.5 is its default, and 1 comes first.
+
+    The executor keeps it with 32 bits: 2**21 steps per unit stay distinct.
+    """
+    return min(1.0, max(0.0, 0.5 - priority / (1 << 21)))
+
+
+def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[str, Any] | None:
+    """Return the arguments of SchedulingParams; None if any attention-DP rank may run the request.
+
+    A rank that does not exist would end the executor: its scheduler uses the number as an index
+    (`_can_process_attention_dp_request` in _torch/pyexecutor/executor_request_queue.py, 1.2). `attention_dp_relax` is
+    always given, because some releases fail for None (pull request 14276).
+    """
+    name = "prefill_dp_rank" if request.phase is Phase.PREFILL else "dp_rank"
+    rank = getattr(request, name)
+    if rank is None:
+        return None
+    if not 0 <= rank < model_limits.dp_ranks:
+        last = model_limits.dp_ranks - 1
+        what = f"0 to {last} are valid" if last >= 0 else "it runs without attention DP; omit it"
+        raise RequestRejected(f"this worker has no attention-DP rank {rank}: {what}", field=name)
+    return {"attention_dp_rank": rank, "attention_dp_relax": request.relax_dp_rank}
 
 
 def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
@@ -92,6 +127,11 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
     if tokens > limit.tokens:
         raise ContextTooLong(
             f"the prompt has {tokens} tokens, but this worker accepts at most {limit.tokens} ({limit.why}); shorten it"
+        )
+    if request.priority and not model_limits.priority:
+        raise RequestRejected(
+            "priority has no effect on this worker; omit it, or set scheduler_config.waiting_queue_policy: priority",
+            field="priority",
         )
     if request.sampling.min_tokens and not request.sampling.ignore_eos and not model_limits.min_tokens:
         # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and 12166).

@@ -76,6 +76,23 @@ def unsupported_features(facts: RoleFacts, capabilities: Capabilities) -> tuple[
     return (*features, "prompt_logprobs")  # this adapter does not pass them on
 
 
+def dp_ranks(facts: RoleFacts) -> int:
+    """Return the number of attention-DP ranks among which requests can choose; 0 without attention DP."""
+    return facts.tensor_parallel if facts.on("enable_attention_dp") else 0
+
+
+def has_priorities(facts: RoleFacts, capabilities: Capabilities) -> bool:
+    """Return True if the executor orders its queue by priority. With the default policy, fcfs, they have no effect."""
+    policy = str(facts.args.get("scheduler_config.waiting_queue_policy")).rpartition(".")[2]
+    return capabilities.priority and policy.lower() == "priority"
+
+
+def has_conversations(facts: RoleFacts) -> bool:
+    """Return True if the executor looks at conversation ids, to choose a rank or to keep KV blocks."""
+    affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and dp_ranks(facts) > 0
+    return affinity or facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+
+
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     """Return the values, besides the layout, that must be equal in prefill and decode; {} for aggregated workers.
 
@@ -159,5 +176,8 @@ def model_limits(
         end_ids=end_ids(checkpoint),
         unsupported_features=unsupported,
         structural_tags=xgrammar and capabilities.structural_tag_format,
+        priority=has_priorities(facts, capabilities),
+        dp_ranks=dp_ranks(facts),
+        conversations=has_conversations(facts),
         min_tokens=not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE),
     )

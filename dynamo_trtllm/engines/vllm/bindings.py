@@ -134,7 +134,8 @@ class VllmBindings:
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
         sampling["output_kind"] = self.delta
-        return {"prompt": prompt, "params": construct(PACKAGE.library, self.sampling_params, sampling)}
+        arguments = {"prompt": prompt, "params": construct(PACKAGE.library, self.sampling_params, sampling)}
+        return arguments | {"priority": call.priority} if call.priority else arguments
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert nested mappings to vLLM's configuration classes.

@@ -163,6 +163,7 @@ class VllmEngine(ExternalEngine):
             kv_compat=kv_compat,
             # vLLM would treat resumed tokens as prompt
             unsupported_features=(*model_limits.unsupported_features, "resumed_tokens"),
+            supported_features=("priority",) if model_limits.priority else (),
             can_aggregate=True,
             files=self._checkpoint.files,
         )

@@ -36,6 +36,7 @@ class VllmModelLimits:
     end_ids: tuple[int, ...]  # the model's own stop tokens
     max_logprobs: int  # -1: no limit
     unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
+    priority: bool = False  # the scheduling policy is "priority"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class VllmRequest:
     sampling: dict[str, Any]  # of SamplingParams
     guided: dict[str, Any] | None  # of StructuredOutputsParams
     cache_salt: str | None
+    priority: int
     stop_ids: frozenset[int]
     exports_kv: bool  # the KV stays allocated for a decode engine
     seed: int | None  # that the decode call must use as well
@@ -110,6 +112,7 @@ def build_request(
         sampling=values,
         guided=None if sampling.guided is None else guided_params(sampling.guided),
         cache_salt=request.cache_salt,
+        priority=request.priority,
         stop_ids=stop_ids,
         exports_kv=exports_kv,
         seed=seed,
@@ -160,6 +163,11 @@ def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
         raise ContextTooLong(
             f"a prompt of {tokens} tokens leaves no space for output in the context of {model_limits.context_length} "
             "(max_model_len); shorten it"
+        )
+    if request.priority and not model_limits.priority:  # vLLM raises ValueError
+        raise RequestRejected(
+            "priority has no effect on this worker; omit it, or start the worker with scheduling_policy: priority",
+            field="priority",
         )
     wanted = request.sampling.logprobs
     if wanted is not None and -1 < model_limits.max_logprobs < wanted:

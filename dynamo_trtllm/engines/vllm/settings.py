@@ -122,6 +122,7 @@ def model_limits(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokeniz
         end_ids=end_ids(checkpoint),
         max_logprobs=int(config.model_config.max_logprobs),
         unsupported_features=unsupported,
+        priority=str(config.scheduler_config.policy) == "priority",
     )
 
 

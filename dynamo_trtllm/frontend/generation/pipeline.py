@@ -31,7 +31,7 @@ from dynamo_trtllm.frontend.generation.flow_events import (
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
-from dynamo_trtllm.router.policy import WorkerSelection, select
+from dynamo_trtllm.router.policy import WorkerSelection, incapable, select
 from dynamo_trtllm.router.view import (
     ClusterView,
     Cooldown,
@@ -94,18 +94,24 @@ class Pipeline:
         """Return how many attempts of a model were begun before this one."""
         return next(self._round_robin[model])
 
-    def select(self, model: str, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
-        """Select the workers of an attempt. Raises NoInstances and TransferMismatch as `policy.select` does."""
+    def select(self, request: GenerateRequest, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
+        """Select the workers of an attempt.
+
+        Raises:
+            NoInstances, TransferMismatch: as `policy.select` does.
+            UnsupportedParameter: no workers support a field of the request.
+        """
+        model, excluded = request.model, action.excluded | incapable(self.view.model(request.model), request)
         if action.is_last_resort:
             self._breakers.admit(pairs_of(self.view.model(model)))
         self._update_breakers()
         cooling_down = self._cooldown.ids(time.monotonic())
         if cooling_down:
             try:
-                return self._select_excluding(cooling_down | action.excluded, model, action, round_robin_index)
+                return self._select_excluding(cooling_down | excluded, model, action, round_robin_index)
             except NoInstances:
                 pass  # a cooling instance, which may be back, is better than none
-        return self._select_excluding(action.excluded, model, action, round_robin_index)
+        return self._select_excluding(excluded, model, action, round_robin_index)
 
     def _select_excluding(
         self, ids: frozenset[int], model: str, action: SelectWorkers, round_robin_index: int
@@ -113,10 +119,12 @@ class Pipeline:
         view, fallback = self.view.model(model).excluding(ids), self._options.decode_fallback
         return select(view, model, round_robin_index, self._breakers, avoid=action.avoid, decode_fallback=fallback)
 
-    def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
+    def select_other_decode(
+        self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
+    ) -> Instance | None:
         """Return an untried decode instance that can fetch this prefill instance's KV; None if there is none."""
         self._update_breakers()
-        model = prefill.card.name
+        model, tried = prefill.card.name, tried | incapable(self.view.model(prefill.card.name), request)
         view, key = self.view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried), pairing_key(prefill)
         candidates = [
             d for d in view.decode if view.keys[d.id] == key and not self._breakers.is_open((prefill.id, d.id))
@@ -237,7 +245,7 @@ class _RunningRequest(Stream):
             case SelectWorkers():
                 return self._select(action)
             case SelectOtherDecode():
-                return pipeline.select_other_decode(action.prefill, action.tried) or Signal.NO_OTHER_DECODE
+                return pipeline.select_other_decode(request, action.prefill, action.tried) or Signal.NO_OTHER_DECODE
             case WaitForWorkers():
                 left_s = self._begun_s + action.limit_s - time.monotonic()
                 left_s = min(left_s, request.deadline - time.time())
@@ -269,7 +277,7 @@ class _RunningRequest(Stream):
             self._attempt, self._begun_s = action.attempt, time.monotonic()
             self._round_robin_index = self._pipeline.new_round_robin_index(model)
         try:
-            return self._pipeline.select(model, action, self._round_robin_index)
+            return self._pipeline.select(self._flow.request, action, self._round_robin_index)
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -81,6 +81,13 @@ class GenerationPlan:
     @property
     def renderer(self) -> Renderer:
         return self.choices[0].renderer
+
+    def scheduled(self, fields: Mapping[str, Any]) -> Self:
+        """Return the plan with these fields in the request of every choice."""
+        if not fields:
+            return self
+        choices = [replace(each, request=msgspec.structs.replace(each.request, **fields)) for each in self.choices]
+        return replace(self, choices=tuple(choices))
 
     @property
     def num_answers(self) -> int:

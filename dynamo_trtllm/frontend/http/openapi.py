@@ -140,6 +140,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
             for name, about in (
                 ("x-request-id", "Up to 128 visible ASCII characters. Returned, and part of the request's log lines."),
                 ("x-dynamo-stats", "1: the response contains its workers and timings."),
+                ("x-session-id", "Up to 256 characters: the conversation, unless the body names one."),
             )
         ]
     return parameters

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.background import in_thread
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage, pick_best_of
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.http.admission import check_json
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 _MANY_OBJECTS = 200  # messages, tools and parts of them; each takes as long as a kilobyte of text
+_MAX_SESSION_ID = 256
 _TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
 
 
@@ -97,6 +98,14 @@ class ApiAdapter(Protocol[B]):
     async def on_complete(self, answer: Any) -> None:
         """Handle a complete response before its last part is sent. `answer`: what `encoder` or `aggregator` gave."""
         ...
+
+
+def _session_id(request: HttpRequest) -> str:
+    """Return the conversation of a request as its header names it; "" without one. Raises InvalidRequest."""
+    session_id = (request.header(b"x-session-id") or "").strip()
+    if len(session_id) > _MAX_SESSION_ID:
+        raise InvalidRequest(f"X-Session-ID has {len(session_id)} characters; at most {_MAX_SESSION_ID} are allowed")
+    return session_id
 
 
 def is_large_body(raw_body: bytes) -> bool:
@@ -181,6 +190,7 @@ class GenerateEndpoint(Generic[B]):
                     plan = prepare()
             if unknown_fields != "ignore":
                 context.report_ignored([*(ignored or ()), *plan.ignored])
+            plan = plan.scheduled(body.scheduling(_session_id(request)))
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
 
     @asynccontextmanager

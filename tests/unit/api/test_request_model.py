@@ -34,7 +34,7 @@ def text(**fields: Any) -> CompletionRequest:
         ({"verbosity": "low"}, "verbosity"),
         ({"service_tier": "turbo"}, "service_tier"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        ({"priority": 1}, "priority"),
+        ({"nvext": {"agent_hints": {"strict_priority": 1}}}, "nvext.agent_hints.strict_priority"),
         ({"nvext": {"greed_sampling": True}}, "nvext.greed_sampling"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
@@ -52,7 +52,7 @@ def test_field_we_do_not_honour_then_refused_by_its_name(fields: dict[str, Any],
     ("fields", "values"),
     [
         ({"service_tier": "turbo"}, '"auto" to "priority"'),
-        ({"priority": 1}, "0"),
+        ({"length_penalty": 2}, "1"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": FUNCTION, "index": 200}]}]},
             "0 to 127",

@@ -108,10 +108,12 @@ class Cluster:
         unsupported_features: tuple[str, ...] = (),
         can_aggregate: bool = False,
         strategy: str = "prefill_first",
+        supported_features: tuple[str, ...] = (),
     ) -> ScriptedWorker:
         made: Instance = make_instance(instance_id, role=role)
         card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
-        instance = msgspec.structs.replace(made, card=card, can_aggregate=can_aggregate, strategy=strategy)
+        fields = {"can_aggregate": can_aggregate, "strategy": strategy, "supported_features": supported_features}
+        instance = msgspec.structs.replace(made, card=card, **fields)
         service = ScriptedWorker(*scripts)
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

@@ -170,6 +170,9 @@ def test_output_format_under_any_name_then_the_engine_gets_the_same(
         ({"structured_outputs": {"choice": ["x" * 1000] * 66}}, "structured_outputs.choice"),
         ({"ignore_eos": True, "nvext": {"ignore_eos": False}}, "nvext.ignore_eos"),
         ({"cache_salt": "a", "nvext": {"cache_salt": "b"}}, "nvext.cache_salt"),
+        ({"priority": 5, "nvext": {"agent_hints": {"priority": 5}}}, "nvext.agent_hints.priority"),  # higher is first
+        ({"priority": 1 << 21}, "priority"),
+        ({"attention_dp_relax": True}, "attention_dp_relax"),
     ],
 )
 async def test_formats_and_values_that_are_wrong_or_differ_under_two_names_then_400_names_one(
@@ -367,3 +370,23 @@ async def test_page_of_another_origin_then_no_headers_for_it(origins: str | None
 
 async def test_options_that_is_no_preflight_then_405() -> None:
     assert (await options(front(cors_origins="*"), PAGE)).status_code == 405
+
+
+# --- when and where workers run a request --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text), (RESPONSES, response)])
+async def test_scheduling_fields_then_every_call_to_workers_has_them(path: str, body: Any) -> None:
+    served = front(stop("x"))
+    nvext = {"agent_hints": {"priority": -5, "osl": 10}, "dp_rank": 1, "prefill_dp_rank": 0}
+    conversation = {"conversation_params": {"conversation_id": "c"}}
+    fields = {"priority": 5, "nvext": nvext, "attention_dp_relax": True, **conversation}
+    session = {"X-Session-ID": " s "}
+    for sent, headers in ((fields, session), ({}, session), ({}, {})):
+        answer = await post(served, path, body(**sent), headers=headers)
+        assert answer.status_code == 200, answer.text
+    full, named, plain = served.pipeline.requests
+    assert (full.priority, full.dp_rank, full.prefill_dp_rank, full.relax_dp_rank) == (5, 1, 0, True)
+    assert [each.conversation_id for each in (full, named, plain)] == ["c", "s", None]
+    assert (plain.priority, plain.dp_rank, plain.prefill_dp_rank, plain.relax_dp_rank) == (0, None, None, False)
+    check_error(await post(served, path, body(), headers={"x-session-id": "s" * 257}), 400, "invalid_request", None)

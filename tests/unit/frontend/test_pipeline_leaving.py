@@ -1,14 +1,16 @@
-"""Workers that leave or are gone while discovery still tells of them, and bugs, on the in-process plane."""
+"""Workers that leave, are gone while discovery still lists them, or lack a feature; and bugs. In-process plane."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
-from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overloaded, Unreachable
+from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overloaded, Unreachable, UnsupportedParameter
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseKv, ReleaseOutcome, Role
@@ -16,6 +18,7 @@ from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
 from dynamo_trtllm.streams import run_stream
 from tests.instances import make_instance
+from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
 
@@ -161,3 +164,21 @@ async def test_generate_when_the_pipeline_has_a_bug_then_the_kv_is_freed_and_the
         await cluster.tokens()
     await cluster.pipeline.aclose()
     assert [(release.transfer_id, release.outcome) for release in prefill.releases] == [("t1", ReleaseOutcome.ABORTED)]
+
+
+async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_are_called_else_rejected(
+    cluster: Cluster,
+) -> None:
+    wanted = msgspec.structs.replace(request(), priority=1)
+    older = await cluster.add(1, Role.AGGREGATED)
+    for has_other in (False, True):
+        if has_other:
+            await cluster.add(2, Role.AGGREGATED, *[FINISHED] * 3, supported_features=("priority",))
+        for _ in range(3):
+            async with aclosing(pipeline_stream(cluster.pipeline, wanted, RouteTrace())) as stream:
+                if has_other:
+                    assert [chunk async for chunk in stream]
+                else:
+                    with pytest.raises(UnsupportedParameter, match="priority is not supported"):
+                        await anext(stream)
+    assert older.requests == []

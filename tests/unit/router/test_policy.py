@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import NoInstances, TransferMismatch
-from dynamo_trtllm.messages import Instance, Role
-from dynamo_trtllm.router.policy import select
+from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
+from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
+from dynamo_trtllm.router.policy import incapable, select
 from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers
 from tests.instances import LAYOUT, make_instance
 
@@ -135,3 +135,50 @@ def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
 def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:
     view = ModelView(aggregated=some(Role.AGGREGATED, 21, 22))
     assert {d for _, d in served(view, 4, shut((None, 21)))} == {22}
+
+
+def asked(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r", model="tiny", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0, **fields
+    )
+
+
+PRIORITY = {"supported_features": ("priority",)}
+RANKS = {"supported_features": ("dp_rank",)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "view", "ids"),
+    [
+        ({}, ModelView(prefill=prefills(1), decode=decodes(2)), set()),
+        ({"conversation_id": "c"}, ModelView(prefill=prefills(1), decode=decodes(2)), set()),  # only a hint
+        ({"priority": 1}, ModelView(prefill=prefills(1) + prefills(3, **PRIORITY), decode=decodes(2, **PRIORITY)), {1}),
+        ({"dp_rank": 0}, ModelView(prefill=prefills(1), decode=decodes(2) + decodes(3, **RANKS)), {2}),
+        ({"prefill_dp_rank": 0}, ModelView(prefill=prefills(1, **RANKS), decode=decodes(2)), set()),
+    ],
+)
+def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ignore_it(
+    fields: dict[str, Any], view: ModelView, ids: set[int]
+) -> None:
+    assert incapable(view, asked(**fields)) == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "view", "name"),
+    [
+        ({"priority": 1}, ModelView(prefill=prefills(1), decode=decodes(2, **PRIORITY)), "priority"),
+        ({"dp_rank": 0}, ModelView(prefill=prefills(1, **RANKS), decode=decodes(2)), "nvext.dp_rank"),
+        ({"prefill_dp_rank": 0}, ModelView(prefill=prefills(1), decode=decodes(2, **RANKS)), "nvext.prefill_dp_rank"),
+        ({"prefill_dp_rank": 0}, ModelView(aggregated=some(Role.AGGREGATED, 1, **RANKS)), "nvext.prefill_dp_rank"),
+    ],
+)
+def test_incapable_when_the_other_workers_are_not_enough_then_the_clients_name_of_the_field_is_rejected(
+    fields: dict[str, Any], view: ModelView, name: str
+) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"{name} is not supported by the workers of tiny") as caught:
+        incapable(view, asked(**fields))
+    assert caught.value.field == name
+
+
+def test_incapable_when_a_role_is_missing_anyway_then_nothing_is_rejected() -> None:
+    assert incapable(ModelView(decode=decodes(2)), asked(priority=1)) == {2}

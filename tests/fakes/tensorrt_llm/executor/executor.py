@@ -34,6 +34,9 @@ class Submission:
     streaming: bool
     disaggregated_params: Any
     cache_salt: str | None
+    scheduling: Any
+    conversation: Any
+    priority: int  # lower values first
 
 
 class GenerationExecutor:

@@ -57,6 +57,9 @@ class Served:
     async def _serve(self) -> None:
         if traps.is_on("never_answers") or (traps.is_on("transfer_hangs") and self._phase is Phase.DECODE):
             await asyncio.Event().wait()
+        if not self._has_rank():
+            self._executor.on_fatal("list index out of range")
+            return
         if traps.is_on("transfer_fails") and self._phase is Phase.DECODE:
             raise ValueError("the stand-in was told to lose the KV transfer")
         request, stop = self._request()
@@ -72,6 +75,13 @@ class Served:
                     return
                 if self._take(chunk, stop):
                     return
+
+    def _has_rank(self) -> bool:
+        """The scheduler takes the rank of a request as an index, in a loop over all requests."""
+        args, scheduling = self._executor.args, self._call.scheduling
+        if not args["enable_attention_dp"] or scheduling is None or scheduling.attention_dp_rank is None:
+            return True
+        return 0 <= scheduling.attention_dp_rank < args["tensor_parallel_size"]
 
     def _meets_trap(self) -> bool:
         for name, act in (("step_fails", self._executor.on_step_failed), ("executor_dies", self._executor.on_fatal)):
@@ -109,6 +119,7 @@ class Served:
             phase=self._phase,
             kv_params=kv_params,
             cache_salt=self._call.cache_salt,
+            priority=self._call.priority,
         )
         return request, stop
 

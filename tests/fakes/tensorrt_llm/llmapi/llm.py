@@ -99,6 +99,9 @@ class LLM:
             streaming=call["streaming"],
             disaggregated_params=params,
             cache_salt=call.get("cache_salt"),
+            scheduling=call.get("scheduling_params"),
+            conversation=call.get("conversation_params"),
+            priority=self._priority(call.get("priority", 0.5)),
         )
         result = RequestOutput(self._executor, self._executor.next_id(), prompt, call["streaming"])
         self._executor.submit(submission, result)
@@ -123,6 +126,13 @@ class LLM:
             sampling.max_tokens = 1
         sampling._get_stop_words()
         return sampling
+
+    def _priority(self, priority: float) -> int:
+        """As the torch engine counts; 0 unless the executor's queue is in the order of priorities."""
+        if not 0.0 <= priority <= 1.0:
+            raise ValueError(f"priority must be in [0.0, 1.0], got {priority}")
+        policy = (self.args["scheduler_config"] or {}).get("waiting_queue_policy")
+        return round((0.5 - priority) * (1 << 21)) if policy == "priority" else 0
 
     def _check(self, prompt: Sequence[int], params: Any) -> None:
         if params is not None and LINE < (1, 1):

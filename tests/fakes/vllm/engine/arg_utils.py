@@ -41,6 +41,7 @@ class AsyncEngineArgs:
                 max_num_seqs=get("max_num_seqs") or 256,
                 max_num_batched_tokens=get("max_num_batched_tokens") or 2048,
                 disable_hybrid_kv_cache_manager=False,
+                policy=get("scheduling_policy") or "fcfs",
             ),
             attention_config=SimpleNamespace(backend=None),
             kv_transfer_config=transfer,

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import itertools
 import time
+from bisect import insort
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ class Job:
     sampling: Any
     collector: RequestOutputCollector
     salt: str | None = None
+    priority: int = 0
     context: list[int] = field(default_factory=list)  # the prompt as its KV has it
     output: list[int] = field(default_factory=list)
     blocks: int = 0
@@ -74,7 +76,10 @@ class Core:
 
     def add(self, job: Job) -> None:
         self.scheduler.requests[job.id] = job
-        self.waiting.append(job)
+        if self.config.scheduler_config.policy == "priority":
+            insort(self.waiting, job, key=lambda each: each.priority)
+        else:
+            self.waiting.append(job)
         self.wake.set()
 
     def abort(self, external_id: str) -> None:

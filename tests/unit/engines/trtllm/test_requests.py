@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import msgspec
@@ -239,3 +240,25 @@ def test_guided_when_several_forms_then_one_of_them() -> None:
 def test_guided_when_backend_takes_no_tags_then_refused_with_the_cure() -> None:
     with pytest.raises(RequestRejected, match="xgrammar"):
         guided(OutputFormat(json_schema=SCHEMA), after="x", structural_tags=False)
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"), [(Phase.PREFILL, 1), (Phase.DECODE, 0), (Phase.AGGREGATED, 0)], ids=lambda value: str(value)
+)
+def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: int) -> None:
+    asked = msgspec.structs.replace(ask(phase=phase), dp_rank=0, prefill_dp_rank=1, relax_dp_rank=True)
+    wanted = {"attention_dp_rank": rank, "attention_dp_relax": True}
+    role = Role.PREFILL if phase is Phase.PREFILL else Role.DECODE
+    assert build_request(asked, rules(role=role, dp_ranks=2)).dp_rank == wanted
+    with pytest.raises(RequestRejected, match=f"no attention-DP rank {rank}"):
+        build_request(asked, rules(role=role, dp_ranks=rank))
+
+
+def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> None:
+    limits = rules(priority=True)
+    values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
+    found = [build_request(msgspec.structs.replace(ask(), priority=each), limits).priority for each in values]
+    assert found[0] == found[1] == 1.0
+    assert found[-1] == found[-2] == 0.0
+    singles = array("f", [each or 0.0 for each in found[1:-1]]).tolist()
+    assert singles == sorted(set(singles), reverse=True)

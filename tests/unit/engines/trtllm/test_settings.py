@@ -69,6 +69,7 @@ def refused(
         line=version,
         disagg_fields=fields,
         cache_salt=cache_salt,
+        priority=False,
         cached_tokens=True,
         structural_tag_format=True,
         config_dicts=False,
@@ -126,6 +127,7 @@ def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
         line=version,
         disagg_fields=OLD_FIELDS,
         cache_salt=True,
+        priority=False,
         cached_tokens=True,
         structural_tag_format=True,
         config_dicts=False,
@@ -306,3 +308,21 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
     assert settings.ticket_ttl_s(facts_of(**transceiver), 60.0) == 5.0
     assert settings.ticket_ttl_s(facts_of(**transceiver), 3.0) == 3.0
     assert settings.ticket_ttl_s(facts_of(), 60.0) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("values", "conversations"),
+    [
+        ({}, False),
+        ({"enable_attention_dp": True}, False),
+        ({"attention_dp_config": {"kv_cache_routing_conversation_affinity": True}}, False),
+        (
+            {"enable_attention_dp": True, "attention_dp_config": {"kv_cache_routing_conversation_affinity": True}},
+            True,
+        ),
+        ({"kv_cache_config": {"block_reuse_config": {"policy": "per_conversation"}}}, True),
+        ({"kv_cache_config": {"block_reuse_config": {"policy": "per_request"}}}, False),
+    ],
+)
+def test_conversations_when_the_arguments_use_them_then_passed_on(values: dict[str, Any], conversations: bool) -> None:
+    assert settings.has_conversations(facts_of("1.3.0rc29", Role.AGGREGATED, **values)) is conversations

@@ -190,6 +190,7 @@ def test_read_when_a_prompt_was_prefilled_elsewhere_then_all_but_its_last_token(
         (request(100), ContextTooLong, None),
         (msgspec.structs.replace(request(), token_ids=token_ids([1000])), RequestRejected, "token_ids"),
         (request(logprobs=21), RequestRejected, "logprobs"),
+        (msgspec.structs.replace(request(), priority=1), RequestRejected, "priority"),  # vLLM raises ValueError
     ],
 )
 def test_call_when_it_can_not_be_served_then_refused_by_name(

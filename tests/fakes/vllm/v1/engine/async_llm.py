@@ -49,15 +49,20 @@ class AsyncLLM:
     def errored(self) -> bool:
         return self._closed or (self._core is not None and self._core.dead)
 
-    async def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> RequestOutputCollector:
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, priority: int = 0
+    ) -> RequestOutputCollector:
         if self.errored:
             raise EngineDeadError
         assert prompt["type"] == "token"
         ids = list(prompt["prompt_token_ids"])
         if len(ids) >= self.vllm_config.model_config.max_model_len:
             raise ValueError(f"The decoder prompt (length {len(ids)}) is too long")
+        if priority and self.vllm_config.scheduler_config.policy != "priority":
+            raise ValueError(f"Got priority {priority} but Priority scheduling is not enabled.")
         collector = RequestOutputCollector(params.output_kind, request_id)
-        self.core.add(Job(f"{request_id}-{next(self._numbers):08x}", ids, params, collector, prompt.get("cache_salt")))
+        job_id, salt = f"{request_id}-{next(self._numbers):08x}", prompt.get("cache_salt")
+        self.core.add(Job(job_id, ids, params, collector, salt, priority))
         await asyncio.sleep(0)  # vLLM sends the request to its engine process here: outputs may come before this ends
         return collector
 

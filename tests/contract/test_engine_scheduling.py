@@ -1,0 +1,113 @@
+"""When and where an engine runs a request: priorities, attention-DP ranks, conversations."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import GenerateRequest, Role
+from dynamo_trtllm.streams import as_stream
+from tests.engines import ask, check_stats, collect, make, prompt_of, started
+from tests.fakes_path import fake_tensorrt_llm, fake_vllm
+
+RANKS = {"enable_attention_dp": True, "tensor_parallel_size": 2}
+AFFINITY = RANKS | {"attention_dp_config": {"kv_cache_routing_conversation_affinity": True}}
+PRIORITIES = {"scheduler_config": {"waiting_queue_policy": "priority"}}
+
+
+def request(**fields: Any) -> GenerateRequest:
+    return msgspec.structs.replace(ask(prompt_of(40), max_tokens=2), **fields)
+
+
+async def rejected(engine: Any, **fields: Any) -> str | None:
+    with pytest.raises(RequestRejected) as caught:
+        await collect(engine, request(**fields))
+    return caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [("mock", {}), ("torch", {}), ("vllm", {"scheduling_policy": "priority"}), ("trtllm", PRIORITIES)],
+)
+async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal_ones_in_order(
+    kind: str, args: dict[str, Any], gpt_oss: Path
+) -> None:
+    order: list[str] = []
+
+    async def run(name: str, priority: int) -> None:
+        await collect(engine, request(request_id=name, priority=priority))
+        order.append(name)
+
+    with ExitStack() as stack:
+        stack.enter_context(fake_vllm() if kind == "vllm" else fake_tensorrt_llm("1.3.0rc29"))
+        engine = make(kind, gpt_oss, Role.AGGREGATED, max_batch_size=1, **args)
+        async with started(engine):
+            async with aclosing(as_stream(engine, ask(prompt_of(40), max_tokens=400))) as running:
+                await anext(running)
+                names = (("late", 5), ("second", 0), ("third", 0), ("first", -5))
+                tasks = []
+                for number, (name, priority) in enumerate(names, 1):
+                    tasks.append(asyncio.create_task(run(name, priority)))
+                    await check_stats(engine, waiting=number)
+            await asyncio.gather(*tasks)
+    assert order == ["first", "second", "third", "late"]
+
+
+@pytest.mark.parametrize(
+    ("version", "args", "features"),
+    [
+        ("1.2.1", {}, ()),
+        ("1.2.1", RANKS, ("dp_rank",)),
+        ("1.3.0rc29", {}, ()),
+        ("1.3.0rc29", RANKS | PRIORITIES, ("priority", "dp_rank")),
+    ],
+)
+async def test_features_when_a_release_and_its_arguments_have_them_then_advertised_else_requests_are_rejected(
+    version: str, args: dict[str, Any], features: tuple[str, ...], gpt_oss: Path
+) -> None:
+    with fake_tensorrt_llm(version):
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, **args)
+        try:
+            assert (await engine.start()).supported_features == features
+            for fields in ({"priority": 1}, {"dp_rank": 1, "relax_dp_rank": True}):
+                name = next(iter(fields))
+                if name in features:
+                    await collect(engine, request(**fields))
+                else:
+                    assert await rejected(engine, **fields) == name
+            assert await rejected(engine, dp_rank=2) == "dp_rank"  # it would end the executor
+            await collect(engine, request(conversation_id="a hint"))
+        finally:
+            await engine.aclose()
+
+
+async def test_arguments_when_a_request_names_rank_conversation_and_priority_then_tensorrt_llm_gets_its_objects(
+    gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    with fake_tensorrt_llm("1.3.0rc29") as package:
+        generate_async = package.LLM.generate_async
+
+        def recorded(self: Any, **call: Any) -> Any:
+            calls.append(call)
+            return generate_async(self, **call)
+
+        recorded.__signature__ = generate_async.__signature__  # type: ignore[attr-defined]
+        monkeypatch.setattr(package.LLM, "generate_async", recorded)
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, **AFFINITY, **PRIORITIES)
+        assert isinstance(engine, TrtllmEngine)
+        async with started(engine):
+            await collect(engine, request(dp_rank=1, conversation_id="c", priority=-(1 << 19)))
+            await collect(engine, request())
+    chosen, plain = calls[-2], calls[-1]
+    assert (chosen["scheduling_params"].attention_dp_rank, chosen["scheduling_params"].attention_dp_relax) == (1, False)
+    assert chosen["conversation_params"].conversation_id == "c"
+    assert chosen["priority"] == 0.75  # of 0 to 1, higher values first
+    assert not plain.keys() & {"scheduling_params", "conversation_params", "priority"}
