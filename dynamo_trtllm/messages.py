@@ -175,13 +175,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Time per phase of one call, in seconds. The terminal chunk has it."""
+    """Time per phase of one call, in seconds, by the worker's clock: adjacent intervals that begin with the call."""
 
     queue_s: float = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: float = 0.0
     kv_transfer_s: float = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
-    # decode call: from the end of the KV transfer to the request's first step
+    # decode call: from the end of the KV transfer, which is its first chunk, to the request's first step
     decode_queue_s: float = msgspec.field(default=0.0, name="decode_wait_s")
+    more: Mapping[str, float] = {}  # further phases by name, and as "phase.part" what a phase consists of or waits for
     cached_tokens: int = 0
     kv_bytes: int = 0
     transport: str = ""
@@ -200,7 +201,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     finish_reason: FinishReason | None = None
     # set exactly when finish_reason is KV_TRANSFER
     kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
-    stats: PhaseTimings | None = None  # set on the terminal chunk
+    stats: PhaseTimings | None = None  # set on the terminal chunk, and on the first one if it is known by then
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -265,3 +266,35 @@ class TaskStream(Stream):
 
     def _free(self) -> None:
         """Free what the stream holds. Called once; no task of the stream runs."""
+
+
+class QueueClock:
+    """The times for which the first request of a queue lacked something, by what it lacked. All others wait with it."""
+
+    def __init__(self) -> None:
+        self._waited: dict[str, float] = {}
+        self._lacking = ""
+        self._since_s = 0.0
+
+    def lack(self, what: str) -> None:
+        """Record what the first request lacks from now on. "": nothing, or the queue is empty."""
+        if what == self._lacking:
+            return
+        self._close()
+        self._lacking = what
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds so far."""
+        self._close()
+        return dict(self._waited)
+
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        """Return the seconds since an earlier reading, named as parts of the phase `queue`."""
+        waited = ((what, seconds - before.get(what, 0.0)) for what, seconds in self.read().items())
+        return {f"queue.{what}": seconds for what, seconds in waited if seconds > 0}
+
+    def _close(self) -> None:
+        now = time.monotonic()
+        if self._lacking:
+            self._waited[self._lacking] = self._waited.get(self._lacking, 0.0) + now - self._since_s
+        self._since_s = now

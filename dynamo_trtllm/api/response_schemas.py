@@ -139,13 +139,7 @@ class UsageObject(TypedDict):
     completion_tokens_details: ReasoningTokens
 
 
-class Phases(TypedDict):
-    """The time a request spent in each phase, in seconds."""
-
-    queue: float
-    prefill: float
-    handoff: float
-    decode_wait: float
+Seconds = dict[str, Annotated[float, Field(ge=0)]]
 
 
 class Stats(TypedDict):
@@ -158,7 +152,9 @@ class Stats(TypedDict):
     queued_s: float  # in the frontend's queue; included in `ttft_s`
     ttft_s: float
     tokens_per_s: float | None
-    phase_s: Phases
+    total_s: float  # from the request until now
+    phase_s: Seconds  # by phase; they add up to `total_s`
+    part_s: Seconds  # what a phase consists of or waits for, such as `queue.kv_blocks`
     choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them
 
 

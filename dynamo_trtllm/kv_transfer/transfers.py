@@ -24,7 +24,7 @@ from dynamo_trtllm.kv_transfer.base import (
     fetch,
     request_params,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, KvLayout, KvTransferParams
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, KvLayout, KvTransferParams, PhaseTimings
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class PublishedKv(NamedTuple):
     layout: KvLayout
     engine_state: Callable[[bytes], bytes]  # returns the engine's part of the parameters from the backend's offer
     on_unpublished: Callable[[], None]  # called once the memory is no longer read, also if `publish` fails
+    timings: Callable[[], PhaseTimings]  # returns those of the call; called once it is published
     ready: int | None = None  # see `TransferBackend.publish`
 
 
@@ -118,9 +119,7 @@ class KvTransfers:
             kv_bytes=sum(region.num_bytes for region in kv.regions),
             engine_state=kv.engine_state(offer),
         )
-        stats = first.stats
-        if stats is not None:
-            stats = msgspec.structs.replace(stats, kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        stats = msgspec.structs.replace(kv.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
 
     def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> KvTransferParams:

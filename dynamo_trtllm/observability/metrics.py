@@ -26,7 +26,6 @@ from prometheus_client.core import Metric as Collected
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
 
@@ -129,8 +128,8 @@ TABLE = (
         "frontend",
         "phase_seconds",
         "histogram",
-        "Time per phase of a call, in seconds: queue, prefill, handoff (KV transfer), decode_wait",
-        ("model", "phase"),
+        "Time of a request per phase, in seconds (docs/timing.md); handoff: KV transfer; phases add up",
+        ("model", "role", "phase"),
     ),
     Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
     Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
@@ -261,19 +260,14 @@ class FrontendMetrics:
         child: HistogramChild = self._metrics["itl_seconds"].child((model,))
         return child
 
-    def observe_call(self, *, model: str, stats: PhaseTimings) -> None:
-        """Observe the time of one call per phase. Phases without time are left out."""
-        phases: Sequence[tuple[str, float]] = (
-            ("queue", stats.queue_s),
-            ("prefill", stats.prefill_s),
-            ("handoff", stats.kv_transfer_s),
-            ("decode_wait", stats.decode_queue_s),
-        )
-        for phase, seconds in phases:
-            if seconds > 0:
-                self._labelled("phase_seconds", model, phase).observe(seconds)
-        if stats.kv_bytes and stats.kv_transfer_s > 0:
-            self._labelled("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
+    def observe_phases(self, *, model: str, phases: Mapping[tuple[str, str], float]) -> None:
+        """Observe the seconds of one request by role and phase."""
+        for (role, phase), seconds in phases.items():
+            self._labelled("phase_seconds", model, role, phase).observe(seconds)
+
+    def observe_transfer(self, *, transport: str, kv_bytes: int) -> None:
+        """Count the bytes of one KV transfer."""
+        self._labelled("kv_bytes_total", transport).inc(kv_bytes)
 
     def snapshot(self) -> Snapshot:
         """Return the current metrics of this process."""

@@ -44,7 +44,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     token_ids,
 )
-from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
+from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
@@ -64,7 +64,18 @@ _UNSUPPORTED_FEATURES = (
 class _MockStream(TaskStream):
     """One request in the simulated batch: passes tokens on within the step; imports and exports its KV in a task."""
 
-    __slots__ = ("_engine", "added", "blocks", "num_output", "prefill_left", "queue_s", "request", "seed", "wanted")
+    __slots__ = (
+        "_begun_s",
+        "_engine",
+        "_phases",
+        "_queued",
+        "blocks",
+        "num_output",
+        "prefill_left",
+        "request",
+        "seed",
+        "wanted",
+    )
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine.tasks, engine)
@@ -77,8 +88,20 @@ class _MockStream(TaskStream):
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
-        self.added = time.monotonic()
-        self.queue_s = 0.0
+        self._begun_s = time.monotonic()  # of the current phase
+        self._phases: dict[str, float] = {}  # that have ended
+        self._queued = engine.queue_clock.read()  # at the arrival
+
+    def end_phase(self, phase: str) -> None:
+        """End the current phase, and begin the next one."""
+        now = time.monotonic()
+        self._phases[phase], self._begun_s = now - self._begun_s, now
+
+    def admitted(self) -> None:
+        """End the wait in the queue. A decode call fetches its KV meanwhile and waits for its first step afterwards."""
+        if self.request.kv_params is None:
+            self.end_phase("queue")
+            self._phases |= self._engine.queue_clock.since(self._queued)
 
     def start(self) -> None:
         """Queue the request. Raises the error of a rejected one."""
@@ -101,22 +124,40 @@ class _MockStream(TaskStream):
 
     def step(self) -> None:
         """Generate one token: the Harmony prefix first, then a function of seed and index."""
-        at = self.request.num_resumed_output_tokens + self.num_output
-        token = _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
+        at, stats = self.request.num_resumed_output_tokens + self.num_output, None
+        if at < len(_OPENING):
+            token = _OPENING[at]
+            if self.num_output == 0:
+                self.end_phase("prefill")
+                stats = self.timings()
+            elif self.num_output == 1 and self.request.kv_params is not None:
+                self.end_phase("decode_wait")
+        else:
+            token = 1000 + (self.seed + at * 7919) % 4000
         self.num_output += 1
         self.wanted -= 1
         if self.wanted:
-            self.emit(Chunk(token_ids=token_ids((token,))))
+            self.emit(Chunk(token_ids=token_ids((token,)), stats=stats))
         elif self.request.phase is Phase.PREFILL and self.request.sampling.max_tokens > 1:
             self.run(self._engine.export_kv(self, token), f"mock-export-{self.request.request_id}")
         else:
             self.emit(Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=self.timings()))
 
+    def exported(self) -> PhaseTimings:
+        """End the export of the KV. Return the timings of the call."""
+        self.end_phase("export")
+        return self.timings()
+
     def timings(self) -> PhaseTimings:
-        """Return the timings of the call."""
+        """Return the timings of the phases that have ended."""
         kv_params = self.request.kv_params
+        phases = dict(self._phases)
         return PhaseTimings(
-            queue_s=self.queue_s,
+            queue_s=phases.pop("queue", 0.0),
+            prefill_s=phases.pop("prefill", 0.0),
+            kv_transfer_s=phases.pop("handoff", 0.0),
+            decode_queue_s=phases.pop("decode_wait", 0.0),
+            more=phases,
             kv_bytes=kv_params.kv_bytes if kv_params else 0,
             transport=kv_params.transport if kv_params else "",
         )
@@ -142,6 +183,7 @@ class MockEngine:
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
+        self.queue_clock = QueueClock()
         self._waiting: deque[_MockStream] = deque()
         self._running: dict[_MockStream, None] = {}
         self._free_blocks = args.kv_cache_blocks
@@ -229,7 +271,8 @@ class MockEngine:
         await self._transfers.fetch(stream.request, kv_params, kv_params.engine_state, Destination([region]))
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
-        return Chunk(token_ids=kv_params.first_token_ids)
+        stream.end_phase("handoff")
+        return Chunk(token_ids=kv_params.first_token_ids, stats=stream.timings())
 
     async def export_kv(self, stream: _MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
@@ -245,10 +288,8 @@ class MockEngine:
         stream.blocks -= blocks  # they stay reserved until `unpublished`
         self._num_published += 1
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
-        published = PublishedKv(regions, self._layout, lambda offer: offer, unpublished)
-        return await self._transfers.publish(
-            stream.request, Chunk(token_ids=token_ids([first]), stats=stream.timings()), published
-        )
+        published = PublishedKv(regions, self._layout, lambda offer: offer, unpublished, stream.exported)
+        return await self._transfers.publish(stream.request, Chunk(token_ids=token_ids([first])), published)
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         self._transfers.release(transfer_id)
@@ -298,13 +339,19 @@ class MockEngine:
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._args.max_batch_size:
-            if self._waiting[0].blocks > self._free_blocks:
-                return
+        lacking = ""
+        while self._waiting and not (lacking := self._lacking()):
             stream = self._waiting.popleft()
             self._free_blocks -= stream.blocks
-            stream.queue_s = time.monotonic() - stream.added
+            stream.admitted()
             self._running[stream] = None
+        self.queue_clock.lack(lacking if self._waiting else "")
+
+    def _lacking(self) -> str:
+        """Return what the first waiting request lacks; "" if it can start."""
+        if len(self._running) >= self._args.max_batch_size:
+            return "slots"
+        return "kv_blocks" if self._waiting[0].blocks > self._free_blocks else ""
 
     def _step(self) -> None:
         prefill_budget = self._args.prefill_tokens_per_step

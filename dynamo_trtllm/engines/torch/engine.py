@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,9 @@ class _TorchStream(TaskStream):
             self._submit(seq, scheduler, None)
 
     async def _compile_and_submit(self, seq: TorchSequence, scheduler: Scheduler) -> None:
-        self._submit(seq, scheduler, await self._engine.compile_grammar(seq.request.sampling, seq))
+        matcher = await self._engine.compile_grammar(seq.request.sampling, seq)
+        seq.end_phase("grammar")
+        self._submit(seq, scheduler, matcher)
 
     def _submit(self, seq: TorchSequence, scheduler: Scheduler, matcher: grammar.GrammarMatcher | None) -> None:
         seq.logits_processor = logits_processor_for(seq.request, matcher)
@@ -263,7 +266,9 @@ class TorchEngine:
                 f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
             )
         scatter = partial(scheduler.transfer_buffer.scatter, reserved.allocation, reserved.rows)
+        begun_s = time.monotonic()
         await self._kv_connector.fetch(request, reserved.allocation, on_region=scatter)
+        seq.phases["handoff.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 
     def _new_sequence(

@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation
 from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, decode, encode
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, PhaseTimings, decode, encode
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,7 @@ class KvConnector:
             layout,
             lambda offer: encode(TorchState(offer, seq.seed, region_bytes)),
             partial(self._retire, seq),
+            partial(_exported, seq),
             ready=0 if copied else None,
         )
         chunk = await self.transfers.publish(seq.request, prefill_done.first, kv)
@@ -143,6 +144,12 @@ class KvConnector:
         """End all KV transfers, then close the backend."""
         await self.transfers.aclose()
         await asyncio.to_thread(self._copying.shutdown)
+
+
+def _exported(seq: TorchSequence) -> PhaseTimings:
+    """End the export of a prompt's KV, and return the timings of its call."""
+    seq.end_phase("export")
+    return seq.timings()
 
 
 def _log_copy_error(copying: Future[None]) -> None:

@@ -23,18 +23,12 @@ from torch import Tensor
 from dynamo_trtllm.engines.base import EngineStats, client_request
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
-from dynamo_trtllm.engines.torch.sampler import SampledToken, SamplingMetadata, sample
-from dynamo_trtllm.engines.torch.sequence import (
-    BlocksReserved,
-    Delivery,
-    Freed,
-    PrefillDone,
-    TorchSequence,
-    phase_timings,
-)
+from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
+from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Freed, PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
+from dynamo_trtllm.streams import QueueClock
 
 log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
@@ -81,6 +75,7 @@ class Scheduler:
         self._decoding: list[TorchSequence] = []
         self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, no buffer space yet
         self._awaiting_fetch: set[TorchSequence] = set()  # KV is in the transfer buffer
+        self._queue_clock = QueueClock()
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
@@ -112,6 +107,7 @@ class Scheduler:
         if len(self._waiting) >= self._limits.max_queue:
             self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
+            seq.queued = self._queue_clock.read()
             insort(self._waiting, seq, key=lambda each: each.queue_order)  # after those of equal priority
 
     def install(self, seq: TorchSequence) -> None:
@@ -133,12 +129,13 @@ class Scheduler:
         if seq.logits_processor is not None:
             for token_id in kv_params.first_token_ids:
                 seq.logits_processor.accept_token(token_id)
-        seq.ready_at = time.monotonic()
-        first = Chunk(token_ids=kv_params.first_token_ids, logprobs=kv_params.first_logprobs)
+        seq.end_phase("handoff")
+        first = Chunk(token_ids=kv_params.first_token_ids, logprobs=kv_params.first_logprobs, stats=seq.timings())
         if seq.num_output_tokens < seq.max_new_tokens:
+            seq.awaits_step = True
             self._decoding.append(seq)
         else:  # the decode call has a lower token limit than the prefill call
-            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=phase_timings(seq))
+            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH)
             self._drop(seq)
         self._events.append((seq, first))
 
@@ -228,24 +225,30 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start queued sequences by priority and arrival, while there is space in the batch and the KV pool."""
-        while self._waiting and self._running() < self._limits.max_batch_size:
-            seq = self._waiting[0]
-            buffer = self.transfer_buffer
-            if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
-                seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
-                if seq.allocation is None:
-                    return
-            seq.blocks = self.pool.reserve(seq.kv_tokens)
-            if seq.blocks is None:
-                return
-            self._waiting.popleft()
-            seq.admitted_at = time.monotonic()
+        lacking = ""
+        while self._waiting and not (lacking := self._lacking(self._waiting[0])):
+            seq = self._waiting.popleft()
+            seq.end_phase("queue")
+            seq.phases |= self._queue_clock.since(seq.queued)
             if seq.allocation is not None:
                 self._reserved.add(seq)
-                rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
+                rows = self.pool.rows(_blocks(seq), seq.prompt_tokens)
                 self._events.append((seq, BlocksReserved(seq.allocation, rows)))
             else:
                 self._prefilling.append(seq)
+        self._queue_clock.lack(lacking if self._waiting else "")
+
+    def _lacking(self, seq: TorchSequence) -> str:
+        """Allocate what the first waiting sequence needs. Return what is lacking; "" if it can start."""
+        if self._running() >= self._limits.max_batch_size:
+            return "slots"
+        buffer = self.transfer_buffer
+        if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
+            seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
+            if seq.allocation is None:
+                return "transfer_buffer"
+        seq.blocks = self.pool.reserve(seq.kv_tokens)
+        return "kv_blocks" if seq.blocks is None else ""
 
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
@@ -258,6 +261,7 @@ class Scheduler:
             if seq.allocation is None:
                 return
             self._awaiting_buffer.popleft()
+            seq.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
             copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(_blocks(seq), seq.prompt_tokens))
             self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
@@ -291,7 +295,7 @@ class Scheduler:
         finite = self._finite(step, decoding, chunks)
         if sampled:
             self._update_from_output(
-                sampled, sample(logits[: len(rows)], [_sampling_metadata(seq) for seq in sampled], finite)
+                sampled, sample(logits[: len(rows)], [seq.sampling_metadata() for seq in sampled], finite)
             )
 
     def _finite(
@@ -336,14 +340,14 @@ class Scheduler:
         return logits
 
     def _update_from_output(self, sampled: list[TorchSequence], choices: list[SampledToken | None]) -> None:
-        now = time.monotonic()
         for seq, choice in zip(sampled, choices, strict=True):
             if seq in self._prefilling:
-                seq.ready_at = now
+                seq.end_phase("prefill")
                 self._prefilling.remove(seq)
                 self._decoding.append(seq)
-            else:
-                seq.stepped_at = seq.stepped_at or now
+            elif seq.awaits_step:
+                seq.awaits_step = False
+                seq.end_phase("decode_wait")
             self._emit(seq, choice)
         if len(self._non_finite) >= _MOST_NON_FINITE:
             raise EngineFailed(
@@ -381,18 +385,13 @@ class Scheduler:
             reason = FinishReason.LENGTH if seq.num_output_tokens >= seq.max_new_tokens else None
         if reason is None and seq.request.phase is Phase.PREFILL:
             self._decoding.remove(seq)
-            self._awaiting_buffer.append((seq, Chunk(token_ids=ids, logprobs=logprobs, stats=phase_timings(seq))))
+            self._awaiting_buffer.append((seq, Chunk(token_ids=ids, logprobs=logprobs)))
             self._export_prefilled()
             return
-        stats = phase_timings(seq) if reason is not None else None
+        stats = seq.timings() if reason is not None or seq.num_output_tokens == 1 else None
         self._events.append((seq, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
             self._drop(seq)
-
-
-def _sampling_metadata(seq: TorchSequence) -> SamplingMetadata:
-    sampling, resumed = seq.request.sampling, seq.request.num_resumed_output_tokens
-    return SamplingMetadata(sampling, seq.seed, seq.num_output_tokens, seq.stop_ids, seq.logits_processor, resumed)
 
 
 def _blocks(seq: TorchSequence) -> Tensor:

@@ -9,11 +9,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError, StreamIncomplete
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
@@ -124,8 +125,6 @@ class ChoiceState:
         self.num_tokens = 0  # generated
         self.finish: str | None = None
         self.trace = RouteTrace()
-        self.first_s: float | None = None  # when its first tokens arrived, and its newest ones; set by the owner
-        self.last_s = 0.0
 
     def start(self, pipeline: Pipeline, on_delta: Callable[[ChoiceDelta | DynamoError], None]) -> None:
         """Start the stream. `on_delta` gets its deltas, and then nothing after one with `finish` or an error."""
@@ -205,27 +204,31 @@ class ChoiceState:
         """The mean over all tokens so far, reasoning and markers included. `best_of` ranks by it."""
         return self._logprob_sum / max(1, self.num_tokens)
 
-    def timings(self) -> PhaseTimings:
-        """Return the sum of both calls' timings. KV bytes count once; cached tokens are those of the prefill call."""
+    @property
+    def transfer(self) -> tuple[int, str]:
+        """The bytes of the KV transfer and the name of its transfer backend."""
         prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
-        return PhaseTimings(
-            queue_s=prefill.queue_s + decode.queue_s,
-            prefill_s=prefill.prefill_s + decode.prefill_s,
-            kv_transfer_s=prefill.kv_transfer_s + decode.kv_transfer_s,
-            decode_queue_s=prefill.decode_queue_s + decode.decode_queue_s,
-            cached_tokens=prefill.cached_tokens if self.trace.prefill_stats else decode.cached_tokens,
-            kv_bytes=decode.kv_bytes or prefill.kv_bytes,
-            transport=decode.transport or prefill.transport,
-        )
+        return decode.kv_bytes or prefill.kv_bytes, decode.transport or prefill.transport
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of a phase, such as `queue.slots`, as far as the workers report them."""
+        sums: dict[str, float] = {}
+        for stats in (self.trace.prefill_stats, self.trace.decode_stats):
+            for name, seconds in {} if stats is None else stats.more.items():
+                if "." in name:
+                    sums[name] = sums.get(name, 0.0) + seconds
+        return sums
 
     def usage(self) -> Usage:
         """Return the usage so far."""
         prompt_tokens = len(self._choice_request.request.token_ids)
+        stats = self.trace.prefill_stats or self.trace.decode_stats or PhaseTimings()
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.num_tokens,
             # After a migration the engine counts output tokens, too: they are part of the new worker's prompt.
-            cached_tokens=min(self.timings().cached_tokens, prompt_tokens),
+            cached_tokens=min(stats.cached_tokens, prompt_tokens),
             reasoning_tokens=self._reasoning_tokens,
         )
 
@@ -295,6 +298,64 @@ class ChoiceState:
             return self._in_content
         # The token gave no text: part of a character inside content counts, a marker does not.
         return self._in_content and "\ufffd" in self._choice_request.renderer.decode(token_ids((token_id,)))
+
+
+PHASES = (
+    "receive",
+    "tokenize_queue",
+    "load",
+    "tokenize",
+    "frontend_queue",
+    "select",
+    "reserve",
+    "retry",
+    "send",
+    "grammar",
+    "submit",
+    "queue",
+    "prefill",
+    "export",
+    "handoff",
+    "first_token",
+    "decode_wait",
+    "decode",
+    "migration",
+    "respond",
+)
+"""All phases, about in their order. The first token comes before `decode_wait`. docs/timing.md describes them."""
+
+PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
+"""Seconds by role and phase. They add up to the time between the first span and the end."""
+
+
+def divide(spans: Sequence[Span], trace: RouteTrace, end_s: float) -> PhaseSeconds:
+    """Return how long the spans took until `end_s`, divided into the phases that the workers report.
+
+    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`, the way to the worker
+    and back. A call without a report stays one phase.
+    """
+    phases: PhaseSeconds = {}
+    has_migrated = any(span.phase == "migration" for span in spans)
+    latest = {} if has_migrated else {"prefill": trace.prefill_stats, "first_token": trace.decode_stats}
+    for span, next_s in zip(spans, [*(span.begin_s for span in spans[1:]), end_s], strict=True):
+        left_s, rest = max(0.0, next_s - span.begin_s), span.phase
+        reported: list[tuple[str, float]] = []
+        if (stats := latest.get(span.phase) or span.stats) is not None:
+            reported, rest = _reported(stats), "send"
+        elif span.phase == "decode" and not has_migrated and trace.decode_stats is not None:
+            reported = [("decode_wait", trace.decode_stats.decode_queue_s)]
+        for phase, seconds in (*reported, (rest, left_s)):
+            part_s = min(seconds, left_s)
+            if part_s > 0:  # not a number: false
+                left_s -= part_s
+                phases[span.role, phase] = phases.get((span.role, phase), 0.0) + part_s
+    return phases
+
+
+def _reported(stats: PhaseTimings) -> list[tuple[str, float]]:
+    """Return the phases of a call until its first chunk."""
+    more = [(name, seconds) for name, seconds in stats.more.items() if "." not in name]
+    return [("queue", stats.queue_s), ("prefill", stats.prefill_s), ("handoff", stats.kv_transfer_s), *more]
 
 
 def merged(first: Delta, second: Delta) -> Delta:

@@ -216,6 +216,7 @@ class GenerationFlow:
         self._num_attempts += 1
         self._has_waited = False
         self._trace.prefill_instance = self._trace.decode_instance = None
+        self._trace.prefill_stats = self._trace.decode_stats = None
         attempt = self._attempt = _Attempt(prefill, decode, decode, request, frozenset([decode.id]))
         if prefill is None:
             return self._call_decode(attempt)

@@ -14,6 +14,9 @@ from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent
 
+FRONTEND = "frontend"
+"""The role of the frontend, beside those of workers in `messages.Role`."""
+
 
 class Signal(Enum):
     """The events that carry no value."""
@@ -106,8 +109,21 @@ Action: TypeAlias = (
 
 
 @dataclass(slots=True)
+class Span:
+    """An interval of a request by the frontend's clock. It ends where the next span of the request begins."""
+
+    phase: str
+    begin_s: float  # of `time.monotonic()`
+    role: str = FRONTEND  # of the process that the request waits for
+    stats: PhaseTimings | None = None  # of the call to that process; they divide the span
+
+
+@dataclass(slots=True)
 class RouteTrace:
-    """The workers and timings of a request's last attempt, filled while the request runs."""
+    """The workers and timings of a request, filled while the request runs. Instances and stats: of its last attempt.
+
+    The pipeline fills the spans. Its caller sets the times of tokens when it gets them.
+    """
 
     prefill_instance: int | None = None
     decode_instance: int | None = None
@@ -116,6 +132,9 @@ class RouteTrace:
     retries: int = 0
     migrations: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list, compare=False)
+    first_s: float | None = None  # when the first tokens arrived, of `time.monotonic()`
+    last_s: float = 0.0  # when the newest ones arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
 from dynamo_trtllm.frontend.generation.flow_events import (
+    FRONTEND,
     Action,
     CallWorker,
     FlowEvent,
@@ -26,9 +27,10 @@ from dynamo_trtllm.frontend.generation.flow_events import (
     SelectWorkers,
     SendControl,
     Signal,
+    Span,
     WaitForWorkers,
 )
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, ReserveSlot
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
 from dynamo_trtllm.router.policy import WorkerSelection, incapable, select
@@ -186,6 +188,7 @@ class _RunningRequest(Stream):
 
     __slots__ = (
         "_attempt",
+        "_attempt_span",
         "_begun_s",
         "_call",
         "_context",
@@ -202,7 +205,8 @@ class _RunningRequest(Stream):
         self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
         self._call: StreamHandle | None = None
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
-        self._attempt = -1  # the number of the attempt to which the next two belong
+        self._attempt = -1  # the number of the attempt to which the next three belong
+        self._attempt_span = 0  # the index of its first span
         self._begun_s = 0.0
         self._round_robin_index = 0
         asyncio.get_running_loop().call_soon(self._on, Signal.START)
@@ -240,6 +244,8 @@ class _RunningRequest(Stream):
                 scores_prompt = action.request.sampling.prompt_logprobs is not None and action.request.kv_params is None
                 if scores_prompt:
                     self._trace.prompt_logprobs.clear()
+                is_prefill = action.request.phase is Phase.PREFILL
+                self._enter("prefill" if is_prefill else "first_token", action.worker.role)
                 on_event = self._on_prompt if scores_prompt else self._on
                 self._call = pipeline.plane.generate(action.worker.subject, action.request, on_event)
             case SelectWorkers():
@@ -253,14 +259,19 @@ class _RunningRequest(Stream):
                     return Signal.WAIT_TIMED_OUT
                 self._run(_wait(pipeline.view.changed, left_s))
             case ReserveDecodeSlot():
+                self._enter("reserve", action.decode.role)
                 self._run(self._reserve(action))
             case SendControl():
                 pipeline.background_control.send(action.worker, action.message)
             case RecordTransfer():
+                if action.error is None:  # the first chunk of the decode call
+                    self._enter("decode", self._trace.spans[-1].role)
                 pipeline.record_transfer(action.pair, action.error)
             case RecordFailure():
                 pipeline.record_unreachable(action.worker.id, action.error)
                 if action.next_step:
+                    if self._trace.spans[-1].phase == "first_token":
+                        self._trace.spans[-1].phase = "retry"
                     log.warning(
                         "request %s: call to worker %x failed, %s (%s): %s",
                         short_id(request.request_id),
@@ -275,11 +286,37 @@ class _RunningRequest(Stream):
         model = self._flow.request.model
         if action.attempt != self._attempt:
             self._attempt, self._begun_s = action.attempt, time.monotonic()
+            self._enter_attempt()
             self._round_robin_index = self._pipeline.new_round_robin_index(model)
         try:
             return self._pipeline.select(self._flow.request, action, self._round_robin_index)
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
+
+    # --- where the time goes ---------------------------------------------------------------------------
+
+    def _enter(self, phase: str, role: str = FRONTEND) -> None:
+        """Begin a span and end the one before. A migration ends with the first chunk of the next attempt."""
+        trace = self._trace
+        if trace.spans:
+            last = trace.spans[-1]
+            if last.phase == "migration" and phase != "decode":
+                return
+            if last.phase == "prefill":
+                last.stats = trace.prefill_stats
+            elif last.phase == "first_token":
+                last.stats = trace.decode_stats
+        trace.spans.append(Span(phase, time.monotonic(), role))
+
+    def _enter_attempt(self) -> None:
+        """Begin the spans of an attempt. A failed attempt before it becomes one span, or the part after its tokens."""
+        spans = self._trace.spans
+        if spans and spans[-1].phase == "decode":
+            spans.append(Span("migration", max(spans[-1].begin_s, self._trace.last_s)))
+        elif len(spans) > self._attempt_span and spans[-1].phase != "migration":
+            spans[self._attempt_span :] = [Span("retry", spans[self._attempt_span].begin_s)]
+        self._attempt_span = len(spans)
+        self._enter("select")
 
     def _run(self, work: Coroutine[Any, Any, FlowEvent]) -> None:
         name = f"pipeline-{self._flow.request.request_id}"

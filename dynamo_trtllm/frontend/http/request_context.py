@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
+from dynamo_trtllm.frontend.generation.choice import PHASES, ChoiceDelta, ChoiceState, PhaseSeconds, Usage, divide
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, PlanningTime, read_body
@@ -75,7 +76,8 @@ class RequestContext:
         self._num_permits = 0
         self._arrived_at = time.time()
         self._begun_s = time.monotonic()
-        self._queued_s = 0.0
+        self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
+        self._traces: list[RouteTrace] = []  # of the choices
         self._model = ""
         self._candidates = 1
         app_state.metrics.request_started()
@@ -83,7 +85,13 @@ class RequestContext:
     async def read_body(self, request: HttpRequest) -> bytes:
         """Return the body, whose bytes are reserved until `release_body`. Raises as `admission.read_body`."""
         config = self._app_state.config
-        return await read_body(request, config.max_body_bytes, config.receive_timeout_s, self._reserve)
+        body = await read_body(request, config.max_body_bytes, config.receive_timeout_s, self._reserve)
+        self.enter("tokenize_queue")
+        return body
+
+    def enter(self, phase: str) -> None:
+        """End the current phase of this request and begin the next one."""
+        self._spans.append(Span(phase, time.monotonic()))
 
     async def _reserve(self, count: int) -> None:
         await self._app_state.body_budget.acquire(count, self._body_bytes)
@@ -123,16 +131,17 @@ class RequestContext:
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
         self._observe_itl = metrics.itl(model=self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
+        self._traces = [choice.trace for choice in self.choices]
         if count > limiter.limit:
             raise InvalidRequest(
                 f"the request has {count} choices; this server runs at most {limiter.limit} at once, lower n"
             )
-        begun_s = time.monotonic()
+        self.enter("frontend_queue")
         try:
             await limiter.acquire(count, self.deadline - time.time())
         finally:
-            self._queued_s = time.monotonic() - begun_s
-            metrics.observe_queue(seconds=self._queued_s)
+            metrics.observe_queue(seconds=time.monotonic() - self._spans[-1].begin_s)
+        self.enter("select")
         self._num_permits = count
         self.answer_id = answer_id
 
@@ -140,14 +149,14 @@ class RequestContext:
         """Record a delta when it arrives. TTFT counts once per request, inter-token latency in each choice."""
         if delta.tokens == 0:
             return
-        choice, now = self.choices[delta.index], time.monotonic()
-        if choice.first_s is not None:
-            self._observe_itl((now - choice.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
+        trace, now = self._traces[delta.index], time.monotonic()
+        if trace.first_s is not None:
+            self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
         else:
             if self._first_s() is None:
                 self._app_state.metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
-            choice.first_s = now
-        choice.last_s = now
+            trace.first_s = now
+        trace.last_s = now
 
     def likelihood(self, index: int) -> float:
         """Return the mean log-probability so far of the choice at an index of the plan."""
@@ -190,24 +199,29 @@ class RequestContext:
         return stats
 
     def _stats_of(self, choices: list[ChoiceState]) -> Stats:
-        """Return the statistics of some choices. They run in parallel, so each phase takes as long as its longest."""
-        timings = [choice.timings() for choice in choices]
-        first_s = min((choice.first_s or choice.last_s for choice in choices), default=0.0)
+        """Return the statistics of some choices. They run in parallel; the phases are those of the last one."""
+        transfers, last = [choice.transfer for choice in choices], _last_of(choices)
+        first_s = min((choice.trace.first_s or choice.trace.last_s for choice in choices), default=0.0)
+        end_s = time.monotonic() if len(choices) == len(self.choices) else last.trace.last_s
+        phases = _by_name(self._phases(last, end_s))
         return {
             "prefill_instance": _joined(choice.trace.prefill_instance for choice in choices),
             "decode_instance": _joined(choice.trace.decode_instance for choice in choices),
-            "kv_bytes": sum(timings.kv_bytes for timings in timings),
-            "transport": timings[0].transport,
-            "queued_s": self._queued_s,
+            "kv_bytes": sum(kv_bytes for kv_bytes, _ in transfers),
+            "transport": transfers[0][1],
+            "queued_s": phases.get("frontend_queue", 0.0),
             "ttft_s": first_s - self._begun_s,
             "tokens_per_s": _tokens_per_s(choices),
-            "phase_s": {
-                "queue": max(timings.queue_s for timings in timings),
-                "prefill": max(timings.prefill_s for timings in timings),
-                "handoff": max(timings.kv_transfer_s for timings in timings),
-                "decode_wait": max(timings.decode_queue_s for timings in timings),
-            },
+            "total_s": end_s - self._begun_s,
+            "phase_s": dict.fromkeys(("queue", "prefill", "handoff", "decode_wait"), 0.0) | phases,
+            "part_s": last.parts,
         }
+
+    def _phases(self, choice: ChoiceState, end_s: float) -> PhaseSeconds:
+        """Return the phases of this request with one of its choices, which has ended last."""
+        trace = choice.trace
+        respond = [] if choice.finish is None else [Span("respond", trace.last_s)]
+        return divide([*self._spans, *trace.spans, *respond], trace, end_s)
 
     def end(self, outcome: str | DynamoError, status: int) -> None:
         """Release all permits and bytes, and write the metrics and the log line.
@@ -219,8 +233,8 @@ class RequestContext:
         self.release_body()
         self._app_state.limiter.release(self._num_permits)
         code = outcome if isinstance(outcome, str) else outcome.code
-        metrics, seconds = self._app_state.metrics, time.monotonic() - self._begun_s
-        metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=seconds)
+        metrics, end_s = self._app_state.metrics, time.monotonic()
+        metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s)
         usage = self.usage() if self.choices else Usage()
         if self.choices:
             metrics.observe_tokens(model=self._model, prompt=usage.prompt_tokens, output=usage.completion_tokens)
@@ -228,12 +242,14 @@ class RequestContext:
             trace = choice.trace
             if trace.retries or trace.migrations:
                 metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
-            for timings in (trace.prefill_stats, trace.decode_stats):
-                if timings is not None:
-                    metrics.observe_call(model=self._model, stats=timings)
-        log.info("request %s ended: %s", short_id(self.id), self._summary(outcome, status, usage))
+            if (stats := trace.decode_stats) is not None and stats.kv_transfer_s > 0:
+                metrics.observe_transfer(transport=stats.transport, kv_bytes=stats.kv_bytes)
+        phases = self._phases(_last_of(self.choices), end_s) if self.choices else {}
+        metrics.observe_phases(model=self._model, phases=phases)
+        summary = self._summary(outcome, status, usage, _by_name(phases))
+        log.info("request %s ended: %s", short_id(self.id), summary)
 
-    def _summary(self, outcome: str | DynamoError, status: int, usage: Usage) -> str:
+    def _summary(self, outcome: str | DynamoError, status: int, usage: Usage, phases: Mapping[str, float]) -> str:
         """Return the known facts of the request as name=value, without empty values."""
         first_s, rate = self._first_s(), _tokens_per_s(self.choices)
         known = {
@@ -246,15 +262,16 @@ class RequestContext:
             "isl": usage.prompt_tokens,
             "osl": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
-            "queued": _seconds(self._queued_s),
+            "queued": _seconds(phases.get("frontend_queue", 0.0)),
             "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
             "tpot": _seconds(len(self.choices) / rate) if rate else None,
+            "phases": ",".join(f"{name}:{text}" for name, s in phases.items() if (text := _seconds(s))),
             "finish": (self._finishes() or "ok") if outcome == "ok" else _format_outcome(outcome),
         }
         return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
     def _first_s(self) -> float | None:
-        return min((choice.first_s for choice in self.choices if choice.first_s is not None), default=None)
+        return min((trace.first_s for trace in self._traces if trace.first_s is not None), default=None)
 
     def _finishes(self) -> str:
         return ",".join(dict.fromkeys(choice.finish for choice in self.choices if choice.finish is not None))
@@ -274,6 +291,19 @@ def _format_outcome(outcome: str | DynamoError) -> str:
     return f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
 
 
+def _last_of(choices: Sequence[ChoiceState]) -> ChoiceState:
+    """Return the choice that ended last, or one that has not ended."""
+    return max(choices, key=lambda choice: (choice.finish is None, choice.trace.last_s))
+
+
+def _by_name(phases: PhaseSeconds) -> dict[str, float]:
+    """Return the seconds by phase, summed over roles, in the order of PHASES."""
+    sums: dict[str, float] = {}
+    for (_, phase), seconds in phases.items():
+        sums[phase] = sums.get(phase, 0.0) + seconds
+    return {phase: sums.pop(phase) for phase in PHASES if phase in sums} | sums
+
+
 def _seconds(value: float) -> str | None:
     """Format a time in seconds; None if it rounds to zero."""
     return f"{value:.4f}s" if value >= 0.0001 else None
@@ -287,8 +317,8 @@ def _joined(instances: Iterable[int | None]) -> str | None:
 def _tokens_per_s(choices: Iterable[ChoiceState]) -> float | None:
     """Return the sum of the choices' rates after their first token; None if no choice has two."""
     rates = [
-        (choice.num_tokens - 1) / (choice.last_s - choice.first_s)
+        (choice.num_tokens - 1) / (choice.trace.last_s - choice.trace.first_s)
         for choice in choices
-        if choice.first_s is not None and choice.last_s > choice.first_s
+        if choice.trace.first_s is not None and choice.trace.last_s > choice.trace.first_s
     ]
     return sum(rates) if rates else None

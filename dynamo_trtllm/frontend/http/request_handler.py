@@ -170,13 +170,16 @@ class GenerateEndpoint(Generic[B]):
         ignored = None if unknown_fields == "reject" else IgnoredFields()
         is_large = is_large_body(raw_body)
         async with self._large_body_slot() if is_large else nullcontext():
+            context.enter("tokenize")
             if is_large:
                 body = await in_thread(parse, adapter.body, raw_body, ignored)
             else:
                 body = parse(adapter.body, raw_body, ignored)
             context.set_timeout(body.timeout)
             served = self._app_state.models.get(body.model)
+            context.enter("load")
             prepare, stored_chars = await adapter.resolve(body, served, context.id, context.deadline)
+            context.enter("tokenize")
             size = max(len(raw_body), stored_chars)
             if not is_large and not served.renderer.is_loaded and size > served.renderer.inline_bytes:
                 # After this, the event loop can plan it. In a thread, the tokenizer would take 32 MiB more.
@@ -186,7 +189,9 @@ class GenerateEndpoint(Generic[B]):
             elif size <= _TURN_BYTES:
                 plan = prepare()
             else:
+                context.enter("tokenize_queue")
                 async with self._app_state.planning_time.turn():
+                    context.enter("tokenize")
                     plan = prepare()
             if unknown_fields != "ignore":
                 context.report_ignored([*(ignored or ()), *plan.ignored])

@@ -20,8 +20,9 @@ def test_metrics_when_requests_were_served_then_every_name_counts(tiny: httpx.Cl
         assert f"dynamo_trtllm_{name}{{" in text, name
     for name in ("prompt_tokens_total", "output_tokens_total", "kv_bytes_total"):
         assert f"dynamo_trtllm_{name}{{" in text, name
-    for phase in ("queue", "prefill", "handoff", "decode_wait"):
-        assert f'dynamo_trtllm_phase_seconds_count{{model="{TINY}",phase="{phase}"}}' in text, phase
+    for phase, role in (("queue", "prefill"), ("prefill", "prefill"), ("handoff", "decode"), ("decode_wait", "decode")):
+        count = f'dynamo_trtllm_phase_seconds_count{{model="{TINY}",phase="{phase}",role="{role}"}}'
+        assert count in text, phase
     assert "dynamo_trtllm_inflight " in text
 
 
@@ -42,7 +43,11 @@ def test_stats_when_asked_for_then_who_served_and_how(
     assert stats["transport"] in ("nixl/ucx", "tcp")
     assert 0 < stats["ttft_s"] < 20
     assert stats["tokens_per_s"] > 0
-    assert set(stats["phase_s"]) == {"queue", "prefill", "handoff", "decode_wait"}
+    assert {"tokenize", "send", "queue", "prefill", "export", "handoff", "decode_wait", "decode"} <= set(
+        stats["phase_s"]
+    )
+    assert sum(stats["phase_s"].values()) == pytest.approx(stats["total_s"])
+    assert 0 < stats["part_s"]["handoff.read"] <= stats["phase_s"]["handoff"]
 
 
 def test_stats_when_not_asked_for_then_none(tiny: httpx.Client) -> None:

@@ -1,7 +1,6 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE, FrontendMetrics, WorkerMetrics
 
 
@@ -46,15 +45,13 @@ def test_itl_when_tokens_come_together_then_each_counts():
     assert found["itl_seconds_bucket", (("le", "+Inf"), ("model", "m"))] == 6
 
 
-def test_calls_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
+def test_phases_when_observed_then_they_are_counted_by_model_and_role():
     metrics = FrontendMetrics()
-    metrics.observe_call(model="m", stats=PhaseTimings(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
-    metrics.observe_call(
-        model="m", stats=PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, kv_bytes=100, transport="nixl/ucx")
-    )
+    metrics.observe_phases(model="m", phases={("prefill", "queue"): 0.1, ("decode", "queue"): 0.2})
+    metrics.observe_transfer(transport="nixl/ucx", kv_bytes=100)
     found = samples(metrics.render())
-    for phase in ("queue", "prefill", "handoff", "decode_wait"):
-        assert found["phase_seconds_count", (("model", "m"), ("phase", phase))] == 1
+    for role, seconds in (("prefill", 0.1), ("decode", 0.2)):
+        assert found["phase_seconds_sum", (("model", "m"), ("phase", "queue"), ("role", role))] == seconds
     assert found["kv_bytes_total", (("transport", "nixl/ucx"),)] == 100
 
 

@@ -1,0 +1,113 @@
+"""The phases of a request: adjacent intervals that add up, whatever workers report and whichever of them fail."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
+from dynamo_trtllm.frontend.generation.choice import PHASES, PhaseSeconds, divide
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
+from dynamo_trtllm.messages import Chunk, PhaseTimings, Role, token_ids
+from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
+
+PREFILL = PhaseTimings(queue_s=0.2, prefill_s=0.5, more={"queue.slots": 0.1, "export": 0.1})
+DECODE = PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, more={"handoff.read": 0.2})
+
+
+def served(prefill: PhaseTimings | None, decode: PhaseTimings | None) -> PhaseSeconds:
+    spans = [
+        Span("tokenize", 10.0),
+        Span("select", 10.5),
+        Span("prefill", 11.0, Role.PREFILL),
+        Span("first_token", 12.0, Role.DECODE),
+        Span("decode", 12.5, Role.DECODE),
+        Span("respond", 14.0),
+    ]
+    return divide(spans, RouteTrace(prefill_stats=prefill, decode_stats=decode), 14.25)
+
+
+def test_divide_when_both_workers_report_then_the_rest_of_each_call_is_its_way() -> None:
+    phases = served(PREFILL, DECODE)
+    assert phases == pytest.approx(
+        {
+            ("frontend", "tokenize"): 0.5,
+            ("frontend", "select"): 0.5,
+            ("prefill", "queue"): 0.2,
+            ("prefill", "prefill"): 0.5,
+            ("prefill", "export"): 0.1,
+            ("prefill", "send"): 0.2,
+            ("decode", "handoff"): 0.3,
+            ("decode", "send"): 0.2,
+            ("decode", "decode_wait"): 0.4,
+            ("decode", "decode"): 1.1,
+            ("frontend", "respond"): 0.25,
+        }
+    )
+    assert {phase for _, phase in phases} <= set(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (None, None),
+        (PREFILL, None),
+        (PhaseTimings(queue_s=9.0, prefill_s=9.0), PhaseTimings(kv_transfer_s=math.inf, decode_queue_s=9.0)),
+        (PhaseTimings(queue_s=-1.0, prefill_s=math.nan), PhaseTimings(kv_transfer_s=1e-9)),
+    ],
+)
+def test_divide_when_reports_are_missing_or_impossible_then_the_phases_still_add_up(
+    prefill: PhaseTimings | None, decode: PhaseTimings | None
+) -> None:
+    phases = served(prefill, decode)
+    assert sum(phases.values()) == pytest.approx(4.25)
+    assert all(seconds > 0 for seconds in phases.values())
+
+
+def names(trace: RouteTrace) -> list[str]:
+    return [span.phase for span in trace.spans]
+
+
+async def test_spans_when_a_call_is_retried_then_the_failed_attempt_is_one_span(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, [EngineFailed("broken")], [kv_chunk("t1")])
+    await cluster.add(2, Role.PREFILL, [kv_chunk("t2")], [kv_chunk("t3")])
+    await cluster.add(3, Role.DECODE, FINISHED, FINISHED)
+    trace = RouteTrace()
+    await cluster.tokens(trace)
+    assert names(trace) == ["retry", "select", "prefill", "first_token", "decode"]
+    assert trace.retries == 1
+
+
+async def test_spans_when_a_decode_worker_refuses_then_only_its_call_is_the_retry(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
+    await cluster.add(2, Role.DECODE, [Draining("bye")])
+    await cluster.add(3, Role.DECODE, FINISHED)
+    trace = RouteTrace()
+    await cluster.tokens(trace)
+    assert names(trace) == ["select", "prefill", "retry", "first_token", "decode"]
+
+
+async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_span(cluster: Cluster) -> None:
+    first = Chunk(token_ids=token_ids([10]), stats=DECODE)
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
+    await cluster.add(2, Role.DECODE, [first, Disconnected("gone")])
+    await cluster.add(3, Role.DECODE, FINISHED)
+    trace = RouteTrace()
+    await cluster.tokens(trace)
+    assert names(trace) == ["select", "prefill", "first_token", "decode", "migration", "decode"]
+    assert trace.spans[2].stats == DECODE
+    begins = [span.begin_s for span in trace.spans]
+    assert begins == sorted(begins)
+    end_s = time.monotonic()
+    phases = divide(trace.spans, trace, end_s)
+    assert sum(phases.values()) == pytest.approx(end_s - begins[0])
+    assert ("frontend", "migration") in phases
+
+
+def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_reads_the_others() -> None:
+    newer = msgspec.msgpack.encode(PhaseTimings(queue_s=0.5, more={"next": 1.0}))
+    assert msgspec.msgpack.decode(newer)["queue_s"] == 0.5
+    assert msgspec.msgpack.decode(b"\x81\xa7queue_s\xcb?\xe0\x00\x00\x00\x00\x00\x00", type=PhaseTimings).more == {}
