@@ -1,9 +1,9 @@
 """Start a worker (`python -m dynamo_trtllm`)."""
 
+from dynamo_trtllm.config.parser import command_streams
+
 if __name__ == "__main__":
-    try:
+    with command_streams("python -m dynamo_trtllm"):
         from dynamo_trtllm.worker.main import main
 
         main()
-    except KeyboardInterrupt:  # during imports, before signal handlers are installed
-        raise SystemExit(130) from None

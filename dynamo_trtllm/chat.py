@@ -1,9 +1,9 @@
 """Chat with a running frontend in a terminal (`python -m dynamo_trtllm.chat`)."""
 
+from dynamo_trtllm.config.parser import command_streams
+
 if __name__ == "__main__":
-    try:
+    with command_streams("python -m dynamo_trtllm.chat"):
         from dynamo_trtllm.cli.chat import main
 
         main()
-    except KeyboardInterrupt:  # during imports, before the command handles it
-        raise SystemExit(130) from None

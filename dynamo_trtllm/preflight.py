@@ -1,9 +1,9 @@
 """Check engine arguments without loading an engine (`python -m dynamo_trtllm.preflight`)."""
 
+from dynamo_trtllm.config.parser import command_streams
+
 if __name__ == "__main__":
-    try:
+    with command_streams("python -m dynamo_trtllm.preflight"):
         from dynamo_trtllm.cli.preflight import main
 
         main()
-    except KeyboardInterrupt:  # during imports, before the command handles it
-        raise SystemExit(130) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -46,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader has exited; without this the interpreter prints an error at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     raise SystemExit(1 if failures else 0)
 
 

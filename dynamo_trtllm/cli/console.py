@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from dynamo_trtllm.config.environ import command_line, set_command_line
-from dynamo_trtllm.config.parser import CONSOLE, CommandParser
+from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
 from dynamo_trtllm.errors import ConfigError, install_hint
 
 _HELP = ("-h", "--help")
@@ -137,20 +136,13 @@ COMMANDS = (
 
 def main() -> None:
     """Run the command line. Exit with the status of the subcommand, or with 2 for a bad command line."""
-    try:
+    with command_streams(CONSOLE):
         try:
             raise SystemExit(_run(command_line()))
-        finally:
-            sys.stdout.flush()  # raises BrokenPipeError here and not in the interpreter
-    except ConfigError as exc:
-        from dynamo_trtllm.config.load import exit_with
+        except ConfigError as exc:
+            from dynamo_trtllm.config.load import exit_with
 
-        exit_with(CONSOLE, exc)
-    except KeyboardInterrupt:  # while modules load; later, the subcommand handles it
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader has exited; the interpreter must not write again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+            exit_with(CONSOLE, exc)
 
 
 def _run(words: Sequence[str]) -> int | None:

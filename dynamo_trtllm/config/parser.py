@@ -1,14 +1,65 @@
-"""Define the argument parser of all commands. It imports little, because `dynamo-trtllm --help` needs no more."""
+"""Define the argument parser of all commands, and how they end if Ctrl-C or their output interrupts them.
+
+It imports little, because `dynamo-trtllm --help` needs no more.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from dynamo_trtllm.errors import ConfigError
 
 CONSOLE = "dynamo-trtllm"
+_FAILED, _INTERRUPTED = 1, 130
+
+
+@contextmanager
+def command_streams(prog: str) -> Iterator[None]:
+    """Run a command in this context, so that it ends without a traceback if its output can't be written, or by Ctrl-C.
+
+    A standard stream that is closed at the start is replaced by the null device.
+
+    Args:
+        prog: Name of the command, for the error.
+
+    Raises:
+        SystemExit: With status 1 if the output can't be written, silently if its reader has exited, otherwise with one
+            line on stderr; and with 130 after Ctrl-C.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # an error is raised here and not in the interpreter
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+    except OSError:
+        failure = _write_error()
+        if failure is None:  # it was not stdout that failed
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes the rest at its exit
+        if not isinstance(failure, BrokenPipeError):
+            with suppress(OSError):
+                sys.stderr.write(f"{prog}: the output can't be written: {failure.strerror}\n")
+        raise SystemExit(_FAILED) from None
+
+
+def _write_error() -> OSError | None:
+    """Return the error of a write to stdout, if it fails."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as exc:
+        return exc
+    return None
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -32,3 +83,6 @@ class CommandParser(argparse.ArgumentParser):
             RawDescriptionRichHelpFormatter.text_markup = RawDescriptionRichHelpFormatter.help_markup = False
             self.formatter_class = RawDescriptionRichHelpFormatter
         super().print_help(file)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse ignores errors here, but a command must exit with 1 then

@@ -1,9 +1,9 @@
 """Start a frontend: `python -m dynamo_trtllm.frontend`."""
 
+from dynamo_trtllm.config.parser import command_streams
+
 if __name__ == "__main__":
-    try:
+    with command_streams("python -m dynamo_trtllm.frontend"):
         from dynamo_trtllm.frontend.process.main import main
 
         main()
-    except KeyboardInterrupt:  # while modules load; later, the server handles the signal
-        raise SystemExit(130) from None

@@ -6,12 +6,14 @@ While a deployment starts on a terminal, a live line for each process shows its 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
@@ -24,6 +26,7 @@ LAUNCHER = "launch"
 _SERVERS = ("etcd", "nats")
 _HIDDEN_LINES = 200  # kept for a start that fails
 _ROUTINE = re.compile(r"\S+ (INFO|DEBUG) ")  # log lines that the live lines replace
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the output may be writable again later
 _COLORS = ("36", "33", "32", "35", "34", "31")
 
 
@@ -32,6 +35,9 @@ class Console:
 
     With `is_json` every line is a JSON object. A line of a process that is an object keeps its fields; any other line
     becomes the `message` of an object.
+
+    Lines are lost while the disk is full. If the reader of the output has exited, `failure` is set, `on_failure` is
+    called once, and nothing is written any more.
 
     Args:
         stream: Stream to write to.
@@ -47,6 +53,9 @@ class Console:
         self._names = names
         self._colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)} if self._has_terminal else {}
         self._panel: StartPanel | None = None
+        self._is_full = False
+        self.failure: OSError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -96,6 +105,20 @@ class Console:
 
     def line(self, name: str, text: str) -> None:
         """Write one line of one process."""
+        if self.failure is not None:
+            return
+        try:
+            self._write(name, text)
+        except OSError as exc:
+            if exc.errno not in _FULL:
+                self.failure = exc
+                self.on_failure()
+            elif not self._is_full:
+                self._is_full = True
+                with suppress(OSError):
+                    sys.stderr.write(f"{LAUNCHER}: the output can't be written: {exc.strerror}; lines are lost\n")
+
+    def _write(self, name: str, text: str) -> None:
         if self._is_json:
             self._stream.write(f"{_json_entry(name, text)}\n")
             self._stream.flush()

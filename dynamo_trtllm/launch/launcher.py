@@ -148,6 +148,7 @@ class Launcher:
         self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
         self._dependents = DependentRestart(specs, self._processes, console.say)
         self._supervisor = Supervisor(deployment.restart, console.say)
+        console.on_failure = self._supervisor.stop
         self.deployment_status = DeploymentStatus()
         self._record_path: Path | None = None
 

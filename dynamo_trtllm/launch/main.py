@@ -89,6 +89,7 @@ async def run(
     Raises:
         ConfigError: A setting is wrong, or a port is in use.
         RunFailed: The deployment failed, or was stopped before `once` was done.
+        OSError: The reader of the output has exited. The deployment was stopped.
     """
     environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
     # check all settings before the servers start, so that a mistake is reported at once and only once
@@ -118,8 +119,11 @@ async def run(
         is_done = True
         return once
 
-    with console.starting():
-        await Launcher(deployment, specs, console, environ).run(on_ready)
+    if console.failure is None:
+        with console.starting():
+            await Launcher(deployment, specs, console, environ).run(on_ready)
+    if console.failure is not None:
+        raise console.failure
     if once and not is_done:
         raise RunFailed("stopped before all processes were ready and the demo was done")
 

@@ -24,6 +24,7 @@ from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.load import exit_with, load, process_environment, program
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.parser import command_streams
 from dynamo_trtllm.demo_models.hub import Hub, HubModel
 from dynamo_trtllm.engines.checkpoint import CONFIG, model_file, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.gpu import list_gpus
@@ -184,4 +185,5 @@ def _escaped(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with command_streams(PROG):
+        raise SystemExit(main())

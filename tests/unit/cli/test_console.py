@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from dynamo_trtllm.config.base import GROUPS
 from dynamo_trtllm.config.commands import DemoConfig
 from dynamo_trtllm.config.layers import find_file
 from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.parser import command_streams
 
 Type = Callable[[str], int]
 NAMES = [command.name for command in COMMANDS]
@@ -89,16 +90,57 @@ def test_command_when_help_is_asked_then_its_flags_are_shown(
         assert any(f"\n{title}:\n" in said for title in GROUPS)
 
 
-@pytest.mark.parametrize("line", ["--help", "completion zsh"])
-def test_output_when_the_reader_has_exited_then_no_traceback(line: str) -> None:
+@pytest.fixture
+def broken_pipe() -> Iterator[int]:
+    """A pipe whose reader has exited."""
     reader, writer = os.pipe()
     os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("line", ["--help", "completion zsh"])
+def test_output_when_the_reader_has_exited_then_no_traceback(line: str, broken_pipe: int) -> None:
     code = "from dynamo_trtllm.cli.console import main; main()"
     command = [sys.executable, "-c", code, *line.split()]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env)
-    os.close(writer)
+    done = subprocess.run(command, stdout=broken_pipe, stderr=subprocess.PIPE, text=True, check=False, env=env)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("line", ["--help", "version --version", "chat --print-config"])
+def test_output_when_it_can_not_be_written_then_one_line_and_status_1(
+    line: str,
+    is_buffered: bool,
+    broken_pipe: int,
+    typed: Type,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for number, said in (
+        (os.open("/dev/full", os.O_WRONLY), "dynamo-trtllm: the output can't be written: No space left on device\n"),
+        (os.dup(broken_pipe), ""),
+    ):
+        raw = open(number, "wb", buffering=-1 if is_buffered else 0)
+        with io.TextIOWrapper(raw, write_through=not is_buffered) as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            assert (typed(line), capsys.readouterr().err) == (1, said)
+
+
+def test_output_when_the_caller_has_closed_the_streams_then_the_command_runs(
+    typed: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert typed("chat --print-config") == 0
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+
+
+def test_error_when_it_is_not_of_the_output_then_it_is_raised() -> None:
+    with pytest.raises(BrokenPipeError), command_streams("x"):
+        raise BrokenPipeError
 
 
 def test_package_when_installed_then_it_has_the_command() -> None:

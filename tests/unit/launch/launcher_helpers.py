@@ -10,7 +10,7 @@ import socketserver
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.console import Console
@@ -122,9 +122,10 @@ async def wait_for_start(name: str, number: int) -> FakeChild:
 class LauncherRun:
     """A running launcher and its output."""
 
-    def __init__(self, of: DeploymentConfig) -> None:
+    def __init__(self, of: DeploymentConfig, out: TextIO | None = None) -> None:
         self.out = io.StringIO()
-        self.launcher = Launcher(of, processes(of), Console(self.out, []), {})
+        self.console = Console(out or self.out, [])
+        self.launcher = Launcher(of, processes(of), self.console, {})
         self.running = asyncio.create_task(self.launcher.run(self._on_ready))
 
     async def _on_ready(self, serving: Any) -> bool:

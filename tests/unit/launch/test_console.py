@@ -24,6 +24,18 @@ def test_line_when_not_a_terminal_then_names_are_padded_and_plain():
     assert stream.getvalue() == "w        | text\nlaunch   | two\nlaunch   | lines\n"
 
 
+@pytest.mark.parametrize("is_json", [True, False])
+def test_line_when_the_disk_is_full_then_one_line_on_stderr_and_the_next_line_is_tried(
+    is_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        console = Console(io.TextIOWrapper(full, write_through=True), ["w"], is_json=is_json)
+        for _ in range(3):
+            console.line("w", "text")
+    assert console.failure is None
+    assert capsys.readouterr().err == "launch: the output can't be written: No space left on device; lines are lost\n"
+
+
 def test_line_when_a_terminal_then_each_name_has_its_color():
     stream = Terminal()
     console = Console(stream, ["a", "b"])

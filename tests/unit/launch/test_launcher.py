@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,18 @@ async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_fro
         await until(lambda: recorded() == (["", ""], ["ab"]))
         latest.serve()
         await until(lambda: recorded() == (["", "abab"], ["ab"]))
+
+
+async def test_launcher_when_the_reader_of_its_output_has_exited_then_it_stops_all_without_an_error() -> None:
+    reader, writer = os.pipe()
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as out:
+        made = LauncherRun(deployment(WORKER), out)
+        await until(lambda: len(ALL) == 2)
+        os.close(reader)
+        latest_child("w").say("a line")
+        await until(lambda: latest_child("w").is_terminating)
+        await made.end()
+    assert isinstance(made.console.failure, BrokenPipeError)
 
 
 async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:
