@@ -300,5 +300,6 @@ def _check_port(spec: ProcessSpec) -> None:
     try:
         bind(spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")).close()
     except ConfigError as exc:
-        hint = "; --port of this command changes it" if spec.is_frontend else ""
+        flag = "host" if (exc.field or "").endswith("_host") else "port"
+        hint = f"; --{flag} of this command changes it" if spec.is_frontend else ""
         raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc

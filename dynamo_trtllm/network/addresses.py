@@ -43,16 +43,17 @@ def address_towards(urls: Iterable[str]) -> str:
     return LOOPBACK
 
 
-def resolve_host(host: str) -> str:
-    """Return the first IP address of an address or host name. May block while the name is resolved.
+def resolve_host(host: str, flag: str) -> str:
+    """Return the first IP address of an address or host name, the value of `flag`. May block while it is resolved.
 
     Raises:
         ConfigError: the name has no address.
     """
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as exc:
-        raise ConfigError(f"host name {host!r} can't be resolved ({exc.strerror}); pass an IP address") from exc
+    except (OSError, UnicodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "not a host name"
+        raise ConfigError(f"{flag} {host!r} can't be resolved ({why}); pass an IP address") from exc
 
 
 def is_wildcard(host: str) -> bool:

@@ -45,9 +45,9 @@ def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http"
         if is_shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # UnicodeError: the host has an empty or too long part
         sock.close()
-        raise _taken(host, port, setting, exc) from exc
+        raise _not_bound(host, port, setting, exc) from exc
     return sock
 
 
@@ -58,7 +58,7 @@ def listen(host: str, port: int, *, is_shared: bool = False, setting: str = "htt
         sock.listen(BACKLOG)
     except OSError as exc:
         sock.close()
-        raise _taken(host, port, setting, exc) from exc
+        raise _not_bound(host, port, setting, exc) from exc
     return sock
 
 
@@ -209,7 +209,19 @@ def allow_files(wanted: int, hint: str) -> None:
         )
 
 
-def _taken(host: str, port: int, setting: str, exc: OSError) -> ConfigError:
+def _not_bound(host: str, port: int, setting: str, exc: OSError | UnicodeError) -> ConfigError:
+    if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+        why = exc.strerror if isinstance(exc, OSError) else "not a host name"
+        return ConfigError(
+            f"--{setting}-host {host} is not an address of this machine ({why}); give one of its addresses, {LOOPBACK} "
+            "for connections from this machine only, or 0.0.0.0 for connections from everywhere",
+            field=f"{setting}_host",
+        )
+    if exc.errno == errno.EACCES:
+        return ConfigError(
+            f"--{setting}-port {port} needs more rights than this process has; choose a port above 1023",
+            field=f"{setting}_port",
+        )
     return ConfigError(
         f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop the process that "
         "uses it, or choose another port (0 = any free port) or address",

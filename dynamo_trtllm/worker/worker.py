@@ -95,7 +95,7 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
     if config.kv_transfer_host is None:
         host = address_towards([config.nats_server, *config.etcd_endpoints.split(",")])
     else:
-        host = resolve_host(config.kv_transfer_host)
+        host = resolve_host(config.kv_transfer_host, "--kv-transfer-host")
     if is_wildcard(host):
         raise ConfigError(
             f"--kv-transfer-host {config.kv_transfer_host} is a wildcard ({host}), not the address of one host; "

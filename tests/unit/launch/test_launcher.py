@@ -178,6 +178,16 @@ async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not
     assert not ALL
 
 
+async def test_run_when_the_host_is_unknown_then_the_flag_that_changes_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher, "bind", bind)
+    of = with_address(deployment(WORKER), host="nope.invalid", port=8000)
+    with pytest.raises(ConfigError, match=r"^frontend: --http-host nope\.invalid .*--host of this command changes it$"):
+        await LauncherRun(of).running
+    assert not ALL
+
+
 async def test_run_when_ports_are_chosen_then_no_two_processes_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = iter([21_001, 21_001, 21_001, 21_002])
     monkeypatch.setattr(launcher, "free_ports", lambda host: next(chosen))

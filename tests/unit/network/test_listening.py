@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
+from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listen, warn_if_exposed
 from tests.waiting import SOON_S
 
@@ -49,6 +50,13 @@ async def turns_to_accept_all(sock: socket.socket) -> int:
         assert turns < 20 * CLIENTS
     acceptor.close()
     return turns
+
+
+@pytest.mark.parametrize("host", ["nope.invalid", "192.0.2.7", 70 * "a", "::zz"])
+def test_listen_when_the_host_is_no_address_of_this_machine_then_the_error_is_of_the_host(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--http-host {host} is not an address of this machine ") as caught:
+        listen(host, 0)
+    assert caught.value.field == "http_host"
 
 
 def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several() -> None:
