@@ -18,6 +18,7 @@ from dynamo_trtllm.messages import SamplingDefaults
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+KV_CONFIG = "hf_quant_config.json"  # of ModelOpt
 WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 SERVED_FILES = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
@@ -43,6 +44,7 @@ class Checkpoint:
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
+    kv_quantization: str | None = None  # of KV blocks, for which the weights were calibrated: "fp8", "nvfp4", …
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
@@ -149,6 +151,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         num_experts=config.count("num_local_experts", config.count("num_experts", 0)),
         experts_per_token=config.count("num_experts_per_tok", config.count("experts_per_token", 0)),
         quantization=_quantization(config),
+        kv_quantization=_kv_quantization(folder),
         dtype=_dtype(config),
         eos_token_ids=_eos(folder, config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings")),
@@ -236,6 +239,16 @@ def _quantization(config: _Fields) -> str | None:
     if not isinstance(method, str) or not method:
         raise config.wrong("quantization_config", "an object with quant_method")
     return method.lower()
+
+
+def _kv_quantization(folder: Path) -> str | None:
+    """Return the type of KV blocks that ModelOpt's file sets; None without the file, or if it sets none."""
+    path = folder / KV_CONFIG
+    if not path.is_file():
+        return None
+    found = _read_json(path).get("quantization")
+    algorithm = found.get("kv_cache_quant_algo") if isinstance(found, dict) else None
+    return algorithm.lower() if isinstance(algorithm, str) and algorithm else None
 
 
 def _dtype(config: _Fields) -> str:

@@ -29,7 +29,8 @@ from dynamo_trtllm.messages import (
 )
 
 _log = logging.getLogger(__name__)
-_ITEM_BYTES = {"fp8": 1, "nvfp4": 1, "float32": 4}
+# NVFP4 has 4 bits per value and a scale of 8 bits for every 16 values.
+KV_ITEM_BYTES = {"fp8": 1.0, "fp8_ds_mla": 1.0, "int8": 1.0, "nvfp4": 0.5625, "float32": 4.0}
 
 
 class TransferIdentity(NamedTuple):
@@ -246,5 +247,5 @@ def kv_blocks(layout: KvLayout, tokens: int) -> int:
 
 def kv_bytes(layout: KvLayout, tokens: int) -> int:
     """Return the KV bytes of a prompt in full blocks, summed over all ranks, without savings of sliding windows."""
-    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _ITEM_BYTES.get(layout.dtype, 2)
-    return kv_blocks(layout, tokens) * layout.block_tokens * per_token
+    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * KV_ITEM_BYTES.get(layout.dtype, 2.0)
+    return round(kv_blocks(layout, tokens) * layout.block_tokens * per_token)

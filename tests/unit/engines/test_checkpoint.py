@@ -163,3 +163,21 @@ def test_read_when_transformers_wrote_the_folder_then_weights_are_counted_to_the
         values = sum(tensors.get_tensor(name).size for name in tensors.keys())
     assert weight_bytes(found).total == 4 * values  # float32
     assert found.model_type == kind
+
+
+@pytest.mark.parametrize(
+    ("quantization", "found"),
+    [
+        ({"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": None}, None),
+        (None, None),
+    ],
+)
+def test_kv_quantization_when_modelopts_file_sets_it_then_read(
+    tmp_path: Path, quantization: dict[str, Any] | None, found: str | None
+) -> None:
+    folder = write(tmp_path, LLAMA, hf_quant_config={"producer": {"name": "modelopt"}, "quantization": quantization})
+    assert read_checkpoint(folder).kv_quantization == found
+    (tmp_path / "hf_quant_config.json").unlink()
+    assert read_checkpoint(tmp_path).kv_quantization is None

@@ -198,11 +198,15 @@ class RoleFacts:
 
     @property
     def kv_dtype(self) -> str:
-        """Data type of the KV cache; "auto" is resolved to the model's type if the model is known."""
+        """Data type of the KV cache.
+
+        "auto" is resolved if the model is known: to the type that the checkpoint sets for KV, else to the model's
+        (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2 and main at 00043967).
+        """
         found = str(self.args.get("kv_cache_config.dtype") or "auto").lower()
         if found != "auto":
             return found
-        return self.model.dtype if self.model is not None else "auto"
+        return (self.model.kv_quantization or self.model.dtype) if self.model is not None else "auto"
 
     @property
     def transceiver(self) -> str | None:

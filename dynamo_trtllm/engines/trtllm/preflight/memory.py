@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
+from dynamo_trtllm.engines.external.pending_transfers import KV_ITEM_BYTES
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts, links_of
 from dynamo_trtllm.messages import Role
 
 WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, activations, CUDA graphs: an unverified estimate
 KV_FRACTION = 0.9  # default of free_gpu_memory_fraction
 _BUFFERS = 2  # staging buffers that a transceiver allocates
-_KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "fp8_ds_mla": 1.0, "nvfp4": 0.5625}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
     ranks = 1 if facts.on("enable_attention_dp") else facts.tensor_parallel
     heads = -(-model.num_kv_heads // ranks)
     layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
-    return round(2 * layers * heads * model.head_dim * _KV_BYTES.get(facts.kv_dtype, 2.0))
+    return round(2 * layers * heads * model.head_dim * KV_ITEM_BYTES.get(facts.kv_dtype, 2.0))
 
 
 def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
@@ -108,7 +108,7 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
         return {}
     sides = [1 if facts.on("enable_attention_dp") else facts.tensor_parallel for facts in (prefill, decode)]
     lanes = min(*sides, model.num_kv_heads)
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _KV_BYTES.get(prefill.kv_dtype, 2.0)
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * KV_ITEM_BYTES.get(prefill.kv_dtype, 2.0)
     name = prefill.gpu.name if prefill.gpu else ""
     return {link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()}
 

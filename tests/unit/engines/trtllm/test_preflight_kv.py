@@ -1,0 +1,97 @@
+"""Types of KV and KV cache managers: how they are resolved, and which of them can't work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.external.pending_transfers import kv_bytes
+from dynamo_trtllm.engines.trtllm.preflight import check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.memory import memory_table
+from dynamo_trtllm.messages import Role
+from tests.unit.engines.trtllm.preflight_pairs import LLAMA, facts
+
+pytestmark = pytest.mark.usefixtures("profiles_read_once")
+
+P, D = Role.PREFILL, Role.DECODE
+DTYPE, MANAGER = "kv_cache_config.dtype", "kv_cache_config.use_kv_cache_manager_v2"
+BACKEND = "cache_transceiver_config.backend"
+PYTHON = {BACKEND: "NIXL", "cache_transceiver_config.transceiver_runtime": "PYTHON"}
+PLAIN, FP8, NVFP4 = (replace(LLAMA, kv_quantization=kind) for kind in (None, "fp8", "nvfp4"))
+
+
+def rules(role: Role, changes: dict[str, Any], **known: Any) -> dict[str, str]:
+    return {each.rule: each.severity for each in check_role(facts(role, changes, **known))}
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "dtype"),
+    [("auto", PLAIN, "bfloat16"), ("auto", FP8, "fp8"), ("auto", NVFP4, "nvfp4"), ("fp8", PLAIN, "fp8")],
+)
+def test_layout_when_the_type_is_auto_then_that_of_the_checkpoints_kv_else_of_its_weights(
+    setting: str, model: Any, dtype: str
+) -> None:
+    layout = facts(D, {DTYPE: setting}, model=model).layout()
+    assert layout is not None
+    assert layout.dtype == dtype
+
+
+def test_pair_when_one_side_sets_what_auto_means_for_the_checkpoint_then_equal() -> None:
+    prefill, decode = facts(P, {DTYPE: "auto"}, model=FP8), facts(D, {DTYPE: "fp8"}, model=FP8)
+    assert "kv-dtype-equal" not in {each.rule for each in check_pair(prefill, decode)}
+    other = facts(D, {DTYPE: "fp8"}, model=PLAIN)
+    assert "kv-dtype-equal" in {each.rule for each in check_pair(facts(P, {DTYPE: "auto"}, model=PLAIN), other)}
+
+
+def test_kv_bytes_when_the_type_is_nvfp4_then_scales_of_16_values_are_counted() -> None:
+    sizes, transfers = [], []
+    for model in (NVFP4, FP8, PLAIN):
+        worker = facts(D, {DTYPE: "auto"}, model=model)
+        layout, table = worker.layout(), memory_table(worker)
+        assert layout is not None
+        assert table is not None
+        sizes.append(table.kv_token_bytes)
+        transfers.append(kv_bytes(layout, 32))
+    assert [size / sizes[1] for size in sizes] == [9 / 16, 1, 2]
+    assert [size / transfers[1] for size in transfers] == [9 / 16, 1, 2]
+
+
+def test_kv_type_when_the_checkpoint_has_another_then_error() -> None:
+    assert rules(P, {DTYPE: "fp8"}, model=NVFP4)["kv-dtype-checkpoint"] == "error"
+    for setting, model in (("auto", NVFP4), ("fp8", FP8), ("fp8", PLAIN)):
+        assert "kv-dtype-checkpoint" not in rules(P, {DTYPE: setting}, model=model)
+
+
+@pytest.mark.parametrize(("model", "on", "found"), [(NVFP4, "h200", True), (FP8, "h200", False), (FP8, "a100", True)])
+def test_kv_type_when_it_comes_from_the_checkpoint_then_the_gpu_must_have_it(model: Any, on: str, found: bool) -> None:
+    assert ("kv-dtype-gpu" in rules(P, {DTYPE: "auto"}, model=model, on=on)) is found
+
+
+@pytest.mark.parametrize(
+    ("changes", "release", "rule", "severity"),
+    [
+        ({}, "1.3.0rc27", "cache-manager-fallback", "warning"),
+        ({}, "1.4.0rc1", "cache-manager-transceiver", "error"),
+        ({"max_beam_width": 2}, "1.3.0rc27", "cache-manager-v1-features", "warning"),
+        ({"kv_connector_config.connector_module": "mine"}, "1.3.0rc27", "cache-manager-v1-features", "warning"),
+        (PYTHON, "1.4.0rc1", "", ""),
+    ],
+)
+def test_cache_manager_v2_when_something_does_not_support_it_then_its_rule_says_so(
+    changes: dict[str, Any], release: str, rule: str, severity: str
+) -> None:
+    found = rules(P, {MANAGER: True, **changes}, release=release)
+    assert {name: each for name, each in found.items() if name.startswith("cache-manager")}.get(rule, "") == severity
+    off = rules(P, {MANAGER: False, **changes}, release=release)
+    assert not any(name.startswith("cache-manager") for name in off)
+
+
+def test_cache_managers_when_the_two_sides_differ_then_warning() -> None:
+    for setting, is_found in ((True, False), (False, True), ("auto", True)):
+        pair = [
+            facts(role, {MANAGER: value, **PYTHON}, release="1.3.0rc29") for role, value in ((P, True), (D, setting))
+        ]
+        found = {each.rule: each.severity for each in check_pair(*pair)}
+        assert found.get("cache-manager-equal") == ("warning" if is_found else None)
