@@ -10,11 +10,11 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded
-from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, ReleaseOutcome
 
 log = logging.getLogger(__name__)
 
@@ -298,3 +298,26 @@ class QueueClock:
         if self._lacking:
             self._waited[self._lacking] = self._waited.get(self._lacking, 0.0) + now - self._since_s
         self._since_s = now
+
+
+def phase_timings(
+    phases: Mapping[str, float], kv_params: KvTransferParams | None, *, cached_tokens: int = 0
+) -> PhaseTimings:
+    """Return the timings of a call.
+
+    Args:
+        phases: seconds by phase, and by part of a phase.
+        kv_params: of a decode call.
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
+    more = dict(phases)
+    return PhaseTimings(
+        queue_s=more.pop("queue", 0.0),
+        prefill_s=more.pop("prefill", 0.0),
+        kv_transfer_s=more.pop("handoff", 0.0),
+        decode_queue_s=more.pop("decode_wait", 0.0),
+        more=more,
+        cached_tokens=cached_tokens,
+        kv_bytes=0 if kv_params is None else kv_params.kv_bytes,
+        transport="" if kv_params is None else kv_params.transport,
+    )

@@ -28,6 +28,7 @@ def record_usage(package: Any, uses: Uses) -> Iterator[None]:
         "GuidedDecodingParams": package.llmapi.GuidedDecodingParams,
         "CompletionOutput": package.llmapi.CompletionOutput,
         "GenerationResult": package.llmapi.RequestOutput,
+        "RequestPerfMetrics": package.executor.result.RequestPerfMetrics,
         "TokenLogprobs": package.executor.result.Logprob,  # the name in the manifests
     }
     with pytest.MonkeyPatch.context() as patched:

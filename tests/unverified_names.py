@@ -25,6 +25,7 @@ CLAIM = "# releases: "
 RESULTS: Mapping[str, tuple[str, ...]] = {
     "GenerationResult": ("abort", "outputs", "cached_tokens"),
     "TokenLogprobs": ("logprob", "rank"),
+    "RequestPerfMetrics": ("timing_metrics",),
     "LLM": ("_check_health", "_executor"),
     "LLM.get_stats": ("timeout",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
@@ -184,6 +185,43 @@ async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sid
         assert leg.transport in ("loopback", "trtllm/ucx", "trtllm/nixl", "vllm/nixl")
         for engine in (prefill, decode):
             await pool.check_nothing_left(engine)
+
+
+async def test_timings_when_the_first_chunk_comes_then_its_phases_fit_into_the_time_until_then(
+    pool: EnginePool,
+) -> None:
+    whole, prefill, decode = pool.open(), pool.open(Role.PREFILL), pool.open(Role.DECODE)
+    async with pool.started(whole, prefill, decode):
+        kv_params = await prefill_params(prefill, prompt_of(70))
+        for engine, request in (
+            (whole, ask(prompt_of(70))),
+            (decode, ask(prompt_of(70), phase=Phase.DECODE, kv_params=kv_params)),
+        ):
+            begun_s = time.monotonic()
+            async with aclosing(as_stream(engine, request)) as stream:
+                timings = (await anext(stream)).stats
+            elapsed_s = time.monotonic() - begun_s
+            assert timings is not None
+            more = [seconds for name, seconds in timings.more.items() if "." not in name]
+            assert 0 < timings.queue_s + timings.prefill_s + timings.kv_transfer_s + sum(more) <= elapsed_s
+        release(prefill, kv_params)
+
+
+@EMBEDDED
+@pytest.mark.parametrize(
+    ("args", "lacking"), [({"max_batch_size": 1}, "queue.slots"), ({"kv_cache_blocks": 4}, "queue.kv_blocks")]
+)
+async def test_timings_when_requests_wait_then_the_queue_names_what_they_lacked(
+    pool: EnginePool, args: dict[str, int], lacking: str
+) -> None:
+    engine = pool.open(**args)
+    async with pool.started(engine):
+        both = await asyncio.gather(*(collect(engine, ask(prompt_of(70, n))) for n in range(2)))
+        (_, waited) = sorted(
+            (chunks[-1].stats for chunks in both if chunks[-1].stats), key=lambda timings: timings.queue_s
+        )
+        assert set(waited.more) == {lacking}
+        assert 0 < waited.more[lacking] <= waited.queue_s
 
 
 async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_that_of_an_undisturbed_run(

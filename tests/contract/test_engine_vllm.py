@@ -196,6 +196,15 @@ async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engin
     await check_nothing_left(engines.decode)
 
 
+async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(engines: Engines) -> None:
+    whole = (await collect(engines.whole, ask(PROMPT)))[-1].stats
+    decode = (await prefill_then_decode(engines.prefill, engines.decode, PROMPT))[-1].stats
+    assert whole is not None
+    assert decode is not None
+    assert min(whole.queue_s, whole.prefill_s, whole.more["submit"]) > 0
+    assert min(decode.kv_transfer_s, decode.more["first_token"], decode.more["submit"]) > 0
+
+
 async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_not_used(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +214,7 @@ async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_no
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
-    (again,) = [chunk for chunk in await collect(engines.decode, ask(PROMPT)) if chunk.stats]
+    again = (await collect(engines.decode, ask(PROMPT)))[-1]
     assert again.stats is not None
     assert again.stats.cached_tokens == 0
     release(engines.prefill, kv_params)

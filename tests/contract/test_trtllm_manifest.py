@@ -48,9 +48,10 @@ PLAIN_ARGS = {"guided_decoding_backend": "xgrammar"}
 
 
 def sampler_args(release: ApiManifest) -> dict[str, object]:
-    """The sampler that takes penalties, where the release has a choice."""
-    has = release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT
-    return PLAIN_ARGS | ({"sampler_type": "TRTLLMSampler"} if has else {})
+    """The sampler that takes penalties, where the release has a choice, and the times of requests."""
+    wanted = {"sampler_type": "TRTLLMSampler", "return_perf_metrics": True}
+    has = {name: v for name, v in wanted.items() if release.presence("TorchLlmArgs", name) is Presence.PRESENT}
+    return PLAIN_ARGS | has
 
 
 async def record(version: str, folder: Path) -> Uses:
@@ -69,7 +70,9 @@ async def record(version: str, folder: Path) -> Uses:
                 except EngineError as exc:
                     print(f"{version}: {exc}")
             logprobs = {"logprobs": 1} if is_newest else {}  # rejected before
-            await prefill_then_decode(prefill, decode, PROMPT, **logprobs)
+            timings = (await prefill_then_decode(prefill, decode, PROMPT, **logprobs))[-1].stats
+            assert timings is not None
+            assert set(timings.more) == ({"submit", "first_token"} if "return_perf_metrics" in args else set())
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             if version != "1.0.0":
                 await collect(whole, salted)

@@ -90,6 +90,13 @@ class LibraryCall(Protocol):
         """Convert a result. The runner calls it once per result, in order."""
         ...
 
+    def phases(self, result: Any) -> dict[str, float]:
+        """Return the seconds that the library reports of the phases of this call until its first token.
+
+        The runner calls it at the first tokens and at the end. Empty: the library does not report them.
+        """
+        ...
+
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         """Return what the decode worker needs for the KV of this prefill call, which has ended.
 

@@ -23,7 +23,7 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.kv_transfer.base import FetchLimits, first_deadline, timeout_error
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
-from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, unexpected_error
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
 
 _log = logging.getLogger(__name__)
 
@@ -296,22 +296,24 @@ class ExternalCall(Stream):
         if finish is None:
             if not output.token_ids:
                 return None
+            if self._has_tokens:
+                return output.chunk()
             self._has_tokens = True
-            return output.chunk()
+            return output.chunk(self._timings(call, result, output))
         if call.exports_kv and finish in _CONTINUES:
             if output.token_ids and output.token_ids[-1] in call.stop_ids:
                 output = msgspec.structs.replace(output, finish="stop")
-                return output.chunk(self._timings(output))
+                return output.chunk(self._timings(call, result, output))
             return self._transfer_chunk(call, result, output)
         if finish not in ENDS:
             self._has_tokens = self._has_tokens or bool(output.token_ids)
             return self._broken(finish)
-        return output.chunk(self._timings(output))
+        return output.chunk(self._timings(call, result, output))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, output: EngineOutput) -> Chunk:
         kv_params = self._runner.transfers.create(self._request, call.export(result, output))
         timings = msgspec.structs.replace(
-            self._timings(output), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
+            self._timings(call, result, output), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
         )
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)
 
@@ -325,12 +327,15 @@ class ExternalCall(Stream):
             return DeadlineExceeded(f"the request timed out in {library.name}")
         return MigrationFailed(f"{library.name} ended request {self._request.request_id} with {finish!r}")
 
-    def _timings(self, output: EngineOutput) -> PhaseTimings:
-        """Return the timings, measured outside the library. The first phase includes the library's queue."""
+    def _timings(self, call: LibraryCall, result: Any, output: EngineOutput) -> PhaseTimings:
+        """Return the timings. The phases that the library does not report are one, measured outside the library."""
         first_s, kv_params = self._started_at - self.created_at, self._request.kv_params
-        if kv_params is None:
-            return PhaseTimings(prefill_s=first_s, cached_tokens=output.cached_tokens)
-        return PhaseTimings(kv_transfer_s=first_s, kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        if phases := call.phases(result):
+            phases["submit"] = max(0.0, first_s - sum(phases.values()))
+        else:
+            phases = {"prefill" if kv_params is None else "handoff": first_s}
+        cached_tokens = output.cached_tokens if kv_params is None else 0
+        return phase_timings(phases, kv_params, cached_tokens=cached_tokens)
 
     # --- ends ----------------------------------------------------------------------------------------------
 

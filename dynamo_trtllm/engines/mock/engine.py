@@ -44,7 +44,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     token_ids,
 )
-from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream
+from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream, phase_timings
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
@@ -150,17 +150,7 @@ class _MockStream(TaskStream):
 
     def timings(self) -> PhaseTimings:
         """Return the timings of the phases that have ended."""
-        kv_params = self.request.kv_params
-        phases = dict(self._phases)
-        return PhaseTimings(
-            queue_s=phases.pop("queue", 0.0),
-            prefill_s=phases.pop("prefill", 0.0),
-            kv_transfer_s=phases.pop("handoff", 0.0),
-            decode_queue_s=phases.pop("decode_wait", 0.0),
-            more=phases,
-            kv_bytes=kv_params.kv_bytes if kv_params else 0,
-            transport=kv_params.transport if kv_params else "",
-        )
+        return phase_timings(self._phases, self.request.kv_params)
 
     def _free(self) -> None:
         self._engine.remove(self)

@@ -16,6 +16,7 @@ from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadat
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, TokenLogprob
+from dynamo_trtllm.streams import phase_timings
 
 
 class BlocksReserved(NamedTuple):
@@ -128,13 +129,4 @@ class TorchSequence:
 
     def timings(self) -> PhaseTimings:
         """Return the durations of the phases that have ended."""
-        phases, kv_params = dict(self.phases), self.request.kv_params
-        return PhaseTimings(
-            queue_s=phases.pop("queue", 0.0),
-            prefill_s=phases.pop("prefill", 0.0),
-            kv_transfer_s=phases.pop("handoff", 0.0),
-            decode_queue_s=phases.pop("decode_wait", 0.0),
-            kv_bytes=kv_params.kv_bytes if kv_params else 0,
-            transport=kv_params.transport if kv_params else "",
-            more=phases,
-        )
+        return phase_timings(self.phases, self.request.kv_params)

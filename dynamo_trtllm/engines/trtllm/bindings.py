@@ -87,6 +87,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "LLM.generate_async": ("cache_salt", "scheduling_params", "conversation_params", "priority"),
     "DisaggregatedParams": ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"),
+    "CompletionOutput": ("request_perf_metrics",),
 }
 
 

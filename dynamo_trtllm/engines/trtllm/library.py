@@ -19,6 +19,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmOutputCursor,
     TrtllmRequest,
     build_request,
+    reported_phases,
 )
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams, EndpointProbe, pack, transferred_fields, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
@@ -196,6 +197,7 @@ class TrtllmCall:
         self._library = library
         self._converted = converted
         self._disagg = disagg
+        self._fetches_kv = request.kv_params is not None
         self._result: Any = None
         self._ended_at = math.inf
         self._cursor = TrtllmOutputCursor(
@@ -239,6 +241,12 @@ class TrtllmCall:
         output = result.outputs[0]
         is_reported = output.finish_reason is not None and self._library.bindings.capabilities.cached_tokens
         return self._cursor.read(output, cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
+
+    def phases(self, result: Any) -> dict[str, float]:
+        """See `LibraryCall.phases`. The executor reports its times if the argument `return_perf_metrics` is true."""
+        metrics = getattr(result.outputs[0], "request_perf_metrics", None)
+        times = getattr(metrics, "timing_metrics", None)
+        return {} if times is None else reported_phases(times, fetches_kv=self._fetches_kv)
 
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         """See `LibraryCall.export`."""

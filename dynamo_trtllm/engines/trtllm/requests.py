@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from dynamo_trtllm.engines.external.library import EngineOutput
@@ -186,6 +187,29 @@ def _greedy() -> dict[str, Any]:
 def _random(sampling: Sampling) -> dict[str, Any]:
     # All three are passed: without any of them TensorRT-LLM decodes greedily.
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}
+
+
+def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
+    """Return the seconds of each phase until the first token, by the executor's clock. Empty: they are incomplete.
+
+    Args:
+        times: a `TimingMetrics`. It is a C++ class that no manifest covers, so its names are not relied on
+            (perf_metrics of trtllm-serve, main at 00043967).
+        fetches_kv: the call is a decode call.
+    """
+    if fetches_kv:
+        ends = {
+            "queue": "kv_cache_transfer_start",
+            "handoff": "kv_cache_transfer_end",
+            "first_token": "first_token_time",
+        }
+    else:
+        ends = {"queue": "first_scheduled_time", "prefill": "first_token_time"}
+    moments = [getattr(times, name, None) for name in ("arrival_time", *ends.values())]
+    at = [moment.total_seconds() if isinstance(moment, timedelta) else 0.0 for moment in moments]
+    if at[0] <= 0 or at != sorted(at):  # zero: it has not happened
+        return {}
+    return {phase: end - begin for phase, begin, end in zip(ends, at, at[1:], strict=False)}
 
 
 class TrtllmCompletion(Protocol):

@@ -106,6 +106,7 @@ class VllmCall:
         self._converted: VllmRequest | None = converted  # until it is submitted
         self._seed = converted.seed if request.sampling.seed is None else None  # for the decode call
         self._call_id = call_id
+        self._fetches_kv = request.kv_params is not None
         self._is_aborted = self._is_submitted = False
         self._cursor = VllmOutputCursor(
             alternatives=request.sampling.logprobs,
@@ -162,6 +163,19 @@ class VllmCall:
             return read
         request, self._unscored = self._unscored, None
         return msgspec.structs.replace(read, prompt_logprobs=prompt_logprobs(request, result.prompt_logprobs))
+
+    def phases(self, result: Any) -> dict[str, float]:
+        """See `LibraryCall.phases`. vLLM reports times of its engine process, from a `RequestStateStats`.
+
+        A decode call is queued until its KV has been read, then computes its first token.
+        """
+        times = result.metrics
+        if times is None or not 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
+            return {}
+        waited_s, computed_s = times.scheduled_ts - times.queued_ts, times.first_token_ts - times.scheduled_ts
+        if self._fetches_kv:
+            return {"handoff": waited_s, "first_token": computed_s}
+        return {"queue": waited_s, "prefill": computed_s}
 
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         """See `LibraryCall.export`."""

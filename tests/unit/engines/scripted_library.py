@@ -39,6 +39,7 @@ class Call:
         self.aborts = 0
         self.releases: list[bool] = []  # has_expired of each
         self.receiver: Any = None
+        self.reported: dict[str, float] = {}  # phases
 
     async def run(self, receiver: Receiver) -> None:
         self.receiver = receiver
@@ -49,6 +50,9 @@ class Call:
         (output,) = result.outputs
         logprobs = tuple(TokenLogprob(token, -1.0) for token in output.token_ids)
         return EngineOutput(token_ids=output.token_ids, logprobs=logprobs, finish=output.finish_reason, cached_tokens=3)
+
+    def phases(self, result: Any) -> dict[str, float]:
+        return dict(self.reported)
 
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         return PrefillResult(output.token_ids, output.logprobs, b"state", self.release_kv)

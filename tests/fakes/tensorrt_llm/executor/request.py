@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from contextlib import aclosing
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, TokenLogprob, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, TokenLogprob, token_ids
 from dynamo_trtllm.streams import as_stream
-from tensorrt_llm.executor.result import GenerationResult, Logprob, Response
+from tensorrt_llm.executor.result import (
+    GenerationResult,
+    Logprob,
+    RequestPerfMetrics,
+    Response,
+    TimingMetrics,
+)
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.handoff import context_answer, transfer_params_of
@@ -42,6 +50,7 @@ class Served:
         self._held_back: list[tuple[int, Any]] = []  # tokens not told yet, with their log-probabilities
         self._told = 0  # steps
         self._made = 0  # tokens
+        self._times = TimingMetrics(arrival_time=_now())
         self._interval = _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
 
     async def run(self) -> None:
@@ -127,6 +136,8 @@ class Served:
 
     def _take(self, chunk: Chunk, stop: Stop) -> bool:
         """True when the request is over."""
+        if chunk.stats is not None and not self._times.first_token_time:
+            self._note_times(chunk.stats)
         if chunk.kv_params is not None:
             self._executor.held[self._result.request_id] = chunk.kv_params.transfer_id
             ids, logprobs = chunk.kv_params.first_token_ids, chunk.kv_params.first_logprobs
@@ -144,6 +155,14 @@ class Served:
             return True
         self._tell_if_due()
         return False
+
+    def _note_times(self, stats: PhaseTimings) -> None:
+        times = self._times
+        scheduled, times.first_token_time = times.arrival_time + timedelta(seconds=stats.queue_s), _now()
+        times.first_scheduled_time = scheduled
+        if self._phase is Phase.DECODE:
+            times.kv_cache_transfer_start = scheduled
+            times.kv_cache_transfer_end = scheduled + timedelta(seconds=stats.kv_transfer_s)
 
     def _is_length(self, token: int, stop: Stop) -> bool:
         """The samplers look for the end id, then for the length, then for stop words."""
@@ -204,6 +223,9 @@ class Served:
         entries, self._held_back = self._held_back, []
         logprobs = tuple(entry for _, entry in entries[first:] if entry is not None)
         self._told += 1
+        self._times.last_token_time = _now()
+        if self._call.sampling.return_perf_metrics:
+            more["perf_metrics"] = RequestPerfMetrics(copy.copy(self._times))
         response = Response(tuple(token for token, _ in entries), logprobs, finish_reason, **more)
         if finish_reason is None:
             self._result._put(response)
@@ -217,3 +239,7 @@ class Served:
         if not self._is_over:
             self._is_over = True
             self._result._put(response)
+
+
+def _now() -> timedelta:
+    return timedelta(seconds=time.monotonic())

@@ -8,6 +8,7 @@ import queue
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from tensorrt_llm.executor.utils import RPCError
@@ -18,6 +19,24 @@ from tensorrt_llm.standin import traps
 class Logprob:
     logprob: float
     rank: int | None = None
+
+
+@dataclass(slots=True)
+class TimingMetrics:
+    """Moments of the executor's steady clock; zero until they come. A part of the real one's."""
+
+    arrival_time: timedelta = timedelta()
+    first_scheduled_time: timedelta = timedelta()
+    first_token_time: timedelta = timedelta()
+    last_token_time: timedelta = timedelta()
+    kv_cache_transfer_start: timedelta = timedelta()
+    kv_cache_transfer_end: timedelta = timedelta()
+    kv_cache_size: int = 0
+
+
+@dataclass(slots=True)
+class RequestPerfMetrics:
+    timing_metrics: TimingMetrics = field(default_factory=TimingMetrics)
 
 
 class Response(NamedTuple):
@@ -31,6 +50,7 @@ class Response(NamedTuple):
     disaggregated_params: Any = None
     cached_tokens: int = 0
     error: Exception | None = None
+    perf_metrics: RequestPerfMetrics | None = None
 
 
 @dataclass(slots=True)
@@ -181,6 +201,7 @@ class GenerationResult:
         output.logprobs = [*output.logprobs, *response.logprobs]
         if response.cut:
             del output.token_ids[-response.cut :]
+        output.request_perf_metrics = response.perf_metrics or output.request_perf_metrics
         output.finish_reason, output.stop_reason = response.finish_reason, response.stop_reason
         if response.disaggregated_params is not None:
             output.disaggregated_params = self.disaggregated_params = response.disaggregated_params

@@ -125,6 +125,8 @@ class LLM:
                 sampling = _copy(sampling)
             sampling.max_tokens = 1
         sampling._get_stop_words()
+        if self.args.get("return_perf_metrics"):
+            sampling.return_perf_metrics = True
         return sampling
 
     def _priority(self, priority: float) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from vllm.standin.tokens import logprobs, next_token
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.request import RequestStatus
 
 engines: dict[str, Core] = {}  # by the connector's engine id; a dead one is not in it
@@ -35,6 +36,7 @@ class Job:
     is_garbled: bool = False  # its KV was never written
     cached_tokens: int = 0
     client_index: int = 0
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
     @property
     def kv_transfer_params(self) -> dict[str, Any]:
@@ -76,6 +78,7 @@ class Core:
 
     def add(self, job: Job) -> None:
         self.scheduler.requests[job.id] = job
+        job.metrics.queued_ts = time.monotonic()
         if self.config.scheduler_config.policy == "priority":
             insort(self.waiting, job, key=lambda each: each.priority)
         else:
@@ -151,6 +154,7 @@ class Core:
                 self.garbled.add(self._first_block(job))
         self.waiting.remove(job)
         self.running.append(job)
+        job.metrics.scheduled_ts = time.monotonic()  # after its KV was read
         job.status = RequestStatus.RUNNING
 
     def _allocate(self, job: Job) -> bool:
@@ -211,6 +215,8 @@ class Core:
         context = job.context[::-1] if job.is_garbled else job.context
         token = next_token(context, job.output, sampling, self.config.vocab_size)
         job.output.append(token)
+        job.metrics.last_token_ts = time.monotonic()
+        job.metrics.first_token_ts = job.metrics.first_token_ts or job.metrics.last_token_ts
         finish = None
         if token in sampling.stop_token_ids and len(job.output) >= sampling.min_tokens:
             finish = "stop"
@@ -218,7 +224,7 @@ class Core:
             finish = "length"
         told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
         params = self._lease(job) if finish and job.kv_transfer_params.get("do_remote_decode") else None
-        output = self._output([token], told, finish, params, job.cached_tokens)
+        output = self._output([token], told, finish, params, job)
         if len(job.output) == 1 and sampling.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:])]
         _send(job, output)
@@ -254,14 +260,15 @@ class Core:
                 group.remove(job)
         self.free += job.blocks
 
-    def _output(self, tokens: list[int], told: Any, finish: str | None, params: Any, cached_tokens: int = 0) -> Any:
+    def _output(self, tokens: list[int], told: Any, finish: str | None, params: Any, job: Job | None = None) -> Any:
         completion = SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=finish)
         return SimpleNamespace(
             outputs=[completion],
             finished=finish is not None,
             kv_transfer_params=params,
             prompt_logprobs=None,
-            num_cached_tokens=cached_tokens,
+            num_cached_tokens=0 if job is None else job.cached_tokens,
+            metrics=None if job is None else job.metrics,
         )
 
     def die(self) -> None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from array import array
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits, build_request
+from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits, build_request, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
 
 RETURN, CALL, EOS = 200002, 200012, 199999
+TIMES = (
+    "arrival_time",
+    "first_scheduled_time",
+    "kv_cache_transfer_start",
+    "kv_cache_transfer_end",
+    "first_token_time",
+)
 SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
 
 
@@ -262,3 +271,21 @@ def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_diff
     assert found[-1] == found[-2] == 0.0
     singles = array("f", [each or 0.0 for each in found[1:-1]]).tolist()
     assert singles == sorted(set(singles), reverse=True)
+
+
+def test_phases_when_the_executor_reports_its_times_then_they_are_adjacent_and_end_with_the_first_token() -> None:
+    at = dict(zip(TIMES, (timedelta(seconds=each) for each in (10.0, 10.5, 10.5, 10.75, 11.0)), strict=True))
+    prefill = reported_phases(SimpleNamespace(**at), fetches_kv=False)
+    assert prefill == pytest.approx({"queue": 0.5, "prefill": 0.5})
+    decode = reported_phases(SimpleNamespace(**at), fetches_kv=True)
+    assert decode == pytest.approx({"queue": 0.5, "handoff": 0.25, "first_token": 0.25})
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_phases_when_a_time_is_missing_then_none_is_reported(name: str) -> None:
+    at = {each: timedelta(seconds=1) for each in TIMES}
+    for times in (SimpleNamespace(**at | {name: timedelta()}), SimpleNamespace(**at | {name: None})):
+        reported = [reported_phases(times, fetches_kv=fetches_kv) for fetches_kv in (False, True)]
+        assert {} in reported
+    del at[name]
+    assert {} in [reported_phases(SimpleNamespace(**at), fetches_kv=fetches_kv) for fetches_kv in (False, True)]

@@ -40,7 +40,7 @@ class Llm:
 
 def output(*tokens: int, finish: str | None = None) -> Any:
     completion = SimpleNamespace(token_ids=list(tokens), logprobs=None, finish_reason=finish)
-    return SimpleNamespace(outputs=[completion], num_cached_tokens=0, kv_transfer_params=None)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=0, kv_transfer_params=None, metrics=None)
 
 
 def runner_of(llm: Llm) -> Runner:
