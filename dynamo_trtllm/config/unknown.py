@@ -169,11 +169,14 @@ def _reject_positional(model: type[Config], word: str) -> NoReturn:
 
 def _answer(model: type[Config], name: str) -> str | None:
     """Return what to type or do instead of an unknown flag; None if no table has it."""
-    own = {field.replace("_", "-"): field for each in _COMMANDS for field in each.model_fields}
+    own = {field.replace("_", "-"): field for each in (model, *_COMMANDS) for field in each.model_fields}
     other = OTHER_NAMES.get(name) or (OtherName((own[name],)) if name in own else None)
     if other is None:
         return None
+    positional = {flag.field: flag.names[0] for flag in flags_of(model) if flag.positional}
     for field in other.fields:
+        if field in positional:
+            return f"{positional[field]} is the first argument: type the value without --{name}"
         if field in model.model_fields:
             return f"use {_flag(field)}" if _flag(field) != f"--{name}" else None
     for each, command in _COMMANDS.items():

@@ -22,9 +22,9 @@ from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.load import exit_with, load, process_environment, program
+from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment, program
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import CONSOLE, command_streams
 from dynamo_trtllm.demo_models.hub import Hub, HubModel
 from dynamo_trtllm.engines.checkpoint import CONFIG, model_file, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.gpu import list_gpus
@@ -36,9 +36,11 @@ from dynamo_trtllm.sanitize import escape_controls
 
 PROG = "python -m dynamo_trtllm.launch.serve"
 _DESCRIPTION = "Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU."
+_WORKER_FLAGS = "Flags of a worker. After -- of dynamo-trtllm serve they are for every worker."
 _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
 _OWN_SERVERS = "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
 _NOT_FOR_WORKERS = {  # flags that are not allowed after -- -> what to do instead
+    "model_path": "type the model before --, as the first argument",
     "engine": "type --engine before --",
     "tensor_parallel_size": "type --tensor-parallel-size before --",
     "namespace": "type --namespace before --",
@@ -97,11 +99,14 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
     """
     if not words:
         return {}
-    config = load(WorkerConfig, prog=PROG, description="", argv=[*words, "--model-path=-"], environ={})
-    given = {name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")} - {"model_path"}
+    if "--print-config" in words:
+        raise ConfigError("--print-config can't be used after --: --dry-run prints the flags of the workers")
+    environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}  # it is required, but not a flag here
+    config = load(WorkerConfig, prog=f"{CONSOLE} worker", description=_WORKER_FLAGS, argv=words, environ=environ)
+    given = {name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")}
     if wrong := sorted(given.intersection(_NOT_FOR_WORKERS)):
-        flag = wrong[0].replace("_", "-")
-        raise ConfigError(f"--{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}", field=wrong[0])
+        flag = config.source_of(wrong[0]).removeprefix("flag ")
+        raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}", field=wrong[0])
     return {name: _plain(getattr(config, name)) for name in WorkerConfig.model_fields if name in given}
 
 

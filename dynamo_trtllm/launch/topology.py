@@ -17,6 +17,7 @@ _MAX_WEIGHT_FRACTION = 0.8  # of the memory; the rest is for KV and activations
 _MIN_FREE_FRACTION = 0.8  # of a GPU; below it the GPU is in use
 _BY_PREFERENCE: tuple[EngineName, ...] = ("trtllm", "vllm", "torch")
 _TITLES = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "torch": "torch", "mock": "mock"}
+_WORKER_BYTES = 32 << 20  # of a worker's process without weights, at least; the mock engine takes 36 MB
 _GPU_READY_TIMEOUT_S = 3600.0  # loading takes 15 to 30 minutes from slow storage
 _CPU_READY_TIMEOUT_S = 600.0
 
@@ -100,6 +101,12 @@ def _on_cpu(
     each = 0 if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False) or 0
     limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
     workers = _wished(wishes) or {Role.PREFILL: 1, Role.DECODE: 1}
+    if (needed := _WORKER_BYTES * sum(workers.values())) > limit:
+        raise ConfigError(
+            f"{_described(workers)} need at least {_gib(needed)} of memory without weights, but "
+            f"{_gib(machine.memory_bytes)} are available; ask for fewer with --prefill and --decode",
+            field="prefill",
+        )
     reasons["topology"] = _described(workers) + (
         ", as given" if _wished(wishes) else ", the smallest disaggregated deployment"
     )

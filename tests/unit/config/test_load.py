@@ -186,6 +186,7 @@ def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected
         (FrontendConfig, "--ssl-keyfile k", "put a proxy"),
         (FrontendConfig, "--model m", "it is --model-path of dynamo-trtllm worker"),
         (LaunchConfig, "a.yaml --model-path m", "use --model"),
+        (LaunchConfig, "--deployment a.yaml", "DEPLOYMENT is the first argument: type the value without --deployment"),
         (FrontendConfig, "--xyzzy", "unknown flag --xyzzy; see --help"),
         (LaunchConfig, "serve tiny --tp 2", "dynamo-trtllm launch DEPLOYMENT.yaml --model tiny"),
         (LaunchConfig, "a.yaml b.yaml", "'b.yaml' is a second DEPLOYMENT"),

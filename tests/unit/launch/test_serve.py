@@ -93,12 +93,26 @@ def test_dry_run_when_printed_then_the_file_is_one_for_the_launcher(
         (("tiny-gpt-oss", "--", "--engine", "mock"), "--engine can't be used after --: type --engine before --"),
         (("tiny-gpt-oss", "--", "--is-prefill-worker"), "type --prefill and --decode before --"),
         (("tiny-gpt-oss", "--", "--nats-server", "nats://x"), "this command starts its own servers"),
+        (("tiny-gpt-oss", "--", "--model-path", "y"), "--model-path can't be used after --: type the model before --"),
+        (("tiny-gpt-oss", "--", "--model", "y"), "--model can't be used after --: type the model before --"),
+        (("tiny-gpt-oss", "--", "--print-config"), "--print-config can't be used after --"),
+        (("--model", "tiny-gpt-oss"), "unknown flag --model; MODEL is the first argument: type the value without"),
+        (("--model-path=a",), "unknown flag --model-path; MODEL is the first argument: type the value without"),
     ],
 )
 def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
 ) -> None:
     assert says in refused(capsys, *words)
+
+
+def test_serve_when_help_is_asked_after_the_dashes_then_it_is_that_of_a_worker(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["tiny-gpt-oss", "--", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: dynamo-trtllm worker --model-path MODEL_PATH [flags]\n")
 
 
 def test_dry_run_when_the_model_is_on_the_hub_then_only_its_config_is_downloaded(

@@ -106,6 +106,12 @@ def test_choose_when_a_gpu_is_in_use_then_it_is_left_alone() -> None:
         (gpus(79), SMALL, {"decode": 1}, "1 prefill and 1 decode worker with 1 GPUs each need 2 GPUs, but 1 are free"),
         (gpus(79, 79), SMALL, {"engine": "torch", "tensor_parallel_size": 2}, "the torch engine runs on one GPU"),
         (LAPTOP, SMALL, {"tensor_parallel_size": 2}, "--tensor-parallel-size 2 needs GPUs"),
+        (
+            LAPTOP,
+            SMALL,
+            {"engine": "mock", "prefill": 1000},
+            r"1000 .* need at least 31\.3 GiB of memory without weights",
+        ),
         (replace(LAPTOP, engines=frozenset()), SMALL, {}, r"no engine for this machine is installed \(torch\)"),
     ],
 )
