@@ -194,7 +194,10 @@ Flags after -- are flags of `dynamo-trtllm worker` for every worker.
         "that is installed.",
     )
     tensor_parallel_size: PositiveInt | None = option(
-        ENGINE, None, "GPUs per worker, over which each layer is split. Default: as few as the weights need."
+        ENGINE,
+        None,
+        "GPUs per worker, over which each layer is split. Default: as few as the weights need.",
+        aliases=("--tp",),
     )
     prefill: PositiveInt | None = option(
         ROLE, None, "Number of prefill workers. Default: 1 if there are enough devices for two workers."
@@ -207,11 +210,13 @@ Flags after -- are flags of `dynamo-trtllm worker` for every worker.
         8000,
         "Port of the OpenAI-compatible API; 0 takes a free one.",
         env="DYN_HTTP_PORT",
+        aliases=("--http-port",),
     )
     host: Annotated[str, Field(min_length=1)] | None = option(
         HTTP,
         None,
         "Address that the API listens on; 0.0.0.0 accepts connections from other machines. Default: 127.0.0.1.",
+        aliases=("--http-host",),
     )
     namespace: Namespace = option(
         CONTROL, "dynamo", "Name of the deployment. Each has its own etcd and NATS.", env="DYN_NAMESPACE"

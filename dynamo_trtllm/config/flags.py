@@ -40,6 +40,10 @@ class Flag:
     const_flags: Mapping[str, str]  # flags without a value -> the value that each sets
     is_address: bool  # may contain a password
 
+    def variables(self, prefix: str) -> list[str]:
+        """Return the names of its environment variables with this prefix, one for each name of the flag."""
+        return [variable(prefix, name) for name in (self.field, *self.names[1:])]
+
     def convert(self, text: str, source: str) -> Any:
         """Convert a text to a value for the model.
 
@@ -59,6 +63,11 @@ class Flag:
         if self.kind is dict:
             return _json_object(text, source, self.field)
         return text
+
+
+def variable(prefix: str, flag: str) -> str:
+    """Return the environment variable of a flag."""
+    return prefix + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def flags_of(model: type[Config]) -> list[Flag]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +20,7 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.config import commands
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
+from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags, variable
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, CommandParser
 from dynamo_trtllm.config.unknown import reject_unknown
@@ -59,7 +59,8 @@ def load(
     parser = command_parser(model, program(prog) if argv is None else prog, description)
     typed = read_flags(parser, model, command_line() if argv is None else argv, partial(reject_unknown, model))
     print_config = typed.pop("print_config", False)
-    given = _from_environment(model, env) | {name: (value, f"flag {flag}") for name, (flag, value) in typed.items()}
+    flags = {name: (value, f"flag {flag}") for name, (flag, value) in typed.items()}
+    given = _from_environment(model, env, flags) | flags
     config = _validate(model, given)
     if print_config:
         sys.stdout.write(config_table(config) + (more(config) if more else ""))
@@ -139,12 +140,26 @@ def _shown(flag: Flag, value: Any) -> str:
     return mask_address(_text(value)) if flag.is_address else mask_credentials(_text(value))
 
 
-def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Return values by field; the DYN_TRTLLM_ variable overrides a well-known one."""
+def _from_environment(
+    model: type[Config], env: Mapping[str, str], typed: Collection[str]
+) -> dict[str, tuple[Any, str]]:
+    """Return values by field; a DYN_TRTLLM_ variable overrides a well-known one.
+
+    Args:
+        model: Class of the settings.
+        env: Environment.
+        typed: Fields that flags set, for which variables may contradict each other.
+    """
     _check_environment(model, env)
     values: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
-        for name in (flag.env, f"{ENV_PREFIX}{flag.field.upper()}"):
+        own = [name for name in flag.variables(ENV_PREFIX) if name in env]
+        if flag.field not in typed and any(env[name] != env[own[0]] for name in own):
+            raise ConfigError(
+                f"environment {' and '.join(own)} set the same and contradict each other; unset one of them",
+                field=flag.field,
+            )
+        for name in (flag.env, *own[:1]):
             if name is not None and name in env:
                 source = f"environment {name}"
                 values[flag.field] = (flag.convert(env[name], source), source)
@@ -153,14 +168,22 @@ def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     """Reject unknown DYN_TRTLLM_ variables. Those of all commands are known, because processes share environments."""
+    names = sorted(name for name in env if name.startswith(ENV_PREFIX))
+    if not names:
+        return
     models: list[type[Config]] = [model, WorkerConfig, FrontendConfig]
     models += [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Config)]
-    fields = {name for each in models for name in each.model_fields}
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in fields}
-    for name in sorted(env):
-        if name.startswith(ENV_PREFIX) and name not in known:
+    flags = [flag for each in dict.fromkeys(models) for flag in flags_of(each)]
+    known = {name for flag in flags for name in flag.variables(ENV_PREFIX)}
+    const = {
+        variable(ENV_PREFIX, word): f"set {flag.variables(ENV_PREFIX)[0]} to {value}"
+        for flag in flags
+        for word, value in flag.const_flags.items()
+    }
+    for name in names:
+        if name not in known:
             guess = suggest(name, known)
-            hint = f"did you mean {guess}?" if guess else "unset it"
+            hint = const.get(name) or (f"did you mean {guess}?" if guess else "unset it")
             raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dynamo_trtllm.config.commands import LaunchConfig, VersionConfig
+from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig, VersionConfig
 from dynamo_trtllm.config.load import config_table, exit_with, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
@@ -93,12 +93,8 @@ def test_load_when_the_frontend_line_of_the_guides_is_given_then_it_parses():
     assert load(FrontendConfig, prog="f", description="d", argv=argv, environ={}).http_port == 8000
 
 
-def test_load_when_a_variable_of_another_process_is_set_then_it_is_left_alone():
-    load_worker("--model m", {"DYN_TRTLLM_HTTP_PORT": "1", "UNRELATED": "x"})
-
-
 def test_load_when_the_flag_has_a_second_spelling_then_both_work():
-    assert load_worker("--model a").model_path == load_worker("--model-path a").model_path
+    assert load_worker("--model a") == load_worker("--model-path a") == load_worker("", {"DYN_TRTLLM_MODEL": "a"})
 
 
 @pytest.mark.parametrize(
@@ -200,12 +196,16 @@ def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_
     assert "--help?" not in caught.value.message
 
 
+REQUIRED = {WorkerConfig: ["--model", "m"], ServeConfig: ["m"], FrontendConfig: []}
 ALIASES = [
     (WorkerConfig, "tensor_parallel_size", "--tensor-parallel-size", "--tp", 2, 4),
     (WorkerConfig, "max_seq_len", "--max-seq-len", "--max-model-len", 4096, 8192),
     (WorkerConfig, "free_gpu_memory_fraction", "--free-gpu-memory-fraction", "--gpu-memory-utilization", 0.9, 0.8),
     (FrontendConfig, "http_port", "--http-port", "--port", 9000, 9001),
     (FrontendConfig, "http_host", "--http-host", "--host", "::", "127.0.0.1"),
+    (ServeConfig, "port", "--port", "--http-port", 9000, 9001),
+    (ServeConfig, "host", "--host", "--http-host", "::", "127.0.0.1"),
+    (ServeConfig, "tensor_parallel_size", "--tensor-parallel-size", "--tp", 2, 4),
 ]
 
 
@@ -214,8 +214,7 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
     model, field, name, other_name, value, other
 ):
     def loaded(*argv):
-        required = ["--model", "m"] if model is WorkerConfig else []
-        return load(model, prog="p", description="d", argv=[*required, *argv], environ={})
+        return load(model, prog="p", description="d", argv=[*REQUIRED[model], *argv], environ={})
 
     for typed in ([f"{other_name}={value}"], [other_name, str(value)], [name, str(value), other_name, str(value)]):
         assert getattr(loaded(*typed), field) == value
@@ -226,6 +225,23 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
             loaded(*typed)
         for part in (name, other_name, str(value), str(other)):
             assert part in caught.value.message
+
+
+@pytest.mark.parametrize(("model", "field", "name", "other_name", "value", "other"), ALIASES)
+def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_values_are_an_error(
+    model, field, name, other_name, value, other
+):
+    first, second = (f"DYN_TRTLLM_{each.removeprefix('--').replace('-', '_').upper()}" for each in (name, other_name))
+
+    def loaded(environ, *argv):
+        return load(model, prog="p", description="d", argv=[*REQUIRED[model], *argv], environ=environ)
+
+    assert getattr(loaded({second: str(value)}), field) == value
+    assert loaded({second: str(value)}).source_of(field) == f"environment {second}"
+    both = {first: str(value), second: str(other)}
+    assert getattr(loaded(both, name, str(value)), field) == value
+    with pytest.raises(ConfigError, match=f"environment {first} and {second} set the same and contradict each other"):
+        loaded(both)
 
 
 @pytest.mark.parametrize("origins", ["*", "https://a.example", "http://a.example:8080,app://b"])
@@ -269,6 +285,7 @@ def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
     ("name", "value", "wanted"),
     [
         ("DYN_TRTLLM_MAX_NUM_TOKNES", "1", "did you mean DYN_TRTLLM_MAX_NUM_TOKENS?"),
+        ("DYN_TRTLLM_IS_PREFILL_WORKER", "1", "IS_PREFILL_WORKER; set DYN_TRTLLM_DISAGGREGATION_MODE to prefill"),
         ("DYN_TRTLLM_MAX_NUM_TOKENS", "", "environment DYN_TRTLLM_MAX_NUM_TOKENS is empty"),
         ("DYN_TRTLLM_MAX_NUM_TOKENS", "x", "environment DYN_TRTLLM_MAX_NUM_TOKENS is 'x'"),
         ("DYN_TRTLLM_PUBLISH_KV_EVENTS", "maybe", "expected true or false"),
@@ -403,5 +420,5 @@ def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
 
 
 def test_variable_when_it_belongs_to_another_command_then_it_is_known() -> None:
-    environ = {"DYN_TRTLLM_URL": "http://gpu:8000", "DYN_TRTLLM_WATCH": "true", "DYN_TRTLLM_SHELL": "bash"}
+    environ = {"DYN_TRTLLM_URL": "http://gpu:8000", "DYN_TRTLLM_WATCH": "true", "OTHER": "x"}
     assert load(VersionConfig, prog="x", description="x", argv=[], environ=environ)
