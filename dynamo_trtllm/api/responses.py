@@ -324,6 +324,10 @@ class ResponseRequest(SamplingFields):
     def _fields_agree(self) -> ResponseRequest:
         if self.n != 1:
             unsupported("is not supported, except as 1; leave it out", field="n")
+        if self.continuous_usage:
+            unsupported(
+                "is not supported, except as false; leave it out", field="stream_options.continuous_usage_stats"
+            )
         agreed({"max_output_tokens": self.max_output_tokens, "max_tokens": self.max_tokens})
         if (name := first_repeated(tool.name for tool in self.tools)) is not None:
             invalid(f"names the function {name!r} twice", field="tools")

@@ -77,9 +77,16 @@ Metadata = Annotated[Object[Annotated[str, Field(max_length=MAX_METADATA_KEY)], 
 
 
 class StreamOptions(RequestModel):
-    no_ops: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    no_ops: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _has_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            invalid("is only allowed with include_usage set to true", field="continuous_usage_stats")
+        return self
 
 
 Priority = Annotated[int, Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
@@ -176,6 +183,11 @@ class SamplingFields(RequestModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every event of a stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def past_eos(self) -> bool:

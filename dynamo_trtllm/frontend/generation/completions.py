@@ -6,9 +6,8 @@ Each engine step gives one event. The constant part of a choice's events is buil
 from __future__ import annotations
 
 import functools
-import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias
 
@@ -20,16 +19,17 @@ from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
+from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs, text_logprobs
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
-from dynamo_trtllm.messages import TokenLogprob, token_ids
+from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 CHAT_COMPLETION = "chat.completion"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
-LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
-HALF_CHARACTER = "\ufffd"
+_END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
+_NO_USAGE = b'"usage":null' + _END
 _Wrap: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -53,7 +53,10 @@ class CompletionSseEncoder:
     ) -> None:
         self._base = _base(kind, meta)
         self._include_usage = body.include_usage
-        self._choices = [choice(index, first, self._wrap, plan) for index, first in enumerate(_returned(plan))]
+        choices: list[_Choice] = [choice(at, first, self._wrap, plan) for at, first in enumerate(_returned(plan))]
+        if body.continuous_usage:
+            choices = [_CountedChoice(each, first) for each, first in zip(choices, _returned(plan), strict=True)]
+        self._choices = choices
 
     def start(self) -> bytes:
         return b"".join(choice.start() for choice in self._choices)
@@ -73,6 +76,26 @@ class CompletionSseEncoder:
         """Return the object around a choice."""
         chunk = self._base | {"choices": [choice]}
         return chunk | {"usage": None} if self._include_usage else chunk
+
+
+class _CountedChoice:
+    """A choice whose events have its usage so far, as in vLLM, in place of `"usage": null`."""
+
+    def __init__(self, choice: _Choice, choice_request: ChoiceRequest) -> None:
+        self._choice = choice
+        self._prompt_tokens = len(choice_request.request.token_ids)
+        self._completion_tokens = 0
+
+    def start(self) -> bytes:
+        return self._with_usage(self._choice.start())
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        self._completion_tokens += delta.tokens
+        return self._with_usage(self._choice.delta(delta))
+
+    def _with_usage(self, events: bytes) -> bytes:
+        usage = _token_counts(self._prompt_tokens, self._completion_tokens)
+        return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(usage) + _END)
 
 
 @dataclass(slots=True)
@@ -140,15 +163,21 @@ def _base(kind: str, meta: ResponseMeta) -> dict[str, Any]:
 def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage, stats: Stats | None) -> dict[str, Any]:
     body = base | {
         "choices": choices,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "usage": _token_counts(usage.prompt_tokens, usage.completion_tokens)
+        | {
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         },
     }
     return body if stats is None else body | {"dynamo_trtllm": stats}
+
+
+def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def _returned(plan: GenerationPlan) -> list[ChoiceRequest]:
@@ -257,7 +286,7 @@ class _TextChoice:
         if delta.logprobs or delta.token_ids:
             logprobs = None
             if delta.logprobs:
-                logprobs, self._offset = _text_logprobs(delta.logprobs, self._renderer, self._offset)
+                logprobs, self._offset = text_logprobs(delta.logprobs, self._renderer, self._offset)
             return event(self._chunk(delta.content, logprobs=logprobs, **_token_ids(delta)))
         if delta.content:
             before, after = self._around_text
@@ -282,51 +311,13 @@ def _chat_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:
 
 
 def _text_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:
-    logprobs = _text_logprobs(output.logprobs, renderer, 0)[0] if output.logprobs else None
+    logprobs = text_logprobs(output.logprobs, renderer, 0)[0] if output.logprobs else None
     return {"text": "".join(output.content), "logprobs": logprobs}
 
 
 def tool_call_id() -> str:
     """Return a new id. It is unique, because clients send it back in later turns together with other ids."""
     return f"call-{secrets.token_hex(8)}"
-
-
-def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
-    content = []
-    for each in logprobs:
-        top = [_token(token_id, logprob, renderer) for token_id, logprob in each.top]
-        content.append(_token(each.token_id, each.logprob, renderer) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
-    text = renderer.decode(token_ids((token_id,)))
-    octets = None if HALF_CHARACTER in text else list(text.encode())  # null: the token is only part of a character
-    return {"token": text, "logprob": _finite(logprob), "bytes": octets}
-
-
-def _text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int) -> tuple[dict[str, Any], int]:
-    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response.
-
-    The first token of a prompt has none: null, as with OpenAI.
-    """
-    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
-    tokens, offsets = [text_of(each.token_id) for each in logprobs], []
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
-    has_value = [not math.isnan(each.logprob) for each in logprobs]
-    values = [_finite(each.logprob) if known else None for each, known in zip(logprobs, has_value, strict=True)]
-    top = [
-        {text_of(token_id): _finite(logprob) for token_id, logprob in each.top} if known else None
-        for each, known in zip(logprobs, has_value, strict=True)
-    ]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}, offset
-
-
-def _finite(logprob: float) -> float:
-    """Return a log-probability that JSON can express."""
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

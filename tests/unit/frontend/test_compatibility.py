@@ -261,6 +261,38 @@ async def test_template_argument_that_the_model_does_not_use_then_served_and_nam
     assert IGNORED not in (await post(tolerant("ignore"), CHAT, body)).headers
 
 
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text)])
+async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choice_so_far(path: str, body: Any) -> None:
+    served = front(chunk("a\U0001d11e"), chunk('b"usage":null}'), stop())
+    wanted = body(stream=True, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    *parts, last = events(await post(served, path, wanted))
+    for index in range(2):
+        usages = [each["usage"] for each in parts if each["choices"][0]["index"] == index]
+        assert usages[-3:] == [
+            {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made} for made in (2, 16, 17)
+        ]
+    if path == CHAT:
+        assert parts[0]["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert (
+        "".join(delta_text(each) for each in parts if each["choices"][0]["index"] == 0) == 'a\U0001d11eb"usage":null}'
+    )
+    assert last["usage"]["completion_tokens"] == 34
+
+
+def delta_text(event: dict[str, Any]) -> str:
+    (choice,) = event["choices"]
+    return str(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, chat(stream=True)), (RESPONSES, response(stream=True)), (TEXT, text(stream=True))]
+)
+async def test_continuous_usage_stats_when_there_is_no_usage_to_repeat_then_400(path: str, body: Any) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": path == RESPONSES}
+    answer = await post(front(stop("a")), path, body | {"stream_options": options})
+    assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
 # --- log-probabilities of prompts ----------------------------------------------------------------------
 
 

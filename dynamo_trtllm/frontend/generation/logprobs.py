@@ -1,0 +1,53 @@
+"""Convert log-probabilities of tokens to the objects that clients get."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dynamo_trtllm.messages import TokenLogprob, token_ids
+from dynamo_trtllm.tokenization.base import Renderer
+
+LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
+HALF_CHARACTER: Final = "\ufffd"
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
+    """Return the `logprobs` object of a choice of a chat completion."""
+    content = []
+    for each in logprobs:
+        top = [_token(token_id, logprob, renderer) for token_id, logprob in each.top]
+        content.append(_token(each.token_id, each.logprob, renderer) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
+    text = renderer.decode(token_ids((token_id,)))
+    octets = None if HALF_CHARACTER in text else list(text.encode())  # null: the token is only part of a character
+    return {"token": text, "logprob": _finite(logprob), "bytes": octets}
+
+
+def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response.
+
+    The first token of a prompt has none: null, as with OpenAI.
+    """
+    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+    tokens, offsets = [text_of(each.token_id) for each in logprobs], []
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    has_value = [not math.isnan(each.logprob) for each in logprobs]
+    values = [_finite(each.logprob) if known else None for each, known in zip(logprobs, has_value, strict=True)]
+    top = [
+        {text_of(token_id): _finite(logprob) for token_id, logprob in each.top} if known else None
+        for each, known in zip(logprobs, has_value, strict=True)
+    ]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}, offset
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can express."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
