@@ -56,6 +56,10 @@ class InprocTransport:
     def publish(self, subject: str, data: bytes) -> None:
         self._deliver_soon(subject, data, "")
 
+    def try_publish(self, subject: str, data: bytes) -> bool:
+        self.publish(subject, data)
+        return True
+
     def _deliver_soon(self, subject: str, data: bytes, reply: str) -> None:
         asyncio.get_running_loop().call_soon(self._deliver, subject, data, reply)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dynamo_trtllm.config.base import (
     CONTROL,
@@ -131,7 +131,9 @@ examples, one prefill and one decode worker of the same model:
         KV, None, "Tokens per KV block. Prefill and decode workers need the same value."
     )
     publish_kv_events: bool = option(
-        KV, False, "Publish events for stored and removed KV blocks. No engine supports it in this version."
+        KV,
+        False,
+        "Publish events for stored and removed KV blocks on the request plane, for routers. Only with --engine trtllm.",
     )
     ticket_ttl_s: PositiveFloat = option(KV, 60.0, "Seconds until KV that was not fetched is freed.")
     handoff_timeout_s: PositiveFloat = option(KV, 30.0, "Maximum seconds to fetch a prompt's KV.")
@@ -180,13 +182,6 @@ examples, one prefill and one decode worker of the same model:
     )
     drain_timeout_s: PositiveFloat = option(PROCESS, 30.0, "Maximum time in seconds to drain at shutdown.")
 
-    @field_validator("publish_kv_events")
-    @classmethod
-    def _no_kv_events(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("no engine of this version can publish KV events; remove the flag")
-        return value
-
     @model_validator(mode="before")
     @classmethod
     def _role_of_vllm(cls, data: Any) -> Any:
@@ -196,8 +191,8 @@ examples, one prefill and one decode worker of the same model:
         return data
 
     @model_validator(mode="after")
-    def _kv_transfer_hosts_are_used(self) -> WorkerConfig:
-        """Reject addresses that the engine's own KV transfer would ignore."""
+    def _kv_settings_are_used(self) -> WorkerConfig:
+        """Reject addresses that the engine's own KV transfer would ignore, and events that it does not have."""
         engines = ("torch", "mock")
         for flag, value, users in (
             ("--kv-transfer-host", self.kv_transfer_host, (*engines, "vllm")),
@@ -205,6 +200,8 @@ examples, one prefill and one decode worker of the same model:
         ):
             if value is not None and self.engine not in users:
                 raise ValueError(f"{flag} has an effect only with --engine {' or '.join(users)}; remove it")
+        if self.publish_kv_events and self.engine not in (None, "trtllm"):
+            raise ValueError("--publish-kv-events has an effect only with --engine trtllm; remove it")
         return self
 
 

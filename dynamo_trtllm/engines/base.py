@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Sampling, token_ids
 from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle, run_stream
 
@@ -131,6 +132,18 @@ class HasStats(Protocol):
     """An engine that reports counters."""
 
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class HasKvEvents(Protocol):
+    """An engine that reports which KV blocks its prefix cache has, if `--publish-kv-events` is set."""
+
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """Call `on_events` on the event loop when blocks were stored or removed, until the engine is closed.
+
+        A worker calls it once, after `start`. The prefix cache is empty then, but for blocks of the warm-up.
+        """
+        ...
 
 
 @runtime_checkable

@@ -171,6 +171,10 @@ class Plane:
         )
         return _ack_data(reply)
 
+    def try_publish(self, subject: str, data: bytes) -> bool:
+        """Publish a message that is no part of a stream. Return False if it can't be sent now, see `Transport`."""
+        return self._transport.try_publish(subject, data)
+
     def unavailable_reason(self) -> str | None:
         """Return, as text for users, why no request can be sent now. None: no reason is known."""
         return self._transport.unavailable_reason()

@@ -241,6 +241,15 @@ class NatsTransport:
                 self._is_drop_reported = True
                 asyncio.get_running_loop().call_soon(self._report_drop)
 
+    def try_publish(self, subject: str, data: bytes) -> bool:
+        if not self._up.is_set() or 2 * self._outgoing.qsize() > _OUTGOING_MESSAGES:
+            return False
+        if len(data) > self.max_message_bytes:
+            log.warning("message to %s dropped: %d bytes are more than NATS allows", subject, len(data))
+        else:
+            self.publish(subject, data)
+        return True
+
     def _report_drop(self) -> None:
         error = Disconnected("message dropped: too many unsent messages; check the load of NATS")
         try:

@@ -60,6 +60,10 @@ class Transport(Protocol):
         """Send a message without awaiting. Never raises."""
         ...
 
+    def try_publish(self, subject: str, data: bytes) -> bool:
+        """Send a message that may be lost, unless it could displace others. Return False if it can't be sent now."""
+        ...
+
     async def aclose(self) -> None:
         """Send the published messages if possible, then close. Idempotent."""
         ...

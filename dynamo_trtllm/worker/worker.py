@@ -11,6 +11,7 @@ import sys
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +24,10 @@ from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
-from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStats
+from dynamo_trtllm.engines.base import Engine, EngineInfo, HasKvEvents, HasStats
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.errors import ConfigError, DynamoError
+from dynamo_trtllm.kv_events import KvEventPublisher, kv_events_subject
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, Role, SamplingDefaults
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
@@ -227,6 +229,10 @@ class Worker:
             metrics=self._metrics,
             max_leaked_kv_fraction=config.max_leaked_kv_fraction,
         )
+        if config.publish_kv_events and isinstance(engine, HasKvEvents):
+            events = KvEventPublisher(self.instance_id, partial(plane.try_publish, kv_events_subject(instance.subject)))
+            stack.callback(events.close)
+            engine.start_kv_events(events.on_events)
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
         registration = await discovery.register(instance)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines.base import HasKvEvents
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
@@ -60,7 +61,10 @@ async def record(version: str, folder: Path) -> Uses:
         args = sampler_args(release_for(version))
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
         is_newest = package.standin.release.LINE >= (1, 3)
-        ranks = {"enable_attention_dp": True, "tensor_parallel_size": 2} | (SCHEDULED_ARGS if is_newest else {})
+        events = {"kv_cache_config": {"event_buffer_max_size": 64}}
+        ranks = (
+            events | {"enable_attention_dp": True, "tensor_parallel_size": 2} | (SCHEDULED_ARGS if is_newest else {})
+        )
         more = {Role.AGGREGATED: ranks}
         whole, prefill, decode = (make("trtllm", folder, role, **args, **more.get(role, {})) for role in roles)
         async with started(whole, prefill, decode):
@@ -80,11 +84,13 @@ async def record(version: str, folder: Path) -> Uses:
             await collect(whole, placed)
             async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
                 await anext(stream)
+            assert isinstance(whole, HasKvEvents)
+            whole.start_kv_events(lambda events: None)
             await whole.check()
             stats(whole)
             await check_stats(whole, running=0)
             async with asyncio.timeout(SOON_S):
-                while ("LLM", "get_stats") not in uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
+                while not {("LLM", "get_stats"), ("LLM", "get_kv_cache_events")} <= uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
                     await asyncio.sleep(0.01)
     return uses
 

@@ -329,3 +329,22 @@ async def test_connect_when_a_cancel_is_dropped_beside_its_end_then_it_is_cancel
     connecting = asyncio.create_task(NatsPlane.connect(nats_server))
     await asyncio.wait([connecting])
     assert connecting.cancelled()
+
+
+async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_no_stream_ends(
+    own_nats, connect, monkeypatch, caplog
+) -> None:
+    server: TestServer = own_nats()
+    plane, received = await connect(server.address, NO_PINGS), asyncio.Queue()
+    await plane._transport.subscribe("s.events", lambda data, _: received.put_nowait(data))
+    assert plane.try_publish("s.events", b"1")
+    assert plane.try_publish("s.events", b"x" * (plane._transport.max_message_bytes + 1))  # lost, and logged
+    assert "more than NATS allows" in caplog.text
+    monkeypatch.setattr(nats_plane, "_OUTGOING_MESSAGES", 4)
+    accepted = [plane.try_publish("s.events", b"2") for _ in range(8)]  # within one turn, so none is sent
+    assert (accepted[0], accepted[-1]) == (True, False)
+    assert await asyncio.wait_for(received.get(), SOON_S) == b"1"
+    server.kill()
+    async with asyncio.timeout(SOON_S):
+        while plane.try_publish("s.events", b"3"):  # noqa: ASYNC110 - until the client notices
+            await asyncio.sleep(0.01)

@@ -22,8 +22,9 @@ from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.messages import FinishReason, Phase, Role
-from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.kv_events import BlocksRemoved, KvEvents, kv_events_subject
+from dynamo_trtllm.messages import FinishReason, Phase, Role, decode
+from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens
@@ -270,3 +271,23 @@ async def test_serve_when_a_background_task_dies_while_the_engine_loads_then_it_
         with pytest.raises(InternalError, match="background task plane-nats-writer failed"):
             await serving
     assert "plane-nats-writer" in worker._health.failure
+
+
+async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_them_numbered(
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = BlocksRemoved(hashes=(1,))
+    found: asyncio.Queue[KvEvents] = asyncio.Queue()
+    monkeypatch.setattr(MockEngine, "start_kv_events", lambda _, on_events: on_events([gone, gone]), raising=False)
+    chosen = config(etcd_server, nats_server).model_copy(update={"publish_kv_events": True})
+    worker, transport = Worker(chosen), NatsTransport(nats_server)
+    await transport.connect(SOON_S)
+    subject = keys.subject(endpoint_of(chosen), worker.instance_id)
+    await transport.subscribe(kv_events_subject(subject), lambda data, _: found.put_nowait(decode(data, KvEvents)))
+    async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
+        serving = group.create_task(worker.serve())
+        events = await found.get()
+        worker.stop()
+        await serving
+    await transport.aclose()
+    assert events == KvEvents(instance_id=worker.instance_id, first=0, events=(gone, gone))

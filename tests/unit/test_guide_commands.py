@@ -17,7 +17,6 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
 DATA = Path(__file__).parents[1] / "data" / "guide_commands.txt"
@@ -144,6 +143,5 @@ def test_vllm_line_when_parsed_then_what_the_guide_means(command: Command) -> No
     assert args.get("kv_transfer_config.kv_connector") == "NixlConnector"
 
 
-def test_events_flag_when_typed_then_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="flag --publish-kv-events is 'True': no engine of this version can publish"):
-        parsed(WorkerConfig, ["--model", "m", "--publish-kv-events"])
+def test_events_flag_when_typed_then_taken_for_tensorrt_llm() -> None:
+    assert parsed(WorkerConfig, ["--model", "m", "--publish-kv-events"]).publish_kv_events

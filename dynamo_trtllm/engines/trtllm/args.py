@@ -21,6 +21,7 @@ from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
+from dynamo_trtllm.engines.trtllm.kv_events import BUFFER_EVENTS
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -207,6 +208,8 @@ def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) ->
     is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
     if release.presence(release.library.root, samplers[0]) is Presence.PRESENT and not is_chosen:
         values[samplers[0]] = True  # without it 1.0 always decodes greedily
+    if config.publish_kv_events:
+        values["kv_cache_config"] = {"event_buffer_max_size": BUFFER_EVENTS}
     if transceiver := _own_transceiver(config, given, release):
         values[_TRANSCEIVER] = transceiver
     return Source(values, ADAPTER)

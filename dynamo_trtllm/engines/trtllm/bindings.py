@@ -85,6 +85,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 # Names that are used only if the installed release has them.
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "LLM": ("get_kv_cache_events",),
     "LLM.generate_async": ("cache_salt", "scheduling_params", "conversation_params", "priority"),
     "DisaggregatedParams": ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"),
     "CompletionOutput": ("request_perf_metrics",),

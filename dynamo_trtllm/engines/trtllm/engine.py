@@ -5,6 +5,7 @@ TensorRT-LLM's executor computes the tokens, and its cache transceiver transfers
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +25,13 @@ from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings
+from dynamo_trtllm.engines.trtllm.kv_events import KvEventPoller
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
 
 _log = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGRE
 
 
 class TrtllmEngine(ExternalEngine):
-    """Implementation of `Engine`, `KvHolder`, `HasStats`, `HasProgress` and `HasPreflight`."""
+    """Implementation of `Engine`, `KvHolder`, `HasStats`, `HasProgress`, `HasPreflight` and `HasKvEvents`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.
@@ -71,11 +74,19 @@ class TrtllmEngine(ExternalEngine):
         )
         self._times = Times(settings.ticket_ttl_s(self._facts, config.ticket_ttl_s), config.handoff_timeout_s)
         self._kv_compat = settings.kv_compat(self._facts, version)
+        self._kv_events: KvEventPoller | None = None
+        if config.publish_kv_events:
+            settings.check_kv_events(self._facts)
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `HasPreflight`."""
         findings = [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
         return [replace(each, severity="warning") if each.rule in _TOLERATED else each for each in findings]
+
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """See `HasKvEvents`."""
+        self._kv_events = KvEventPoller(self._llm.get_kv_cache_events, self._facts.block_tokens)
+        self._kv_events.start(on_events)
 
     # --- start and stop ------------------------------------------------------------------------------------------
 
@@ -158,6 +169,12 @@ class TrtllmEngine(ExternalEngine):
             files=self._checkpoint.files,
         )
         return info, library
+
+    async def aclose(self) -> None:
+        """See `Engine.aclose`."""
+        if self._kv_events is not None:
+            await asyncio.to_thread(self._kv_events.stop)
+        await super().aclose()
 
     def _layout(self) -> KvLayout:
         layout = self._facts.layout()

@@ -19,6 +19,8 @@ from dynamo_trtllm.messages import Limits, Phase
 _log = logging.getLogger(__name__)
 
 _ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded for another number of ranks
+_EVENT_BUFFER = "kv_cache_config.event_buffer_max_size"
+_BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first candidate of 1.3 that surely has them; the changes were merged one to three candidates before.
 _PENALTIES_SINCE = 24
@@ -91,6 +93,19 @@ def has_conversations(facts: RoleFacts) -> bool:
     """Return True if the executor looks at conversation ids, to choose a rank or to keep KV blocks."""
     affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and dp_ranks(facts) > 0
     return affinity or facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+
+
+def check_kv_events(facts: RoleFacts) -> None:
+    """Check that TensorRT-LLM reports KV events with these arguments. Raises ConfigError."""
+    for key, needed, is_set in (
+        (_EVENT_BUFFER, "1 or more", (facts.number(_EVENT_BUFFER) or 0) > 0),
+        (_BLOCK_REUSE, "true", facts.args.get(_BLOCK_REUSE) is not False),
+    ):
+        if not is_set:
+            raise ConfigError(
+                f"--publish-kv-events needs {key} of {needed}; it is {facts.shown(key)}. Set it, or remove the flag.",
+                field=key,
+            )
 
 
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:

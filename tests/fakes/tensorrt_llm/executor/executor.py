@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.messages import ReleaseOutcome
+from tensorrt_llm.executor.kv_events import EventBuffer
 from tensorrt_llm.executor.request import Served
 from tensorrt_llm.executor.result import GenerationResult, Response
 from tensorrt_llm.executor.utils import RequestError, RPCError
@@ -54,6 +55,7 @@ class GenerationExecutor:
         self._stats: collections.deque[dict[str, Any]] = collections.deque(maxlen=_STATS_KEPT)
         self._news = threading.Condition()
         self._iteration = 0
+        self.kv_events = EventBuffer(args)
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -238,6 +238,9 @@ class Served:
     def _end(self, response: Response) -> None:
         if not self._is_over:
             self._is_over = True
+            if response.error is None:
+                rank = 0 if self._call.scheduling is None else self._call.scheduling.attention_dp_rank or 0
+                self._executor.kv_events.store(self._call.prompt_token_ids, self._call.cache_salt, rank)
             self._result._put(response)
 
 

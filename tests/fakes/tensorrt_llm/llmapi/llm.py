@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,12 +155,10 @@ class LLM:
         return IterationResult(self.get_stats, timeout or 0)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """The torch engine has no events: waits and has none."""
-        kv = self.args["kv_cache_config"] or {}
-        if not kv.get("event_buffer_max_size"):
-            raise RuntimeError("kv_cache_config.event_buffer_max_size is 0")
-        time.sleep(timeout or 0)
-        return []
+        """Blocks up to the time-out when there is nothing new."""
+        if self._executor is None:
+            raise RuntimeError("LLM is shutting down")
+        return self._executor.kv_events.take(timeout or 0)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
         return IterationResult(self.get_kv_cache_events, timeout or 0)
