@@ -77,6 +77,9 @@ class SimulatedCall:
         output = result.outputs[0]
         return EngineOutput(token_ids=[output.token], logprobs=(), finish=output.finish_reason)
 
+    def phases(self, result: Any) -> dict[str, float]:
+        return {}
+
     def export(self, result: Any, output: EngineOutput) -> PrefillResult:
         return PrefillResult(output.token_ids, (), b"", release_kv=self.release_kv)
 
