@@ -317,44 +317,6 @@ class Restart(msgspec.Struct, frozen=True, tag="restart"):
 
 Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart
 
-
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call of an assistant message."""
-
-    id: str
-    name: str
-    arguments: str  # JSON text, as the model wrote it
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message of a conversation."""
-
-    role: str  # system, developer, user, assistant, tool
-    content: str = ""
-    name: str | None = None
-    reasoning: str | None = None  # assistant: its reasoning before a tool call
-    tool_calls: tuple[ToolCall, ...] = ()  # assistant
-    tool_call_id: str | None = None  # tool
-
-
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call."""
-
-    name: str
-    description: str = ""
-    parameters: Mapping[str, Any] = {}  # JSON Schema
-
-
-class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Messages and settings from which a prompt is rendered."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] = ()
-    reasoning_effort: str = "medium"  # low, medium, high
-    template_args: Mapping[str, Any] = {}  # extra variables of a chat template
-    answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it
-
-
 T = TypeVar("T")
 
 

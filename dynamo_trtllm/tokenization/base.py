@@ -13,16 +13,53 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Conversation, ModelDeploymentCard, TokenIds, token_ids
+from dynamo_trtllm.messages import ModelDeploymentCard, TokenIds, token_ids
 
 NO_FORCED_IDS = token_ids()
 INLINE_BYTES: Final = 48 << 10  # `Renderer.inline_bytes` of fast tokenizers
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call of an assistant message."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: str  # system, developer, user, assistant, tool
+    content: str = ""
+    name: str | None = None
+    reasoning: str | None = None  # assistant: its reasoning before a tool call
+    tool_calls: tuple[ToolCall, ...] = ()  # assistant
+    tool_call_id: str | None = None  # tool
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = {}  # JSON Schema
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Messages and settings from which a prompt is rendered."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    reasoning_effort: str = "medium"  # low, medium, high
+    template_args: Mapping[str, Any] = {}  # extra variables of a chat template
+    answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

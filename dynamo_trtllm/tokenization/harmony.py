@@ -18,16 +18,19 @@ from typing import Any, Final, NamedTuple
 import openai_harmony as oh
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
+from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import (
     INLINE_BYTES,
     NO_FORCED_IDS,
     TOOL_NAME,
     BytesTextParser,
+    Conversation,
+    Message,
     OutputParser,
     TokenizationCache,
     TokenTextCache,
+    Tool,
 )
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts

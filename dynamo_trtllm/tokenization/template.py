@@ -15,12 +15,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
-from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
+from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import (
     INLINE_BYTES,
     NO_FORCED_IDS,
     TOOL_NAME,
     BytesTextParser,
+    Conversation,
+    Message,
     OutputParser,
     TokenTextCache,
     WindowTextParser,

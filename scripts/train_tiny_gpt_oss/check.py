@@ -14,7 +14,8 @@ import torch
 from transformers import GptOssForCausalLM
 
 from dynamo_trtllm.demo_models import expand, resolve
-from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall, token_ids
+from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."

@@ -13,8 +13,8 @@ from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, T
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode, reject
-from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Sampling, TokenIds, Tool, ToolCall
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.messages import ModelDeploymentCard, Sampling, TokenIds
+from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool, ToolCall
 
 _EFFORT = "reasoning_effort"
 _ABRIDGED_CHARS = 16

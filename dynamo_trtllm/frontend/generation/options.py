@@ -15,8 +15,8 @@ import msgspec
 
 from dynamo_trtllm.api.output_format import ANY_OBJECT
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, ServedModel
+from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, ServedModel, Tool
 
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 

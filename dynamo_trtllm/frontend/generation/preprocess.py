@@ -28,8 +28,8 @@ from dynamo_trtllm.frontend.generation.options import (
     text_format,
     visible_tools,
 )
-from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import OutputParser, Renderer, ServedModel
+from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, token_ids
+from dynamo_trtllm.tokenization.base import Conversation, OutputParser, Renderer, ServedModel
 
 B = TypeVar("B", bound=SamplingFields)
 

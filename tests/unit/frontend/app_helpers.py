@@ -18,7 +18,6 @@ from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.server import Router
 from dynamo_trtllm.messages import (
     Chunk,
-    Conversation,
     FinishReason,
     GenerateRequest,
     Instance,
@@ -30,7 +29,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Delta, ServedModel, ToolCallDelta
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Delta, ServedModel, ToolCallDelta
 from tests.streaming import PlayedPipeline
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point

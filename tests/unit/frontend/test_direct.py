@@ -17,9 +17,9 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http import request_handler
 from dynamo_trtllm.frontend.http.admission import PLANNING_S
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
-from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, Role, TokenIds
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role, TokenIds
 from dynamo_trtllm.streams import OnChunk, run_stream
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.base import Conversation, ServedModel
 from tests.memory_http import MemoryTransport
 from tests.unit.frontend.app_helpers import (
     CALL,

@@ -15,13 +15,9 @@ from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.fleet import model_registry as models_module
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.messages import (
-    Conversation,
-    Message,
-    Role,
-    encode,
-)
+from dynamo_trtllm.messages import Role, encode
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.tokenization.base import Conversation, Message
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, digest
 from tests.inproc_plane import InprocPlane

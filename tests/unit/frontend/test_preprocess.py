@@ -11,8 +11,8 @@ from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, U
 from dynamo_trtllm.frontend.generation import preprocess
 from dynamo_trtllm.frontend.generation.options import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
-from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.messages import Sampling, SamplingDefaults
+from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel
 from tests.unit.frontend.plan_helpers import TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
 
 # --- choices -------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.generation.responses import response_builder, response_store
-from dynamo_trtllm.messages import FinishReason, Message, ToolCall
+from dynamo_trtllm.messages import FinishReason
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
+from dynamo_trtllm.tokenization.base import Message, ToolCall
 from tests.unit.frontend.app_helpers import CALL, REASONING, Catalog, FakeFrontend, ScriptedPipeline, chunk, front, stop
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 

@@ -22,9 +22,9 @@ from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.messages import Conversation, FinishReason, GenerateRequest, TokenIds
+from dynamo_trtllm.messages import FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.tokenization.base import Conversation, ServedModel
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import (
     CALL,

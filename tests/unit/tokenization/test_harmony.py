@@ -10,8 +10,9 @@ import openai_harmony as oh
 import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall, token_ids
+from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer, conversation_messages, system_message
 
 TEXTS = (

@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
-from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool, ToolCall, token_ids
-from dynamo_trtllm.tokenization.base import OutputParser, renderer_for
+from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
+from dynamo_trtllm.tokenization.base import Conversation, Message, OutputParser, Tool, ToolCall, renderer_for
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 

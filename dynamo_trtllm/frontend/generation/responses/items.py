@@ -16,7 +16,7 @@ from dynamo_trtllm.api.responses import (
     ReasoningItem,
 )
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.messages import Message, ToolCall
+from dynamo_trtllm.tokenization.base import Message, ToolCall
 
 PREFIX: Final = "resp_"
 FRONTEND_ID_CHARS: Final = 8

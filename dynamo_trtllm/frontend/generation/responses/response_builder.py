@@ -34,8 +34,8 @@ from dynamo_trtllm.frontend.generation.responses.output_builder import (
     formatted_head,
 )
 from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
-from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool, encode
-from dynamo_trtllm.tokenization.base import ServedModel
+from dynamo_trtllm.messages import ModelDeploymentCard, encode
+from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool
 
 _NAMES = {
     "messages": "input",
