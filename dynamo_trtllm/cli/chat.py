@@ -12,6 +12,7 @@ from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Screen, models, st
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import exit_with, is_color_disabled, load, program
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.sanitize import escape_controls, mask_address
 
 PROG: Final = "python -m dynamo_trtllm.chat"
 _DESCRIPTION: Final = (
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as exc:
         exit_with(PROG, exc)
     except ChatFailed as exc:
-        sys.stderr.write(f"{program(PROG)}: {exc}\n")
+        sys.stderr.write(f"{program(PROG)}: {escape_controls(str(exc))}\n")
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -62,7 +63,7 @@ def _converse(config: ChatConfig) -> int:
         notice_writer(sys.stderr, has_colors=has_colors),
     )
     if is_terminal:
-        chat.say(f"Connected to {config.model} at {config.url}. Type /help for commands.")
+        chat.say(f"Connected to {config.model} at {mask_address(config.url)}. Type /help for commands.")
     chat.run(_typed_lines() if is_terminal else sys.stdin)
     return 0 if is_terminal else chat.failures
 
@@ -72,8 +73,10 @@ def only_model(names: Sequence[str], url: str) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise ConfigError(f"{url} has no model yet; start a worker, or pass --model", field="model")
-    raise ConfigError(f"{url} has several models; choose one with --model: {', '.join(names)}", field="model")
+        raise ConfigError(f"{mask_address(url)} has no model yet; start a worker, or pass --model", field="model")
+    raise ConfigError(
+        f"{mask_address(url)} has several models; choose one with --model: {', '.join(names)}", field="model"
+    )
 
 
 def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
@@ -81,7 +84,8 @@ def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
     before, after = ("\x1b[2m", "\x1b[0m") if has_colors else ("", "")
 
     def say(text: str) -> None:
-        out.write(f"{before}{text}{after}\n")
+        shown = "\n".join(map(escape_controls, text.split("\n")))  # a server may have written a part of it
+        out.write(f"{before}{shown}{after}\n")
         out.flush()
 
     return say

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import re
@@ -12,6 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, TextIO
+
+from dynamo_trtllm.sanitize import mask_address
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _SILENCE_TIMEOUT_S: Final = 600.0  # longest wait for the next byte: a long prompt in a long queue
@@ -47,7 +50,7 @@ def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], 
         try:
             yield from events(response)
         except (OSError, http.client.HTTPException) as exc:
-            raise ChatFailed(f"connection to {url} lost: {_reason(exc)}") from exc
+            raise ChatFailed(f"connection to {mask_address(url)} lost: {_reason(exc)}") from exc
 
 
 def events(lines: Iterable[bytes]) -> Generator[dict[str, Any], None, None]:
@@ -81,7 +84,7 @@ def _connect(url: str) -> http.client.HTTPConnection:
         connection.connect()
     except OSError as exc:
         raise ChatFailed(
-            f"no frontend answers at {url} ({_reason(exc)}); start one, or give its address with --url"
+            f"no frontend answers at {mask_address(url)} ({_reason(exc)}); start one, or give its address with --url"
         ) from exc
     connection.sock.settimeout(_SILENCE_TIMEOUT_S)
     return connection
@@ -90,20 +93,24 @@ def _connect(url: str) -> http.client.HTTPConnection:
 def _request(
     connection: http.client.HTTPConnection, url: str, method: str, path: str, content: bytes | None
 ) -> http.client.HTTPResponse:
+    parts = urllib.parse.urlsplit(url)
     headers = {"Content-Type": "application/json"} if content is not None else {}
+    if "@" in parts.netloc:
+        credentials = urllib.parse.unquote(parts.netloc.rpartition("@")[0]).encode()
+        headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
     try:
-        connection.request(method, urllib.parse.urlsplit(url).path + path, body=content, headers=headers)
+        connection.request(method, parts.path + path, body=content, headers=headers)
         response = connection.getresponse()
         if response.status == http.HTTPStatus.OK:
             return response
         text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as exc:
-        raise ChatFailed(f"connection to {url} lost: {_reason(exc)}") from exc
+        raise ChatFailed(f"connection to {mask_address(url)} lost: {_reason(exc)}") from exc
     try:
         text = error_text(_json(text))
     except ChatFailed:
         text = " ".join(text.split())[:200]
-    raise ChatFailed(f"{url} answered {response.status}: {text}")
+    raise ChatFailed(f"{mask_address(url)} answered {response.status}: {text}")
 
 
 def _json(data: bytes | str) -> dict[str, Any]:

@@ -148,7 +148,7 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
             return [await _of_frontend(config.url, deadline)]
         except OSError as exc:
             raise NothingRuns(
-                f"no frontend answers at {mask_address(config.url)} ({_text(exc)}); start one, or change --url"
+                f"no frontend answers at {config.url} ({_text(exc)}); start one, or change --url"
             ) from exc
     is_chosen = {name: config.source_of(name) != DEFAULT_SOURCE for name in ("namespace", "etcd_endpoints")}
     launched = launch_records()
@@ -203,13 +203,13 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
     """Ask a frontend for itself and the workers that it knows. Raise OSError if it does not answer."""
     parts = urllib.parse.urlsplit(url)
     shown = mask_address(url)
-    if parts.scheme != "http":
-        raise ConfigError(f"--url is {shown!r}: status needs an address that begins with http://", field="url")
+    if parts.scheme != "http" or "@" in parts.netloc:
+        raise ConfigError(f"--url is {shown!r}: status needs http://HOST:PORT, without TLS or password", field="url")
     host, port = parts.hostname or "", parts.port or 80
     record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
     health, process = await asyncio.gather(_health(host, port, deadline), _of_process(record, deadline))
     namespaces = sorted({instance.namespace for instance in health.instances})
-    report = DeploymentReport(namespace=", ".join(namespaces), url=shown, processes=[process])
+    report = DeploymentReport(namespace=", ".join(namespaces), url=url, processes=[process])
     _add_health(report, health)
     return report
 

@@ -25,7 +25,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, CommandParser
 from dynamo_trtllm.config.unknown import reject_unknown
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
+from dynamo_trtllm.sanitize import MASK, escape_controls, mask_address, mask_credentials
 
 ENV_PREFIX = "DYN_TRTLLM_"
 
@@ -81,7 +81,7 @@ def program(prog: str) -> str:
 
 def exit_with(prog: str, error: ConfigError) -> NoReturn:
     """Print a ConfigError as one line on stderr, and exit with status 2."""
-    sys.stderr.write(f"{program(prog)}: {' '.join(error.message.split())}\n")
+    sys.stderr.write(f"{program(prog)}: {escape_controls(' '.join(error.message.split()))}\n")
     raise SystemExit(2) from error
 
 

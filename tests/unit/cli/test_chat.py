@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -254,6 +256,40 @@ def test_url_when_it_is_no_address_of_a_server_then_it_is_refused(url: str) -> N
 @pytest.mark.parametrize("url", ["http://x:8000", "http://x:8000/", "http://x:8000/v1", "http://x:8000/v1/"])
 def test_url_when_it_is_the_base_of_an_sdk_then_it_is_taken_too(url: str) -> None:
     assert ChatConfig(url=url).url == "http://x:8000"
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """Answers the first request with an error that has control characters, and keeps its header."""
+
+    credentials = ""
+
+    def do_GET(self) -> None:
+        Refuses.credentials = self.headers["Authorization"]
+        self.send_response(403)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "no \\u001b[2J"}}')
+
+    def log_message(self, *_: object) -> None:
+        """Write no log."""
+
+
+def test_main_when_the_address_has_a_password_then_it_is_sent_and_not_shown_and_the_answer_is_escaped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(SystemExit):
+            main(["--url", f"http://user:s%20t@127.0.0.1:{server.server_port}"])
+        thread.join()
+    assert Refuses.credentials == "Basic dXNlcjpzIHQ="
+    assert f"http://***@127.0.0.1:{server.server_port} answered 403: no \\x1b[2J\n" in capsys.readouterr().err
+
+
+def test_notice_when_it_has_text_of_a_server_then_it_is_escaped() -> None:
+    out = io.StringIO()
+    notice_writer(out, has_colors=False)("a\x1b[2J\nb")
+    assert out.getvalue() == "a\\x1b[2J\nb\n"
 
 
 @pytest.mark.parametrize("argv", [["--temperature", "3"], ["--max-tokens", "0"], ["--reasoning-effort", "huge"]])
