@@ -180,8 +180,7 @@ class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     queue_s: float = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: float = 0.0
     kv_transfer_s: float = msgspec.field(default=0.0, name="handoff_s")  # decode call: until the KV is in its blocks
-    # decode call: from the end of the KV transfer, which is its first chunk, to the request's first step
-    decode_queue_s: float = msgspec.field(default=0.0, name="decode_wait_s")
+    decode_queue_s: float = msgspec.field(default=0.0, name="decode_wait_s")  # decode call: from then to its first step
     more: Mapping[str, float] = {}  # further phases by name, and as "phase.part" what a phase consists of or waits for
     cached_tokens: int = 0
     kv_bytes: int = 0

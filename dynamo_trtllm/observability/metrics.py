@@ -128,7 +128,7 @@ TABLE = (
         "frontend",
         "phase_seconds",
         "histogram",
-        "Time of a request per phase, in seconds (docs/timing.md); handoff: KV transfer; phases add up",
+        "Time of a request per phase, in seconds: phases add up (docs/timing.md); handoff is the KV transfer",
         ("model", "role", "phase"),
     ),
     Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
