@@ -144,7 +144,7 @@ class SimulatedEngine(ExternalEngine):
     """An engine with the runner of library engines."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
-        super().__init__(_ENGINE, SimulatedLibrary.name)
+        super().__init__(_ENGINE, SimulatedLibrary.name, warm_up_budget_s=0.0)
         self._config, self._instance_id = config, instance_id
         self._args = engine_arguments(config, MockArgs, "mock")
 

@@ -98,6 +98,12 @@ examples, one prefill and one decode worker of the same model:
         "auto: read the model's weights. dummy: use random weights, which need no weight files and give "
         "meaningless answers.",
     )
+    warm_up_budget_s: NonNegativeFloat = option(
+        ENGINE,
+        120.0,
+        "Maximum seconds of the warm-up before the worker registers, in which kernels are compiled. A step that runs "
+        "then is finished. 0: only one request.",
+    )
     max_num_tokens: PositiveInt | None = option(ENGINE, None, "Maximum tokens in one engine step.")
     max_batch_size: PositiveInt | None = option(ENGINE, None, "Maximum requests in one engine step.")
     tensor_parallel_size: PositiveInt | None = option(

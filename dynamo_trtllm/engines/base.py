@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Sampling, token_ids
-from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle, run_stream
+from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits
+from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
 
-_WARM_UP_S = 600.0
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
 
 
@@ -108,18 +105,6 @@ class Engine(Generator, Protocol):
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
         ...
-
-
-async def warm_up(engine: Generator, model: str, *, max_tokens: int) -> None:
-    """Run one greedy request without a KV transfer to its end. Raises its error."""
-    request = GenerateRequest(
-        request_id="warm-up",
-        model=model,
-        token_ids=token_ids([0]),
-        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        deadline=time.time() + _WARM_UP_S,
-    )
-    await run_stream(partial(engine.generate, request), lambda _: True)
 
 
 def client_request(request: GenerateRequest) -> str:

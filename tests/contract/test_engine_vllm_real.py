@@ -17,17 +17,20 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import pytest_asyncio
 from tokenizers import pre_tokenizers
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.vllm.api_manifests import VERSION
 from dynamo_trtllm.engines.vllm.transfers import unpack
+from dynamo_trtllm.engines.warm_up import WarmUp, variants
 from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, ReleaseOutcome, StructuredOutput
+from dynamo_trtllm.messages import Chunk, FinishReason, Limits, OutputFormat, Phase, ReleaseOutcome, StructuredOutput
 from dynamo_trtllm.streams import OnEvent, StreamEvent, as_stream
 from tests.contract.vllm_real import (
     FIRST_BYTE,
@@ -307,6 +310,25 @@ async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_
     port = unpack(kv_params).kv_transfer_params["remote_port"]
     release(pair.prefill, kv_params)
     assert vllm.envs.compile_factors()["VLLM_NIXL_SIDE_CHANNEL_PORT"] != port
+
+
+async def test_warm_up_when_passes_and_requests_of_all_kinds_have_run_then_answers_are_the_same_and_nothing_is_left(
+    pair: Pair,
+) -> None:
+    prompt = prompt_of(200, 67)
+    before = await answer(pair.decode, prompt)
+    library = pair.decode._runner.library  # type: ignore[attr-defined]
+    info = SimpleNamespace(
+        unsupported_features=("guided",),  # the model has no tokenizer
+        limits=Limits(max_batch_size=8, max_num_tokens=0, kv_blocks=0),
+    )
+    async with library.compiling():
+        failed = await WarmUp(600.0).run(
+            [*library.passes([300, 17]), *variants(pair.decode, "tiny", cast("EngineInfo", info))]
+        )
+    assert failed == ()
+    assert await answer(pair.decode, prompt) == before
+    await check_nothing_left(pair.decode)
 
 
 async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(pair: Pair) -> None:

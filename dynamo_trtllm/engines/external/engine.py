@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from dynamo_trtllm.engines.base import NO_STATS, EngineStats, warm_up
+from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Runner, Times
+from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
 from dynamo_trtllm.messages import GenerateRequest, ReleaseOutcome
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
@@ -26,13 +28,15 @@ V = TypeVar("V")
 class ExternalEngine:
     """Implementation of `Engine`, `KvHolder`, `HasStats` and `HasProgress` without `start`."""
 
-    def __init__(self, engine: str, library: str) -> None:
+    def __init__(self, engine: str, library: str, *, warm_up_budget_s: float) -> None:
         """Initialize an engine that is not loaded.
 
         Args:
             engine: value of `--engine`.
             library: name of the library, for messages.
+            warm_up_budget_s: see `WarmUp`.
         """
+        self._warming = WarmUp(warm_up_budget_s)
         self._engine = engine
         self._library = library
         self._loading: EngineLoader[Any] | None = None
@@ -43,7 +47,7 @@ class ExternalEngine:
     def progress(self) -> str:
         """See `HasProgress`."""
         loading = self._loading
-        return "" if loading is None else loading.progress()
+        return self._warming.progress() if loading is None else loading.progress()
 
     async def _load(self, loading: EngineLoader[tuple[V, Any]]) -> V:
         """Return the library's bindings and store its engine object. Raises the exceptions of the builder."""
@@ -58,12 +62,23 @@ class ExternalEngine:
         """Accept requests, which the loaded library runs."""
         self._runner = Runner(library, identity, times)
 
-    async def _warm_up(self, model: str) -> None:
-        """Generate one token, without a KV transfer, so that `start` returns only when the library responds."""
+    async def _warm_up(self, model: str, info: EngineInfo, passes: Sequence[WarmUpStep] = ()) -> None:
+        """Generate one token, so that `start` returns only when the library responds. Then run the warm-up.
+
+        Args:
+            model: name of the model.
+            info: properties of the engine.
+            passes: steps of this engine, before the requests.
+
+        Raises:
+            EngineFailed: the library does not respond, or failed during the warm-up.
+        """
         try:
-            await warm_up(self, model, max_tokens=1)
+            await first_request(self, model, max_tokens=1)
         except DynamoError as exc:
             raise EngineFailed(f"{self._library} was loaded but the warm-up request failed: {exc.message}") from exc
+        await self._warming.run([*passes, *variants(self, model, info)])
+        await self.check()
 
     async def check(self) -> None:
         """See `Engine.check`."""

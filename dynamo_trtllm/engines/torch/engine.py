@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats, warm_up
+from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
@@ -24,6 +24,7 @@ from dynamo_trtllm.engines.torch.sampler import logits_processor_for
 from dynamo_trtllm.engines.torch.scheduler import BatchLimits, Scheduler
 from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Event, Freed, PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
+from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -99,6 +100,7 @@ class TorchEngine:
         self._args = args = torch_args(config)
         self._model_path = config.model_path
         self._model_name = config.served_model_name or Path(config.model_path).name
+        self._warming = WarmUp(config.warm_up_budget_s)
         if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.transfer_backend == "auto" else args.transfer_backend
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
@@ -132,7 +134,7 @@ class TorchEngine:
         if self._kv_connector is not None and scheduler.transfer_buffer is not None:
             await self._kv_connector.start(scheduler.transfer_buffer)
         scheduler.start()
-        await self._warm_up()
+        await self._warm_up(info, is_gpu=model.device.type == "cuda")
         log.info(
             "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
             model.device,
@@ -198,13 +200,19 @@ class TorchEngine:
         )
         return info, scheduler
 
-    async def _warm_up(self) -> None:
+    def progress(self) -> str:
+        """See `HasProgress`."""
+        return self._warming.progress()
+
+    async def _warm_up(self, info: EngineInfo, *, is_gpu: bool) -> None:
         try:
-            await warm_up(self, self._model_name, max_tokens=2)
+            await first_request(self, self._model_name, max_tokens=2)
         except NonFinite as exc:
             raise EngineFailed(
                 f"{self._model_path} computes NaN or infinity; check its weights and the engine argument dtype"
             ) from exc
+        if is_gpu:  # libraries load their kernels at first use; on a CPU there are none
+            await self._warming.run(variants(self, self._model_name, info))
 
     async def check(self) -> None:
         self._ready()

@@ -54,7 +54,7 @@ class TrtllmEngine(ExternalEngine):
         Raises:
             ConfigError: TensorRT-LLM is not installed, an argument is invalid, or the folder has no model.
         """
-        super().__init__("trtllm", "TensorRT-LLM")
+        super().__init__("trtllm", "TensorRT-LLM", warm_up_budget_s=config.warm_up_budget_s)
         version = PACKAGE.version()
         gpus = gpu.visible_gpus()
         self._release = release_for(version)
@@ -101,7 +101,7 @@ class TrtllmEngine(ExternalEngine):
             weight_bytes=weight_bytes(self._checkpoint).total // self._facts.tensor_parallel,
         )
         info, library = self._serve(await self._load(loading))
-        await self._warm_up(self._model)
+        await self._warm_up(self._model, info)
         if settings.has_statistics(self._args):
             library.poll_stats()
         return info

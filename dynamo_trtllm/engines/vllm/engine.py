@@ -81,7 +81,7 @@ class VllmEngine(ExternalEngine):
         Raises:
             ConfigError: vLLM is not installed, an argument is invalid, or the folder has no model.
         """
-        super().__init__("vllm", "vLLM")
+        super().__init__("vllm", "vLLM", warm_up_budget_s=config.warm_up_budget_s)
         self._release = installed_version()
         self._args = vllm_args(config)
         self._checkpoint = read_checkpoint(Path(config.model_path))
@@ -119,12 +119,14 @@ class VllmEngine(ExternalEngine):
         )
         info, library = self._serve(await self._load(loading))
         await library.bind_lifetime()
-        await self._warm_up(self._model)
+        counts = settings.token_counts(self._checkpoint, self._llm.vllm_config)
+        async with library.compiling():
+            await self._warm_up(self._model, info, library.passes(counts))
         return info
 
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
-        for name, value in _ENVIRONMENT.items():
+        for name, value in (_ENVIRONMENT | settings.cache_folders(process_environment())).items():
             environ.export(name, value, wanted_by=_WANTED_BY)
         channel = None
         if self._role is not Role.AGGREGATED:

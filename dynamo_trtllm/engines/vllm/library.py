@@ -7,7 +7,8 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, unpack
+from dynamo_trtllm.engines.warm_up import WarmUpStep
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
 
@@ -26,7 +28,10 @@ _log = logging.getLogger(__name__)
 # Methods of the worker extension.
 _RELEASE = "dynamo_release_kv"
 _BIND_LIFETIME = "dynamo_bind_lifetime"
+_PASS = "dynamo_run_pass"
+_COUNT_COMPILATIONS = "dynamo_count_compilations"
 _RPC_S = 10.0
+_PASS_S = 600.0  # compilers are slow on a busy host
 _ABORT_S = 5.0
 
 
@@ -64,6 +69,29 @@ class VllmLibrary:
             raise EngineFailed(f"vLLM's workers do not respond: {exc}") from exc
         if not all(is_bound):
             _log.warning("no pidfd_open on this system: if this process is killed, end vLLM's processes by hand")
+
+    def passes(self, counts: Sequence[int]) -> list[WarmUpStep]:
+        """Return a step of a warm-up for each number of tokens: one pass through the model, without KV."""
+        return [WarmUpStep(f"{tokens} tokens", partial(self._run_pass, tokens)) for tokens in counts]
+
+    async def _run_pass(self, tokens: int) -> None:
+        try:
+            await self.llm.collective_rpc(_PASS, timeout=_PASS_S, args=(tokens,))
+        except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
+            raise EngineFailed(f"vLLM could not run a pass of {tokens} tokens: {exc}") from exc
+
+    @asynccontextmanager
+    async def compiling(self) -> AsyncIterator[None]:
+        """Expect compilations of kernels meanwhile: count them. Before and after, vLLM logs each as a delay."""
+        try:
+            await self.llm.collective_rpc(_COUNT_COMPILATIONS, timeout=_RPC_S, args=(True,))
+            yield
+            compiled = await self.llm.collective_rpc(_COUNT_COMPILATIONS, timeout=_RPC_S, args=(False,))
+        except DynamoError:
+            raise
+        except Exception as exc:
+            raise EngineFailed(f"vLLM's workers do not respond: {exc}") from exc
+        _log.info("kernels compiled by the warm-up, per rank: %s", ", ".join(map(str, compiled)))
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""

@@ -52,7 +52,7 @@ def plan_for(model: str, count: int, first: int | None = None) -> Plan:
         layers=_LAYERS,
         is_eager=True,
         ready_s=_READY_S,
-        extra=json.loads(os.environ.get("VLLM_TEST_ARGUMENTS", "{}")),
+        extra={"jit_monitor_verbose": True} | json.loads(os.environ.get("VLLM_TEST_ARGUMENTS", "{}")),
     )
 
 

@@ -58,6 +58,16 @@ async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(
     assert detail["left"] > 0, "nobody left in time"
 
 
+async def test_kernels_when_requests_of_all_kinds_have_run_then_none_was_compiled_for_them(pair: GpuDeployment) -> None:
+    """The log of a ready worker: vLLM's monitor, which the warm-up turns off, logs each later compilation."""
+    for extra in ({"logprobs": 5}, {"top_k": 20, "seed": 1}, {"top_p": 0.9, "seed": 1}, {"top_k": 9, "top_p": 0.9}):
+        for count in (1, 8, 24):
+            given = tokens.prompts_between(count, 10, 3000, seed=count)
+            records = await tokens.send(pair.url, given, osl=4, concurrency=count, extra=tokens.SAMPLED | extra)
+            assert [record.error for record in records if not record.is_ok] == []
+    assert [line for line in pair.lines if "JIT compilation during inference" in line] == []
+
+
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
 async def test_load_when_a_worker_is_killed_then_its_successor_serves_and_nothing_stays_held(
     pair: GpuDeployment, victim: str

@@ -27,7 +27,10 @@ class AsyncEngineArgs:
             raise ValueError(f"Unsupported connector type: {transfer.kv_connector}")
         return VllmConfig(
             model_config=SimpleNamespace(
-                max_model_len=get("max_model_len") or longest, max_logprobs=20, dtype="torch.float32"
+                enforce_eager=bool(get("enforce_eager")),
+                max_model_len=get("max_model_len") or longest,
+                max_logprobs=20,
+                dtype="torch.float32",
             ),
             cache_config=SimpleNamespace(
                 block_size=get("block_size") or 16,
@@ -35,7 +38,9 @@ class AsyncEngineArgs:
                 cache_dtype=get("kv_cache_dtype") or "auto",
             ),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=get("tensor_parallel_size") or 1, data_parallel_index=0
+                tensor_parallel_size=get("tensor_parallel_size") or 1,
+                data_parallel_index=0,
+                enable_expert_parallel=bool(get("enable_expert_parallel")),
             ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=get("max_num_seqs") or 256,
@@ -43,6 +48,8 @@ class AsyncEngineArgs:
                 disable_hybrid_kv_cache_manager=False,
                 policy=get("scheduling_policy") or "fcfs",
             ),
+            device_config=SimpleNamespace(device_type="cuda"),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=get("cudagraph_capture_sizes") or [1, 2, 4, 8]),
             attention_config=SimpleNamespace(backend=None),
             kv_transfer_config=transfer,
             vocab_size=model["vocab_size"],

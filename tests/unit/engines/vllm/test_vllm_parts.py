@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
-from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.vllm import bindings, preflight, settings, transfers
@@ -150,6 +151,38 @@ def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> No
 def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
     with pytest.raises(ConfigError, match=settings.PORT):
         settings.choose("127.0.0.1", 2, {settings.PORT: port})
+
+
+# --- warm-up -----------------------------------------------------------------------------------------------
+
+CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+
+
+def parts(limit: int, captured: list[int], *, is_eager: bool = False, device: str = "cuda") -> Any:
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=limit),
+        model_config=SimpleNamespace(enforce_eager=is_eager),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+        parallel_config=SimpleNamespace(tensor_parallel_size=4, enable_expert_parallel=False),
+    )
+
+
+def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled_a_kernel_in_a_simulation() -> None:
+    """The simulation ran Triton's own launch code with these counts; 3000 random steps afterwards compiled nothing."""
+    simulated = {16383, 16351, 16255, 15935, 15932, 15920, 2079, 2076, 2064, 1839, 1836, 1824, 1055, 1052, 1040}
+    counts = settings.token_counts(SHAPES["gpt-oss-120b"], parts(16384, CAPTURED))
+    assert simulated | {935, 932, 928} <= set(counts)
+    assert len(counts) < 30
+    assert not set(settings.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(range(513))
+
+
+def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too() -> None:
+    model = SHAPES["gpt-oss-120b"]
+    assert min(settings.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
+    assert settings.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
+    dense = replace(model, num_experts=0)
+    assert settings.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
 
 
 # --- statistics --------------------------------------------------------------------------------------------

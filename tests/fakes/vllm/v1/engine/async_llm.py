@@ -20,6 +20,7 @@ class AsyncLLM:
         self._logger = logger
         self._core: Core | None = None
         self._closed = False
+        self.passes: list[int] = []  # numbers of tokens of the model runner's passes without requests
         self.output_handler = None
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,11 +74,17 @@ class AsyncLLM:
         if method == "dynamo_bind_lifetime":
             return [True]  # it has no process of its own
         extension = importlib.import_module("dynamo_trtllm.engines.vllm.extension").WorkerExtension()
+        extension.model_runner = self
         kv_transfer.current = self.core
         try:
             return [getattr(extension, method)(*args)]
         finally:
             kv_transfer.current = None
+
+    def _dummy_run(self, num_tokens: int, *, skip_eplb: bool) -> None:
+        """Of vLLM's GPUModelRunner."""
+        assert num_tokens <= self.vllm_config.scheduler_config.max_num_batched_tokens
+        self.passes.append(num_tokens)
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._closed = True

@@ -1,0 +1,96 @@
+"""Constants of Triton kernels that become arguments, with the real Triton of vLLM's package. No GPU is needed.
+
+Run with `pytest -m vllm`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.vllm import extension
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+SPECIALIZE = '''
+import inspect, textwrap, types, triton
+
+def define_kernel(src, module, attrs=None, **extra_globals):
+    """With the signature of triton_kernels 3.5.1."""
+    src = textwrap.dedent(src)[src.find("def "):]
+    def empty(): pass
+    scope = dict(empty.__globals__) | extra_globals
+    exec(src, scope)
+    made = scope[src[4:].split("(")[0]]
+    function = types.FunctionType(empty.__code__, scope)
+    function.__module__, function.__name__ = module.__name__, made.__name__
+    function.__signature__ = inspect.signature(made)
+    kernel = triton.JITFunction(function, **(attrs or {}))
+    kernel._unsafe_update_src(src)
+    return kernel
+'''
+TOPK = """
+import triton, triton.language as tl
+
+@triton.jit
+def _topk_forward(Bits, stride_rm: tl.constexpr, stride_rn: tl.constexpr, n_rows, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(Bits + offsets * stride_rm + stride_rn, offsets, mask=offsets < n_rows)
+"""
+
+
+def keys(kernel: Any) -> int:
+    """Return how many kernels Triton would compile for steps of 17, 64 and 70 tokens, on a Hopper GPU."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bits = torch.empty(1, dtype=torch.int32)
+    return len({str(bind(bits, 1, -(-tokens // 32) * 32, tokens, BLOCK=32)[1]) for tokens in (17, 64, 70)})
+
+
+def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_token_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    package = tmp_path / "triton_kernels"
+    package.mkdir()
+    for name, source in (("__init__", ""), ("specialize", SPECIALIZE), ("topk", TOPK)):
+        (package / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("triton_kernels", "triton_kernels.specialize", "triton_kernels.topk"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # removed again when the test ends
+        del sys.modules[name]
+    user = importlib.import_module("triton_kernels.topk")
+    assert keys(user._topk_forward) == 3
+    assert extension.loosen(extension.FIXED[0])
+    assert keys(user._topk_forward) == 1
+    types = {"Bits": "*i32", "stride_rm": "constexpr", "stride_rn": "i32", "n_rows": "i32", "BLOCK": "constexpr"}
+    source = ASTSource(user._topk_forward, types, {"stride_rm": 1, "BLOCK": 32})
+    assert "cubin" in compile(source, target=GPUTarget("cuda", 90, 32)).asm
+    assert not extension.loosen(extension.FIXED[0]), "it was replaced already"
+
+
+@pytest.mark.parametrize("fixed", extension.FIXED, ids=lambda fixed: str(fixed.kernel))
+def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(fixed: extension.FixedArgument) -> None:
+    """If this fails, vLLM has newer kernels: remove the replacement of this one."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    kernels = Path(found.origin).parent / "third_party" / "triton_kernels"
+    if not kernels.is_dir():
+        pytest.skip("this build of vLLM has no triton_kernels")
+    sources = [path.read_text() for path in kernels.rglob("*.py")]
+    (source,) = [text for text in sources if f"def {fixed.kernel}(" in text]
+    assert f"{fixed.constant}: tl.constexpr" in source.partition(f"def {fixed.kernel}(")[2].partition("):")[0]

@@ -1,0 +1,107 @@
+"""The warm-up: its budget, its progress, failed steps, and the requests for every kind that an engine supports."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.vllm import settings
+from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, variants
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import Role
+from tests.engines import check_nothing_left, make, vllm_args
+from tests.fakes_path import fake_tensorrt_llm, fake_vllm
+
+
+def steps(ran: list[str], *names: str, warm_up: WarmUp | None = None, fails: str = "") -> list[WarmUpStep]:
+    """Steps that note their names, with the progress during them."""
+
+    def step(name: str) -> WarmUpStep:
+        async def run() -> None:
+            ran.append(name if warm_up is None else f"{name}: {warm_up.progress()}")
+            if name == fails:
+                raise RequestRejected("no such thing")
+
+        return WarmUpStep(name, run)
+
+    return [step(name) for name in names]
+
+
+async def test_run_when_the_budget_lasts_then_every_step_runs_and_progress_counts_them() -> None:
+    ran: list[str] = []
+    warm_up = WarmUp(60.0)
+    assert warm_up.progress() == ""
+    assert await warm_up.run(steps(ran, "a", "b", "c", warm_up=warm_up)) == ()
+    assert ran == ["a: warming up 1/3", "b: warming up 2/3", "c: warming up 3/3"]
+    assert warm_up.progress() == ""
+
+
+async def test_run_when_the_budget_is_spent_then_what_was_not_reached_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ran: list[str] = []
+    with caplog.at_level(logging.WARNING):
+        assert await WarmUp(0.0).run(steps(ran, "16383 tokens", "a seed")) == ("16383 tokens", "a seed")
+    assert ran == []
+    assert "16383 tokens, a seed" in caplog.text
+    assert "--warm-up-budget-s" in caplog.text
+
+
+async def test_run_when_a_step_fails_then_it_is_named_and_the_others_run(caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[str] = []
+    assert await WarmUp(60.0).run(steps(ran, "a", "b", fails="a")) == ("a",)
+    assert ran == ["a", "b"]
+    assert "no such thing" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["mock", "torch", "vllm", "trtllm"])
+async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_left(kind: str, gpt_oss: Path) -> None:
+    with ExitStack() as stack:
+        if kind == "vllm":
+            stack.enter_context(fake_vllm())
+        elif kind == "trtllm":
+            stack.enter_context(fake_tensorrt_llm())
+        engine = make(kind, gpt_oss, Role.AGGREGATED)
+        try:
+            info = await engine.start()
+            asked = variants(engine, "tiny", info)
+            assert len(asked) >= 3
+            assert await WarmUp(60.0).run(asked) == ()
+            await check_nothing_left(engine)
+        finally:
+            await engine.aclose()
+    without = variants(engine, "tiny", replace(info, unsupported_features=("seed", "logprobs")))
+    assert not {"a seed", "log-probabilities", "top-k of a seeded batch"} & {step.name for step in without}
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 0.0])
+async def test_start_of_vllm_then_a_pass_runs_for_each_token_count_that_has_kernels_of_its_own(
+    budget_s: float, gpt_oss: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache/vllm")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with fake_vllm():
+        config = WorkerConfig(
+            model_path=str(gpt_oss),
+            warm_up_budget_s=budget_s,
+            override_engine_args=vllm_args({"max_num_batched_tokens": 2048}),
+        )
+        from dynamo_trtllm.engines.vllm.engine import VllmEngine
+
+        engine = VllmEngine(config, instance_id=1)
+        try:
+            with caplog.at_level(logging.INFO):
+                await engine.start()
+            passes = engine._llm.passes
+            assert passes == (settings.token_counts(engine._checkpoint, engine._llm.vllm_config) if budget_s else [])
+            assert ("not reached" in caplog.text) == (budget_s == 0)
+            assert os.environ["TRITON_CACHE_DIR"] == "/cache/vllm/triton"
+            assert "kernels compiled by the warm-up, per rank: 0" in caplog.text
+        finally:
+            await engine.aclose()
