@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, cast
 
 from dynamo_trtllm.api.chat import ChatRequest
@@ -137,8 +137,8 @@ class NullTransport(asyncio.Transport):
         pass
 
 
-def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
-    """Return the CPU time per token of a request without socket and pipeline, in microseconds."""
+def make_exchange(channel: str, steps: int, **fields: Any) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Return a function that runs a request without socket and pipeline."""
     pipeline, config = FakePipeline(make_chunks(make_stream(channel, steps))), FrontendConfig()
     state = AppState(
         config=config,
@@ -157,6 +157,12 @@ def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
         request.complete()
         await app(request, HttpResponse(NullTransport(), FlushBatch(), lambda: None))
 
+    return exchange
+
+
+def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
+    """Return the CPU time per token of a request without socket and pipeline, in microseconds."""
+    exchange = make_exchange(channel, steps, **fields)
     return cpu_us(lambda: asyncio.run(exchange()), steps * int(fields.get("n", 1)))
 
 

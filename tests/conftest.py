@@ -26,6 +26,10 @@ sys.dont_write_bytecode = False
 # Models here are so small that threads cost more than they bring, above all where processes outnumber cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The processes of tests record their events here.
+_RUNTIME = tempfile.TemporaryDirectory(prefix="tests-runtime-")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
+
 _GRACE_S = 30.0
 GATES = ("gpu", "extra", "long")
 # Marker -> the package that it needs, and how to install it.

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from dynamo_trtllm.api.output_format import StructuredFields
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     Id,
@@ -24,7 +23,7 @@ from dynamo_trtllm.api.request_model import (
     shown,
     unsupported,
 )
-from dynamo_trtllm.api.sampling import NO_OPS
+from dynamo_trtllm.api.sampling import NO_OPS, StructuredFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
 

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dynamo_trtllm.api.output_format import StructuredFields
 from dynamo_trtllm.api.request_model import MAX_VALUES, List, LongText, invalid, kind_of, shown, unsupported
-from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, TokenId
+from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, StructuredFields, TokenId
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 

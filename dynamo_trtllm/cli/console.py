@@ -90,6 +90,13 @@ COMMANDS = (
         flags=".config.commands:StatusConfig",
     ),
     Command(
+        name="explain",
+        group=_USE,
+        summary="Show the life of a request, or what is stuck.",
+        main=".cli.explain:main",
+        flags=".config.commands:ExplainConfig",
+    ),
+    Command(
         name="clear-namespace",
         group=_USE,
         summary="Remove the records of a deployment that is gone.",

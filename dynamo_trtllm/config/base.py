@@ -194,3 +194,17 @@ class ConnectionConfig(Config):
     )
     log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
     log_format: LogFormat = option(PROCESS, "text", "Format of log lines: text, or json (one object per line).")
+
+
+RECORDER_DIR_HELP = (
+    "Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise "
+    "/tmp/dynamo_trtllm-UID."
+)
+
+
+class ProcessConfig(ConnectionConfig):
+    """Settings that workers and frontends share."""
+
+    recorder_dir: Annotated[str, Field(min_length=1)] | None = option(
+        PROCESS, None, f"{RECORDER_DIR_HELP} off: record nothing."
+    )

@@ -15,6 +15,7 @@ from dynamo_trtllm.config.base import (
     LOAD,
     MODEL,
     PROCESS,
+    RECORDER_DIR_HELP,
     ROLE,
     Config,
     ConnectionConfig,
@@ -272,6 +273,48 @@ exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 fo
     interval_s: PositiveFloat = option(PROCESS, 2.0, "Seconds between two outputs of --watch.")
     timeout_s: PositiveFloat = option(PROCESS, 3.0, "Maximum seconds to wait for the answers of all processes.")
     json_output: bool = option(PROCESS, False, "Print JSON, with --watch one line each time.", aliases=("--json",))
+
+
+class ExplainConfig(Config):
+    """Settings of `dynamo-trtllm explain`."""
+
+    examples: ClassVar[str] = """\
+examples:
+  %(prog)s                                  the latest requests
+  %(prog)s chatcmpl-5f0c1d2e3a4b5c6d7e8f90a1b2c3d4e5
+  %(prog)s --stuck --older-than-s 5
+  %(prog)s --perfetto trace.json            to open in https://ui.perfetto.dev
+  %(prog)s --trace requests.jsonl           to replay with a benchmark
+exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found something; 2 for a bad command
+line
+"""
+
+    request: Annotated[str, Field(min_length=1)] | None = option(
+        PROCESS,
+        None,
+        "Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header X-Request-Id, or of a log "
+        "line. Default: list the latest requests.",
+        positional=True,
+    )
+    stuck: bool = option(
+        PROCESS, False, "List requests that have not ended and are silent, with the process that holds each."
+    )
+    older_than_s: PositiveFloat = option(PROCESS, 10.0, "Seconds of silence after which a request counts as stuck.")
+    perfetto: Path | None = option(
+        PROCESS, None, "Write the events to this file as a Chrome trace (JSON), for Perfetto."
+    )
+    trace: Path | None = option(
+        PROCESS,
+        None,
+        "Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format (JSONL).",
+    )
+    recorder_dir: Annotated[str, Field(min_length=1)] | None = option(PROCESS, None, RECORDER_DIR_HELP)
+
+    @model_validator(mode="after")
+    def _one_question(self) -> ExplainConfig:
+        if self.stuck and (self.request or self.perfetto or self.trace):
+            raise ValueError("--stuck can't be combined with a request, --perfetto or --trace; run them separately")
+        return self
 
 
 class VersionConfig(Config):

@@ -18,7 +18,6 @@ from dynamo_trtllm.config.base import (
     MODEL,
     PROCESS,
     ROLE,
-    ConnectionConfig,
     EngineName,
     IpAddress,
     NonNegativeFloat,
@@ -26,6 +25,7 @@ from dynamo_trtllm.config.base import (
     Port,
     PositiveFloat,
     PositiveInt,
+    ProcessConfig,
     ReachableHost,
     matching,
     option,
@@ -42,7 +42,7 @@ Origins = Annotated[
 ]
 
 
-class WorkerConfig(ConnectionConfig):
+class WorkerConfig(ProcessConfig):
     """Settings of `dynamo-trtllm worker`. None selects the engine's own default."""
 
     examples: ClassVar[str] = """\
@@ -211,7 +211,7 @@ examples, one prefill and one decode worker of the same model:
         return self
 
 
-class FrontendConfig(ConnectionConfig):
+class FrontendConfig(ProcessConfig):
     """Settings of `dynamo-trtllm frontend`."""
 
     http_host: str = option(

@@ -25,6 +25,7 @@ from dynamo_trtllm.kv_transfer.base import (
     request_params,
 )
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, KvLayout, KvTransferParams, PhaseTimings
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class PublishedKv(NamedTuple):
 
 
 class _PublishedTransfer(NamedTuple):
+    request_id: str
     prompt_tokens: int
     expiry: asyncio.TimerHandle
     on_unpublished: Callable[[], None]
@@ -98,7 +100,7 @@ class KvTransfers:
         expires_at = time.time() + self._ttl_s
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         prompt_tokens = len(request.token_ids)
-        self._pending[transfer_id] = _PublishedTransfer(prompt_tokens, expiry, kv.on_unpublished)
+        self._pending[transfer_id] = _PublishedTransfer(request.request_id, prompt_tokens, expiry, kv.on_unpublished)
         try:
             offer = await self.backend.publish(transfer_id, kv.regions, ready=kv.ready)
         except BaseException:  # also if cancelled: the backend may have published this memory
@@ -119,6 +121,7 @@ class KvTransfers:
             kv_bytes=sum(region.num_bytes for region in kv.regions),
             engine_state=kv.engine_state(offer),
         )
+        RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_params.kv_bytes)
         stats = msgspec.structs.replace(kv.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
 
@@ -131,13 +134,20 @@ class KvTransfers:
 
     async def fetch(self, request: GenerateRequest, kv_params: KvTransferParams, offer: bytes, to: Destination) -> None:
         """Read the KV of a prompt. Raises as `base.fetch`."""
+        name, holder = request.request_id, kv_params.prefill_instance_id
+        RECORDER.record(name, RecordedEvent.KV_FETCH_STARTED, holder, kv_params.kv_bytes)
         await fetch(self.backend, kv_params, offer, to, FetchLimits(request.deadline, self._timeout_s))
+        RECORDER.record(name, RecordedEvent.KV_FETCHED)
 
     def release(self, transfer_id: str) -> None:
         """End a transfer. Unknown and ended transfers are ignored."""
+        self._end(transfer_id, RecordedEvent.KV_RELEASED)
+
+    def _end(self, transfer_id: str, event: RecordedEvent) -> None:
         ended = self._pending.pop(transfer_id, None)
         if ended is None:
             return
+        RECORDER.record(ended.request_id, event)
         ended.expiry.cancel()
         task = asyncio.get_running_loop().create_task(
             self._unpublish(transfer_id, ended), name=f"unpublish-{transfer_id}"
@@ -151,7 +161,7 @@ class KvTransfers:
 
     def _expire(self, transfer_id: str) -> None:
         log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", transfer_id, self._ttl_s)
-        self.release(transfer_id)
+        self._end(transfer_id, RecordedEvent.KV_EXPIRED)
 
     async def _unpublish(self, transfer_id: str, ended: _PublishedTransfer) -> None:
         try:

@@ -29,6 +29,7 @@ from dynamo_trtllm.messages import (
     decode,
     encode,
 )
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
@@ -106,6 +107,7 @@ class Plane:
         self._servers: list[EndpointServer] = []
         self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
+        transport.on_disconnect(lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, error.code))
 
     async def serve(self, subject: str, service: Service) -> EndpointServer:
         """Serve requests at `subject`, and control verbs at its control subject, until the server is closed."""
@@ -139,7 +141,7 @@ class Plane:
             on_event,
             self._opening,
             lambda: self._ended(subject, stream, deadline),
-            partial(self._send_cancel, subject, stream),
+            partial(self._send_cancel, subject, stream, request.request_id),
         )
         self._inbox.add(stream, receiver)
         self._running.setdefault(subject, {})[stream] = receiver
@@ -156,7 +158,8 @@ class Plane:
         if not running:
             del self._running[subject]
 
-    def _send_cancel(self, subject: str, stream: int) -> None:
+    def _send_cancel(self, subject: str, stream: int, request_id: str) -> None:
+        RECORDER.record(request_id, RecordedEvent.CALL_CANCELLED)
         _remember(self._cancelled, stream)
         self._cancel(subject, stream)
 
@@ -221,6 +224,7 @@ class Plane:
                 raise
         else:
             _ack_data(reply)
+            RECORDER.record(request.request_id, RecordedEvent.CALL_ACKNOWLEDGED)
         receiver.last_ping_before_ack = self._num_pings
 
     def _encode_checked(self, value: ClientMessage | ControlRequest) -> bytes:
@@ -276,6 +280,7 @@ class Plane:
         return sum(receiver.received for receiver in self._running.get(subject, {}).values())
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
+        RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
         ours = isinstance(error, Disconnected)  # this process lost its connection; the worker may be alive
         lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):

@@ -27,6 +27,7 @@ from dynamo_trtllm.errors import (
     VersionMismatch,
 )
 from dynamo_trtllm.messages import Chunk, Control, decode, encode, wire_mismatch
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.frames import (
     PING,
     Ack,
@@ -326,6 +327,7 @@ class EndpointServer:
         self._forget_fetched(caller)
         gone, held = list(caller.running.values()), list(caller.held)
         if gone or held:
+            RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
             log.warning(text, inbox, len(gone), len(held), error)
         for stream in gone:

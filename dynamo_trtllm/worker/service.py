@@ -33,6 +33,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, StreamHandle
 
@@ -167,19 +168,22 @@ def digest(path: Path) -> str:
 class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
-    __slots__ = ("_metrics", "_output_tokens", "_phase", "admission", "source")
+    __slots__ = ("_metrics", "_phase", "admission", "num_tokens", "request_id", "source")
 
-    def __init__(self, phase: Phase, metrics: WorkerMetrics, on_event: OnEvent) -> None:
+    def __init__(self, request: GenerateRequest, metrics: WorkerMetrics, on_event: OnEvent) -> None:
         super().__init__(on_event)
-        self._phase = phase
+        self.request_id = request.request_id
+        self._phase = request.phase
         self._metrics = metrics
-        self._output_tokens = 0
+        self.num_tokens = 0  # output
         self.admission = ExitStack()
         self.source: StreamHandle | None = None  # None: the call was rejected
 
     def emit(self, event: StreamEvent) -> None:
         if isinstance(event, Chunk):
-            self._output_tokens += len(event.token_ids)
+            if not self.num_tokens and event.token_ids:
+                RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
+            self.num_tokens += len(event.token_ids)
             if event.finish_reason is None:
                 if self._on_event is not None:
                     self._on_event(event)
@@ -197,8 +201,11 @@ class _ServiceStream(Stream):
 
     def _close(self, last: StreamEvent | None) -> None:
         code = "cancelled" if last is None else last.code if isinstance(last, DynamoError) else "ok"
+        RECORDER.unfollow(self)
+        reason = last.finish_reason if isinstance(last, Chunk) and last.finish_reason is not None else code
+        RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
         self.admission.close()  # the engine may hold a cancelled call for longer: until its fetch has stopped
-        self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self._output_tokens)
+        self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self.num_tokens)
 
 
 class WorkerService:
@@ -236,12 +243,16 @@ class WorkerService:
         metrics.watch(active=admission.active, reserved=admission.reserved_slots)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _ServiceStream(request.phase, self._metrics, on_event)
+        stream = _ServiceStream(request, self._metrics, on_event)
+        name, tokens = request.request_id, len(request.token_ids)
+        RECORDER.record(name, RecordedEvent.CALL_RECEIVED, tokens, reason=request.phase)
         context = contextvars.copy_context()  # of the stream's log lines
         context.run(request_id.set, request.request_id)
         try:
             self._check(request)
             stream.admission.enter_context(self._admission.admit(request, self._stats(request)))
+            RECORDER.record(name, RecordedEvent.QUEUED)
+            RECORDER.follow(stream)
             stream.source = context.run(self._engine.generate, request, stream.emit)
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)

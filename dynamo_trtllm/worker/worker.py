@@ -32,6 +32,7 @@ from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, 
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -187,7 +188,11 @@ class Worker:
             await self._drain(parts)
 
     async def _start(self, stack: AsyncExitStack) -> _RunningWorker:
-        model = self._config.model_path
+        model, namespace = self._config.model_path, endpoint_of(self._config).namespace
+        folder = recorder_folder(self._config.recorder_dir, process_environment())
+        kind = str(self._config.disaggregation_mode)
+        RECORDER.start(folder, namespace=namespace, kind=kind, instance_id=self.instance_id)
+        stack.callback(RECORDER.stop)
         self._config = config = await asyncio.to_thread(_resolved, self._config)
         self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
         check_model_name(self._model_name())
@@ -213,7 +218,7 @@ class Worker:
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         peers = await startup.live_peers(
-            discovery, endpoint_of(self._config).namespace, model=self._model_name(), role=config.disaggregation_mode
+            discovery, namespace, model=self._model_name(), role=config.disaggregation_mode
         )
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
@@ -238,6 +243,7 @@ class Worker:
         registration = await discovery.register(instance)
         stack.push_async_callback(registration.aclose)
         self._health.phase = "serving"
+        RECORDER.record_process(RecordedEvent.READY)
         return _RunningWorker(plane, engine, service, serving, registration)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
@@ -282,6 +288,7 @@ class Worker:
 
     async def _drain(self, parts: _RunningWorker) -> None:
         self._health.phase = "draining"
+        RECORDER.record_process(RecordedEvent.DRAINING)
         await parts.registration.aclose()
         await drain(parts.engine, parts.serving, self._config.drain_timeout_s)
         self._health.phase = "stopped"

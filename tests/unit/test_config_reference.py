@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from dynamo_trtllm import config
-from dynamo_trtllm.config.base import Config, ConnectionConfig
+from dynamo_trtllm.config.base import Config, ConnectionConfig, ProcessConfig
 from dynamo_trtllm.config.deployment import Section
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.models import FrontendConfig
@@ -29,7 +29,7 @@ def test_page_when_models_are_counted_then_none_is_left_out() -> None:
     # a process that another one starts takes what its parent takes
     inner = {each for each in models(FrontendConfig) if each is not FrontendConfig}
     here = {each for each in models(Config) if each.__module__.startswith("dynamo_trtllm.config.")}
-    assert here - {Config, ConnectionConfig, Section} - inner == told
+    assert here - {Config, ConnectionConfig, ProcessConfig, Section} - inner == told
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)

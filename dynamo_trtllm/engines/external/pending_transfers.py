@@ -27,6 +27,7 @@ from dynamo_trtllm.messages import (
     decode,
     token_ids,
 )
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 _log = logging.getLogger(__name__)
 # NVFP4 has 4 bits per value and a scale of 8 bits for every 16 values.
@@ -60,6 +61,7 @@ class PrefillResult(NamedTuple):
 
 
 class _PendingTransfer(NamedTuple):
+    request_id: str
     prompt_tokens: int
     release_kv: ReleaseLibraryKv
     expiry: asyncio.TimerHandle
@@ -109,7 +111,11 @@ class PendingTransfers:
         identity, prompt_tokens = self._identity, len(request.token_ids)
         transfer_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
-        self._awaiting_fetch[transfer_id] = _PendingTransfer(prompt_tokens, result.release_kv, expiry)
+        self._awaiting_fetch[transfer_id] = _PendingTransfer(
+            request.request_id, prompt_tokens, result.release_kv, expiry
+        )
+        num_bytes = kv_bytes(identity.layout, prompt_tokens)
+        RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, num_bytes)
         self._on_change()
         return KvTransferParams(
             version=base.TRANSFER_PARAMS_VERSION,
@@ -124,7 +130,7 @@ class PendingTransfers:
             first_token_ids=token_ids(result.first_token_ids),
             first_logprobs=result.first_logprobs,
             transport=identity.transport,
-            kv_bytes=kv_bytes(identity.layout, prompt_tokens),
+            kv_bytes=num_bytes,
             engine_state=result.engine_state,
         )
 
@@ -153,6 +159,8 @@ class PendingTransfers:
         pending = self._awaiting_fetch.pop(transfer_id, None)
         if pending is None:
             return
+        event = RecordedEvent.KV_EXPIRED if has_expired else RecordedEvent.KV_RELEASED
+        RECORDER.record(pending.request_id, event)
         pending.expiry.cancel()
         try:
             if not is_fetched:

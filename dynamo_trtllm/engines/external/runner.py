@@ -23,6 +23,7 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.kv_transfer.base import FetchLimits, first_deadline, timeout_error
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
 
 _log = logging.getLogger(__name__)
@@ -283,9 +284,9 @@ class ExternalCall(Stream):
             self.cancel()
 
     def _note_started(self) -> None:
-        self._has_started = True
-        self._started_at = time.monotonic()
+        self._has_started, self._started_at = True, time.monotonic()
         if self._request.phase is Phase.DECODE and not self.has_ended:
+            RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCHED)
             self._due_at_deadline()
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
@@ -347,6 +348,7 @@ class ExternalCall(Stream):
             return
         limits = FetchLimits(self._request.deadline, self._runner.times.handoff_timeout_s)
         first = first_deadline(kv_params, limits, time.time())
+        RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id)
         self._due_in(first.left_s, lambda: self._pass_on(timeout_error(kv_params, first)))
 
     def _due_at_deadline(self) -> None:

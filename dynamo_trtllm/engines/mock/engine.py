@@ -44,6 +44,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     token_ids,
 )
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream, phase_timings
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
@@ -72,6 +73,7 @@ class _MockStream(TaskStream):
         "blocks",
         "num_output",
         "prefill_left",
+        "recorded_wait",
         "request",
         "seed",
         "wanted",
@@ -88,6 +90,7 @@ class _MockStream(TaskStream):
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
+        self.recorded_wait = ""
         self._begun_s = time.monotonic()  # of the current phase
         self._phases: dict[str, float] = {}  # that have ended
         self._queued = engine.queue_clock.read()  # at the arrival
@@ -96,9 +99,12 @@ class _MockStream(TaskStream):
         """End the current phase, and begin the next one."""
         now = time.monotonic()
         self._phases[phase], self._begun_s = now - self._begun_s, now
+        if phase == "prefill" and self.request.kv_params is None:
+            RECORDER.record(self.request.request_id, RecordedEvent.PREFILL_DONE)
 
     def admitted(self) -> None:
         """End the wait in the queue. A decode call fetches its KV meanwhile and waits for its first step afterwards."""
+        RECORDER.record(self.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
         if self.request.kv_params is None:
             self.end_phase("queue")
             self._phases |= self._engine.queue_clock.since(self._queued)
@@ -121,6 +127,12 @@ class _MockStream(TaskStream):
         self.emit(await self._engine.import_kv(self, kv_params))
         if not self.has_ended:
             self._generate_rest()
+
+    def record_wait(self, lacking: str) -> None:
+        """Record what the request lacks, as long as it is the first one that waits."""
+        if lacking == "kv_blocks" != self.recorded_wait:
+            self.recorded_wait = lacking
+            RECORDER.record(self.request.request_id, RecordedEvent.WAITING_FOR_KV_BLOCKS)
 
     def step(self) -> None:
         """Generate one token: the Harmony prefix first, then a function of seed and index."""
@@ -336,6 +348,8 @@ class MockEngine:
             stream.admitted()
             self._running[stream] = None
         self.queue_clock.lack(lacking if self._waiting else "")
+        if self._waiting:
+            self._waiting[0].record_wait(lacking)
 
     def _lacking(self) -> str:
         """Return what the first waiting request lacks; "" if it can start."""

@@ -246,9 +246,9 @@ class Scheduler:
         if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
             seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
             if seq.allocation is None:
-                return "transfer_buffer"
+                return seq.lack("transfer_buffer")
         seq.blocks = self.pool.reserve(seq.kv_tokens)
-        return "kv_blocks" if seq.blocks is None else ""
+        return seq.lack("kv_blocks") if seq.blocks is None else ""
 
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)

@@ -16,6 +16,7 @@ from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadat
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, TokenLogprob
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import phase_timings
 
 
@@ -48,6 +49,13 @@ Event: TypeAlias = Chunk | DynamoError | BlocksReserved | PrefillDone
 Delivery: TypeAlias = list[tuple["TorchSequence", Event | Freed]]
 
 
+_BEGINS = {"queue": RecordedEvent.STARTED_IN_ENGINE, "prefill": RecordedEvent.PREFILL_DONE}  # what follows a phase
+_WAITS = {
+    "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
+    "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
+}
+
+
 @dataclass(slots=True, eq=False)
 class TorchSequence:
     """One request inside the engine.
@@ -72,6 +80,14 @@ class TorchSequence:
     phases: dict[str, float] = field(default_factory=dict)  # seconds of those that have ended, and of parts of phases
     queued: dict[str, float] = field(default_factory=dict)  # the queue's clock when the sequence was queued
     awaits_step: bool = False  # decode: its KV is in the pool, and it waits for its first step
+    recorded_wait: str = ""  # what it lacked last
+
+    def lack(self, what: str) -> str:
+        """Record, once, what the sequence lacks as the first one that waits. Return the same."""
+        if what != self.recorded_wait:
+            self.recorded_wait = what
+            RECORDER.record(self.request.request_id, _WAITS[what])
+        return what
 
     @property
     def prompt_tokens(self) -> int:
@@ -122,6 +138,8 @@ class TorchSequence:
         """End the current phase, and begin the next one."""
         now = time.monotonic()
         self.phases[phase], self.begun_at = now - self.begun_at, now
+        if phase in _BEGINS:
+            RECORDER.record(self.request.request_id, _BEGINS[phase])
 
     def end_part(self, part: str) -> None:
         """End the first part of the current phase."""

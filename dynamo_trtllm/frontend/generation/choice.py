@@ -18,6 +18,7 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
 from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 
@@ -144,6 +145,16 @@ class ChoiceState:
                 on_delta(exc if isinstance(exc, DynamoError) else unexpected_error(exc, request.request_id))
 
         self._stream = pipeline.generate(request, self.trace, on_event)
+
+    @property
+    def request_id(self) -> str:
+        """Return the id of this choice's calls."""
+        return self._choice_request.request.request_id
+
+    def record_prompt(self) -> None:
+        """Record the prompt's length and hashes, which is once per prompt."""
+        request = self._choice_request.request
+        RECORDER.record_prompt(request.request_id, request.token_ids, request.sampling.max_tokens)
 
     def _with_api_name(self, error: DynamoError) -> DynamoError:
         """Return an error of the engine with the API's name of the field that it rejected."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from dynamo_trtllm.api.output_format import ANY_OBJECT
+from dynamo_trtllm.api.sampling import ANY_OBJECT
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, ServedModel, Tool

@@ -32,6 +32,8 @@ from dynamo_trtllm.frontend.generation.flow_events import (
 )
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
+from dynamo_trtllm.observability.recorder import RECORDER
+from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
 from dynamo_trtllm.router.policy import WorkerSelection, incapable, select
 from dynamo_trtllm.router.view import (
@@ -247,6 +249,8 @@ class _RunningRequest(Stream):
                 is_prefill = action.request.phase is Phase.PREFILL
                 self._enter("prefill" if is_prefill else "first_token", action.worker.role)
                 on_event = self._on_prompt if scores_prompt else self._on
+                phase = action.request.phase
+                RECORDER.record(request.request_id, Recorded.CALL_SENT, action.worker.id, reason=phase)
                 self._call = pipeline.plane.generate(action.worker.subject, action.request, on_event)
             case SelectWorkers():
                 return self._select(action)
@@ -257,9 +261,11 @@ class _RunningRequest(Stream):
                 left_s = min(left_s, request.deadline - time.time())
                 if left_s <= 0:
                     return Signal.WAIT_TIMED_OUT
+                RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS)
                 self._run(_wait(pipeline.view.changed, left_s))
             case ReserveDecodeSlot():
                 self._enter("reserve", action.decode.role)
+                RECORDER.record(request.request_id, Recorded.RESERVING_SLOT, action.decode.id)
                 self._run(self._reserve(action))
             case SendControl():
                 pipeline.background_control.send(action.worker, action.message)
@@ -269,6 +275,8 @@ class _RunningRequest(Stream):
                 pipeline.record_transfer(action.pair, action.error)
             case RecordFailure():
                 pipeline.record_unreachable(action.worker.id, action.error)
+                goes_on, code = bool(action.next_step), action.error.code
+                RECORDER.record(request.request_id, Recorded.CALL_FAILED, action.worker.id, goes_on, reason=code)
                 if action.next_step:
                     if self._trace.spans[-1].phase == "first_token":
                         self._trace.spans[-1].phase = "retry"
@@ -289,7 +297,10 @@ class _RunningRequest(Stream):
             self._enter_attempt()
             self._round_robin_index = self._pipeline.new_round_robin_index(model)
         try:
-            return self._pipeline.select(self._flow.request, action, self._round_robin_index)
+            selection = self._pipeline.select(self._flow.request, action, self._round_robin_index)
+            prefill_id = 0 if selection.prefill is None else selection.prefill.id
+            RECORDER.record(self._flow.request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
+            return selection
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
 

@@ -10,8 +10,7 @@ import msgspec
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from dynamo_trtllm.api.output_format import ANY_OBJECT
-from dynamo_trtllm.api.sampling import SEED_LIMIT, SamplingFields
+from dynamo_trtllm.api.sampling import ANY_OBJECT, SEED_LIMIT, SamplingFields
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import (
     chat_conversation,

@@ -25,6 +25,7 @@ from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ class RequestContext:
     """
 
     def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
-        unique = secrets.token_hex(8)  # clients may repeat their ids
-        self.id = f"{request.id}-{unique}" if request.id else unique
+        self._unique = secrets.token_hex(8)  # clients may repeat their ids
+        self.id = f"{request.id}-{self._unique}" if request.id else self._unique
+        RECORDER.record(self.id, RecordedEvent.RECEIVED, id_hash(request.id) if request.id else 0)
         self.client = request.client
         self.deadline = 0.0  # seconds since the epoch; known with the body
         self._ignored = ""  # names of ignored fields, for the response header
@@ -120,8 +122,8 @@ class RequestContext:
         while len(logged) > _MAX_LOGGED:
             del logged[next(iter(logged))]
 
-    async def begin(self, plan: GenerationPlan, answer_id: str) -> None:
-        """Create the choices, and wait for their permits.
+    async def begin(self, plan: GenerationPlan, id_prefix: str) -> None:
+        """Create the choices, and wait for their permits. The id of the response begins with `id_prefix`.
 
         Raises:
             InvalidRequest: they are more than the limit.
@@ -132,6 +134,8 @@ class RequestContext:
         self._observe_itl = metrics.itl(model=self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
         self._traces = [choice.trace for choice in self.choices]
+        for choice in self.choices[:: plan.candidates]:
+            choice.record_prompt()
         if count > limiter.limit:
             raise InvalidRequest(
                 f"the request has {count} choices; this server runs at most {limiter.limit} at once, lower n"
@@ -143,20 +147,26 @@ class RequestContext:
             metrics.observe_queue(seconds=time.monotonic() - self._spans[-1].begin_s)
         self.enter("select")
         self._num_permits = count
-        self.answer_id = answer_id
+        self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
+        for choice in self.choices:
+            RECORDER.follow(choice)
 
     def observe(self, delta: ChoiceDelta) -> None:
         """Record a delta when it arrives. TTFT counts once per request, inter-token latency in each choice."""
-        if delta.tokens == 0:
-            return
         trace, now = self._traces[delta.index], time.monotonic()
-        if trace.first_s is not None:
-            self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
-        else:
-            if self._first_s() is None:
-                self._app_state.metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
-            trace.first_s = now
-        trace.last_s = now
+        if delta.tokens:
+            if trace.first_s is not None:
+                self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
+            else:
+                if self._first_s() is None:
+                    self._app_state.metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
+                trace.first_s = now
+                RECORDER.record(self.choices[delta.index].request_id, RecordedEvent.FIRST_TOKEN)
+            trace.last_s = now
+        if delta.finish is not None:
+            choice = self.choices[delta.index]
+            RECORDER.unfollow(choice)
+            RECORDER.record(choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish)
 
     def likelihood(self, index: int) -> float:
         """Return the mean log-probability so far of the choice at an index of the plan."""
@@ -239,6 +249,7 @@ class RequestContext:
         if self.choices:
             metrics.observe_tokens(model=self._model, prompt=usage.prompt_tokens, output=usage.completion_tokens)
         for choice in self.choices:
+            RECORDER.unfollow(choice)
             trace = choice.trace
             if trace.retries or trace.migrations:
                 metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
@@ -246,6 +257,8 @@ class RequestContext:
                 metrics.observe_transfer(transport=stats.transport, kv_bytes=stats.kv_bytes)
         phases = self._phases(_last_of(self.choices), end_s) if self.choices else {}
         metrics.observe_phases(model=self._model, phases=phases)
+        reason = (self._finishes() or code) if outcome == "ok" else code
+        RECORDER.record(self.id, RecordedEvent.FINISHED, status, usage.completion_tokens, reason=reason)
         summary = self._summary(outcome, status, usage, _by_name(phases))
         log.info("request %s ended: %s", short_id(self.id), summary)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -152,12 +151,11 @@ class GenerateEndpoint(Generic[B]):
         body, plan = await self._plan(context, request)
         context.release_body()
         response.deadline = context.deadline
-        answer_id = adapter.id_prefix + secrets.token_hex(16)
-        await context.begin(plan, answer_id)
-        meta = ResponseMeta(id=answer_id, model=body.model, created=int(time.time()), client=context.client)
+        await context.begin(plan, adapter.id_prefix)
+        meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()), client=context.client)
         if body.stream:
             context.encoder = adapter.encoder(meta, body, plan)
-        with self._app_state.running.track(answer_id):
+        with self._app_state.running.track(context.answer_id):
             if context.encoder is not None:
                 await self._stream(context, response, plan, context.encoder)
             else:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
@@ -21,6 +22,7 @@ from dynamo_trtllm.frontend.generation.responses.response_store import store_lim
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -54,6 +56,7 @@ async def run_app(
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
+        stack.callback(_start_recorder(config))
         # Under overload this process reads an acknowledgment seconds after it arrived. A shorter timeout would count
         # the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
@@ -90,9 +93,17 @@ async def run_app(
         await first_of(_wait_for_models(models), tasks.until_failed())
         tune_gc()
         open_gate(app.router)
+        RECORDER.record_process(RecordedEvent.READY)
         if process is not None:
             process.announce_ready()
         await _until_failed(tasks, stop)
+
+
+def _start_recorder(config: FrontendConfig) -> Callable[[], None]:
+    """Record the events of this process. Return the function that ends it."""
+    folder = recorder_folder(config.recorder_dir, process_environment())
+    RECORDER.start(folder, namespace=config.namespace, kind="frontend")
+    return RECORDER.stop
 
 
 async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:

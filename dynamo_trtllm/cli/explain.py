@@ -1,0 +1,209 @@
+"""Explain where requests spent their time, and where they are stuck (`dynamo-trtllm explain`).
+
+It reads the files that the flight recorders of this machine's processes write, so it also explains requests of frozen
+and ended processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from dynamo_trtllm.cli import recording_exports
+from dynamo_trtllm.cli.stuck import StuckRequest, silent_processes, stuck_requests
+from dynamo_trtllm.config.base import format_table
+from dynamo_trtllm.config.commands import ExplainConfig
+from dynamo_trtllm.config.load import exit_with, load, process_environment, program
+from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.observability.recorder import RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording
+from dynamo_trtllm.sanitize import escape_controls
+
+PROG = f"{CONSOLE} explain"
+_DESCRIPTION = "Show the life of a request across the processes of this machine, or the requests that are stuck."
+_MOST_SHOWN = 20
+_HIDDEN = (RecordedEvent.PROMPT_HASHES,)
+_OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
+
+
+class NotExplained(Exception):
+    """There is nothing to show. The message says why, and what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Exit with status 0; 1 if the request is unknown, nothing is recorded, or `--stuck` has found something; 2 for a bad
+    command line.
+    """
+    try:
+        config = load(ExplainConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+        status = _run(config)
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except NotExplained as exc:
+        sys.stderr.write(f"{program(PROG)}: {exc}\n")
+        raise SystemExit(1) from exc
+    raise SystemExit(status)
+
+
+def _run(config: ExplainConfig) -> int:
+    recordings = _read(config)
+    for problem in recordings.problems:
+        sys.stderr.write(f"note: {escape_controls(problem)}\n")
+    requests = list(recordings.requests.values())
+    if config.request is not None:
+        requests = recordings.find(config.request)
+        if not requests:
+            raise NotExplained(
+                f"no process of this machine has recorded a request {config.request!r}; check the id, or list the "
+                f"latest requests with '{PROG}'"
+            )
+    if config.perfetto is not None:
+        _write(config.perfetto, recording_exports.perfetto(requests))
+    if config.trace is not None:
+        _write(config.trace, recording_exports.mooncake(requests))
+    if config.perfetto is not None or config.trace is not None:
+        return 0
+    if config.stuck:
+        text, status = stuck_text(recordings, config.older_than_s)
+    elif config.request is not None:
+        text, status = "\n".join(map(timeline, requests)), 0
+    else:
+        text, status = _latest(requests), 0
+    sys.stdout.write(text)
+    return status
+
+
+def _read(config: ExplainConfig) -> Recordings:
+    folder = recorder_folder(config.recorder_dir, process_environment())
+    if folder is None:
+        raise ConfigError("--recorder-dir off records nothing; pass the folder of the processes", field="recorder_dir")
+    hint = "start a worker or a frontend, or pass the --recorder-dir of the processes"
+    try:
+        recordings = Recordings.read(folder)
+    except OSError as exc:
+        raise NotExplained(f"{folder} can't be read ({exc.strerror or exc}); {hint}") from exc
+    if not recordings.processes and not recordings.problems:
+        raise NotExplained(f"{folder} has no recording; {hint}")
+    return recordings
+
+
+def _write(path: Path, lines: Iterator[str]) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as exc:
+        raise ConfigError(f"{path} can't be written: {exc.strerror or exc}; pass another path") from exc
+
+
+# --- one request ---------------------------------------------------------------------------------------
+
+
+def timeline(request: RequestRecording) -> str:
+    """Return the life of a request as text."""
+    first = request.steps[0]
+    began = datetime.fromtimestamp(first.process.epoch_s(first.entry.ns)).astimezone()
+    lines = [f"request {request.id}, {began.isoformat(timespec='milliseconds')}: {outcome(request)}"]
+    rows = [("ms", "process", "event")]
+    for step in request.steps:
+        if step.entry.event not in _HIDDEN:
+            since_ms = (step.entry.ns - first.entry.ns) / 1e6
+            rows.append((f"{since_ms:.3f}", step.process.title, describe(step.entry, request)))
+    width = max(len(row[0]) for row in rows)
+    lines += format_table([(row[0].rjust(width), *row[1:]) for row in rows]).splitlines()
+    for process in request.processes():
+        if process.num_overwritten and process.entries[0].ns > first.entry.ns:
+            lines.append(f"note: earlier events of {process.title} may be overwritten")
+        if process.state is ProcessState.KILLED:
+            lines.append(f"note: {process.title} (process {process.header.pid}) was killed or crashed")
+        elif not process.is_over and process.state is not ProcessState.RUNNING:
+            lines.append(f"note: {process.title} (process {process.header.pid}) is {process.state.value}")
+    return "\n".join(lines) + "\n"
+
+
+def outcome(request: RequestRecording) -> str:
+    """Return in a few words how the request ended, or that it runs."""
+    ended = request.finished
+    if ended is not None:
+        took_s = (ended.entry.ns - request.steps[0].entry.ns) / 1e9
+        status = f"HTTP {ended.entry.a}" if ended.entry.a else "no response"
+        return f"finished after {took_s:.3f} s, {status}, {ended.entry.b} tokens, {ended.entry.reason}"
+    frontends = [process for process in request.processes() if process.is_frontend]
+    if not frontends:
+        return "its frontend has no recording on this machine"
+    return f"not finished, its frontend was {frontends[0].state.value}" if frontends[0].is_over else "not finished"
+
+
+def describe(entry: Entry, request: RequestRecording) -> str:
+    """Return an event and its values as text."""
+    is_of_all = entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
+    return f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
+
+
+def _values(entry: Entry) -> str:
+    a, b, reason = entry.a, entry.b, entry.reason
+    match entry.event:
+        case RecordedEvent.TOKENIZED:
+            return f": {a} prompt tokens, at most {b} output tokens"
+        case RecordedEvent.PLACED:
+            return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
+        case RecordedEvent.RESERVING_SLOT:
+            return f": at {a:x}"
+        case RecordedEvent.CALL_SENT:
+            return f": {reason} at {a:x}"
+        case RecordedEvent.CALL_FAILED:
+            return f": {reason} at {a:x}, " + ("going on" if b else "the request ends")
+        case RecordedEvent.PROGRESS:
+            return f": {a} tokens"
+        case RecordedEvent.LAST_TOKEN | RecordedEvent.CALL_ENDED:
+            return f": {a} tokens, {reason}"
+        case RecordedEvent.FINISHED:
+            return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
+        case RecordedEvent.CALL_RECEIVED:
+            return f": {reason} of {a} prompt tokens"
+        case RecordedEvent.KV_PUBLISHED:
+            return f": {a} bytes"
+        case RecordedEvent.KV_FETCH_STARTED:
+            return f": {b} bytes from {a:x}" if b else f": from {a:x}"
+        case _:
+            return ""
+
+
+def _latest(requests: Sequence[RequestRecording]) -> str:
+    """Return a table of the latest requests."""
+    latest = sorted(requests, key=lambda request: request.steps[0].entry.ns)[-_MOST_SHOWN:]
+    rows = [("request", "began", "processes", "outcome")]
+    for request in latest:
+        first = request.steps[0]
+        ago_s = time.time() - first.process.epoch_s(first.entry.ns)
+        titles = ", ".join(process.title for process in request.processes())
+        rows.append((request.id, f"{ago_s:.1f} s ago", titles, outcome(request)))
+    return format_table(rows)
+
+
+# --- stuck requests ------------------------------------------------------------------------------------
+
+
+def stuck_text(recordings: Recordings, older_than_s: float) -> tuple[str, int]:
+    """Return what is stuck as text, and the exit status."""
+    silent, stuck = silent_processes(recordings), stuck_requests(recordings, older_than_s)
+    lines = [f"process {each.process.header.pid}, {each.process.title}: {each.reason}" for each in silent]
+    for each in sorted(stuck, key=lambda each: -each.silent_s):
+        lines += _stuck_lines(each)
+    if not lines:
+        running = sum(not process.is_over for process in recordings.processes)
+        lines = [f"nothing is stuck: no request of {running} running processes is silent for {older_than_s:g} s"]
+        return f"{lines[0]}\n", 0
+    return "\n".join(lines) + "\n", 1
+
+
+def _stuck_lines(stuck: StuckRequest) -> Iterator[str]:
+    held_by = "unknown" if stuck.holder is None else stuck.holder.title
+    yield f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {held_by}: {stuck.reason}"
+    for step in stuck.last_steps:
+        yield f"  {step.process.title}: {describe(step.entry, stuck.request)}, {stuck.age_s(step):.1f} s ago"

@@ -1,0 +1,211 @@
+"""Find the requests that are stuck and the process that holds each, from the recordings of all processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEvent, boot_id
+from dynamo_trtllm.observability.recordings import ProcessRecording, ProcessState, Recordings, RequestRecording, Step
+
+_RECENT_S: Final = 600.0  # for which a killed process is reported
+_NO_CALL: Final = {
+    RecordedEvent.RECEIVED: "the request's body has not arrived, or waits to be parsed",
+    RecordedEvent.TOKENIZED: "it waits in the frontend's queue (--max-inflight)",
+    RecordedEvent.PLACED: "its first call has not been sent",
+    RecordedEvent.WAITING_FOR_WORKERS: "no worker can take it: a role has no worker, or all pairs are quarantined",
+    RecordedEvent.CALL_FAILED: "a call failed, and the next one has not been sent",
+    RecordedEvent.LAST_TOKEN: "the client does not read the rest of the response",
+}
+_IN_WORKER: Final = {
+    RecordedEvent.CALL_RECEIVED: "it has received the call, and not queued it",
+    RecordedEvent.WAITING_FOR_KV_BLOCKS: "the call waits for KV blocks, which other requests hold",
+    RecordedEvent.WAITING_FOR_BUFFER: "the call waits for space in the transfer buffer",
+    RecordedEvent.STARTED_IN_ENGINE: "the engine runs the call, and has not computed its prompt or fetched its KV",
+    RecordedEvent.PREFILL_DONE: "the prompt is computed and waits for space in the transfer buffer",
+    RecordedEvent.KV_PUBLISHED: "the KV is published, and the call has not ended",
+    RecordedEvent.KV_FETCHED: "the KV has arrived, and the engine has not generated from it",
+    RecordedEvent.CALL_CANCELLED: "the call was cancelled, and has not ended",
+}
+_HOLDS_KV: Final = (RecordedEvent.KV_PUBLISHED, RecordedEvent.KV_RELEASED, RecordedEvent.KV_EXPIRED)
+
+
+class Holder(NamedTuple):
+    """The process that holds a request, if it is known, and why."""
+
+    process: ProcessRecording | None
+    reason: str
+
+
+class SilentProcess(NamedTuple):
+    """A process that does not work."""
+
+    process: ProcessRecording
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StuckRequest:
+    """A request or call that has not ended and records nothing."""
+
+    request: RequestRecording
+    silent_s: float
+    holder: ProcessRecording | None
+    reason: str
+    last_steps: list[Step]  # of each process
+    now_ns: int
+
+    def age_s(self, step: Step) -> float:
+        """Return how long ago a step was."""
+        return (self.now_ns - step.entry.ns) / 1e9
+
+
+def silent_processes(recordings: Recordings) -> list[SilentProcess]:
+    """Return the processes that are frozen or blocked, or were killed a short time ago."""
+    silent = []
+    for process in recordings.processes:
+        is_recent = process.state is ProcessState.KILLED and time.time() - process.header.alive_at_s < _RECENT_S
+        if (reason := _why_silent(process)) and (is_recent or not process.is_over):
+            silent.append(SilentProcess(process, reason))
+    return silent
+
+
+def _why_silent(process: ProcessRecording) -> str:
+    """Return why a process does not work; "" if it works."""
+    match process.state:
+        case ProcessState.FROZEN:
+            return f"it is frozen for {process.silent_s:.0f} s (stopped by a signal); resume it or kill it"
+        case ProcessState.BLOCKED:
+            return f"its event loop is blocked for {process.silent_s:.0f} s; see its stack, or restart it"
+        case ProcessState.KILLED:
+            return "it was killed or crashed"
+        case ProcessState.ENDED:
+            return "it has ended"
+        case _:
+            return ""
+
+
+def stuck_requests(recordings: Recordings, older_than_s: float) -> list[StuckRequest]:
+    """Return the requests that have not ended and record nothing for `older_than_s` seconds."""
+    now_ns, boot = time.monotonic_ns(), boot_id()
+    found = []
+    for request in recordings.requests.values():
+        steps = [step for step in request.steps if step.process.header.boot_id == boot]
+        is_alive = any(not step.process.is_over for step in steps)
+        if steps and is_alive:
+            found += list(_stuck_choices(recordings, request, steps, older_than_s, now_ns))
+    return found
+
+
+def _stuck_choices(
+    recordings: Recordings, request: RequestRecording, steps: list[Step], older_than_s: float, now_ns: int
+) -> Iterator[StuckRequest]:
+    for choice in sorted({step.entry.choice for step in steps}):
+        own = [step for step in steps if step.entry.choice == choice]
+        last = own[-1]
+        silent_s = (now_ns - last.entry.ns) / 1e9
+        running = max(step.process.header.num_running for step in own)
+        if silent_s < older_than_s + running / PROGRESS_PER_TICK:
+            continue
+        holder = _holder(recordings, request, own)
+        if holder is not None:
+            last_steps = list({id(step.process): step for step in own}.values())
+            yield StuckRequest(
+                request=request,
+                silent_s=silent_s,
+                holder=holder.process,
+                reason=holder.reason,
+                last_steps=last_steps,
+                now_ns=now_ns,
+            )
+
+
+def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]) -> Holder | None:
+    """Return who holds a choice whose steps these are; None if it has ended everywhere."""
+    ours = [step for step in steps if step.process.is_frontend]
+    if not ours or request.finished is not None or ours[-1].process.state is ProcessState.ENDED:
+        return _open_call(steps, has_finished=request.finished is not None)
+    frontend = ours[-1].process
+    if reason := _why_silent(frontend):
+        return Holder(frontend, reason) if not frontend.is_over else _open_call(steps, has_finished=False)
+    call = next((step.entry for step in reversed(ours) if step.entry.event == RecordedEvent.CALL_SENT), None)
+    last = ours[-1].entry
+    if last.event == RecordedEvent.RESERVING_SLOT:
+        return _of_worker(recordings, frontend, last.a, [], "it has not answered the reservation of a slot")
+    if call is None or last.event in _NO_CALL:
+        return Holder(frontend, _NO_CALL.get(RecordedEvent(last.event), "it has not sent a call"))
+    worker = recordings.instance(call.a)
+    since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
+    return _of_worker(recordings, frontend, call.a, since, "the call has not arrived: NATS lost it or is slow")
+
+
+def _of_worker(
+    recordings: Recordings, frontend: ProcessRecording, instance_id: int, steps: list[Step], without_steps: str
+) -> Holder:
+    """Return who holds a call to a worker.
+
+    Args:
+        recordings: all recordings.
+        frontend: the caller.
+        instance_id: the worker.
+        steps: the call's steps in the worker.
+        without_steps: the reason if there are none.
+    """
+    worker = recordings.instance(instance_id)
+    if worker is None:
+        return Holder(None, f"worker {instance_id:x} has no recording on this machine; explain the request on its own")
+    if reason := _why_silent(worker):
+        return Holder(worker, reason)
+    if not steps:
+        return Holder(worker, without_steps)
+    last = steps[-1].entry
+    if any(step.entry.event == RecordedEvent.CALL_ENDED for step in steps):
+        return Holder(frontend, f"{worker.title} has ended the call, and its last message has not arrived")
+    if last.event == RecordedEvent.KV_FETCH_STARTED:
+        source = recordings.instance(last.a)
+        if source is None:
+            return Holder(worker, f"it fetches KV from {last.a:x}, which has no recording on this machine")
+        if reason := _why_silent(source):
+            return Holder(source, f"{worker.title} fetches KV from it, and {reason}")
+        return Holder(worker, f"it fetches KV from {source.title}, which works: check the network between them")
+    if last.event == RecordedEvent.QUEUED:
+        return Holder(worker, f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}")
+    if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):
+        return Holder(worker, f"the engine has generated {max(1, last.a)} tokens of the call, and no more")
+    return Holder(worker, _IN_WORKER.get(RecordedEvent(last.event), "the call has not ended"))
+
+
+def _in_front(recordings: Recordings, worker: ProcessRecording, queued: Step) -> str:
+    """Return which prompt the engine computes meanwhile, as text; "" if there is none."""
+    prompts: dict[tuple[int, int], int] = {}
+    for entry in worker.entries:
+        call = entry.key, entry.choice
+        if entry.event == RecordedEvent.CALL_RECEIVED:
+            prompts[call] = entry.a
+        elif entry.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.CALL_ENDED):
+            prompts.pop(call, None)
+    prompts.pop((queued.entry.key, queued.entry.choice), None)
+    if not prompts:
+        return ""
+    (key, _), tokens = max(prompts.items(), key=lambda item: item[1])
+    return f", behind {len(prompts)} calls; the longest is request {key:016x} with {tokens} prompt tokens"
+
+
+def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
+    """Return who holds a call or KV whose frontend has finished the request or is gone."""
+    by_worker: dict[int, list[Step]] = {}
+    for step in steps:
+        if not step.process.is_frontend and not step.process.is_over:
+            by_worker.setdefault(id(step.process), []).append(step)
+    why = "its request has finished" if has_finished else "its frontend is gone or on another machine"
+    for own in by_worker.values():
+        process, events = own[-1].process, [step.entry.event for step in own]
+        silence = f"; {reason}" if (reason := _why_silent(process)) else ""
+        if events.count(RecordedEvent.CALL_RECEIVED) > events.count(RecordedEvent.CALL_ENDED):
+            return Holder(process, f"it runs a call, and {why}{silence}")
+        kv = next((event for event in reversed(events) if event in _HOLDS_KV), None)
+        if kv == RecordedEvent.KV_PUBLISHED:
+            return Holder(process, f"it holds the KV of a call until a time-out, and {why}{silence}")
+    return None

@@ -1,0 +1,392 @@
+"""Record the events of requests in a file that outlives the process (the flight recorder).
+
+The file is a ring of fixed-size slots, mapped into memory: an event is one write without a system call, and the events
+of a process that was killed can still be read. It contains ids, times and numbers, and no text of prompts or outputs.
+`recordings` reads such files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import hashlib
+import itertools
+import logging
+import mmap
+import os
+import re
+import struct
+import time
+import zlib
+from array import array
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+log = logging.getLogger(__name__)
+
+MAGIC: Final = b"DTRTRING"
+VERSION: Final = 1
+HEADER_BYTES: Final = mmap.PAGESIZE
+SUFFIX: Final = ".ring"
+OFF: Final = "off"  # value of --recorder-dir
+NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
+
+# magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock ticks since boot; time
+# since the epoch and since boot in ns, read together; boot id; instance id; kind and namespace of the process
+_HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
+_ALIVE: Final = struct.Struct("<QQ")  # time of the last tick in ns since boot, number of running streams
+_ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
+# number of the event, time in ns since boot, request, event, choice, reason, three values, the number again
+SLOT: Final = struct.Struct("<QQQHHIQQQQ")
+
+KEPT_FILES: Final = 20  # of processes that have ended
+KEPT_S: Final = 24 * 3600.0
+TICK_S: Final = 1.0
+PROGRESS_PER_TICK: Final = 256  # most progress events per tick, which bounds how fast they fill the ring
+BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's traces
+HASHED_BLOCKS: Final = 62  # of a prompt: 2 and 10 times 6
+_MAX_CHOICE: Final = 0xFFFF
+_MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
+_UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
+
+
+class RecordedEvent(IntEnum):
+    """What happened. The numbers are in the files: never reuse one. The comments name the values a, b and c."""
+
+    STARTED = 1
+    READY = 2
+    DRAINING = 3
+    STOPPED = 4
+    CONNECTION_LOST = 5  # to NATS; reason: error code
+    PEER_LOST = 6  # reason: error code
+    # of a request in the frontend
+    RECEIVED = 32  # a: hash of the client's X-Request-Id
+    TOKENIZED = 33  # a: prompt tokens, b: max_tokens, c: hashes of 2 blocks, 32 bits each, 0: none; once per prompt
+    PROMPT_HASHES = 34  # a, b, c: hashes of the next 6 blocks
+    PLACED = 36  # a: prefill instance or 0, b: decode instance
+    WAITING_FOR_WORKERS = 37
+    RESERVING_SLOT = 38  # a: decode instance
+    CALL_SENT = 39  # a: instance; reason: phase
+    CALL_ACKNOWLEDGED = 40
+    CALL_CANCELLED = 41
+    CALL_FAILED = 42  # a: instance, b: 1 if the request goes on; reason: error code
+    FIRST_TOKEN = 43  # also of a call in a worker
+    PROGRESS = 44  # a: tokens so far; also of a call in a worker
+    LAST_TOKEN = 45  # a: tokens
+    FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
+    # of a call in a worker
+    CALL_RECEIVED = 64  # a: prompt tokens; reason: phase
+    QUEUED = 65  # in the engine
+    STARTED_IN_ENGINE = 66
+    WAITING_FOR_KV_BLOCKS = 67
+    WAITING_FOR_BUFFER = 68  # for space in the transfer buffer
+    PREFILL_DONE = 69
+    KV_PUBLISHED = 70  # a: bytes
+    KV_FETCH_STARTED = 71  # a: prefill instance, b: bytes
+    KV_FETCHED = 72
+    KV_RELEASED = 73  # fetched or aborted
+    KV_EXPIRED = 74
+    CALL_ENDED = 75  # a: tokens; reason: finish reason or error code
+
+
+class RecordedStream(Protocol):
+    """A running stream whose progress is recorded."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class _Ring:
+    """The mapped file of one process. It is locked as long as the process runs."""
+
+    def __init__(self, path: Path, header: bytes, num_slots: int) -> None:
+        self._num_slots = num_slots
+        size = HEADER_BYTES + num_slots * SLOT.size
+        new = path.with_suffix(".new")
+        self._file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.posix_fallocate(self._file, 0, size)  # without it, a full disk would end the process with SIGBUS
+            self._memory = mmap.mmap(self._file, size)
+            self._memory[: len(header)] = header
+            new.rename(path)  # readers see complete headers only
+        except OSError:
+            os.close(self._file)
+            new.unlink(missing_ok=True)
+            raise
+        self._numbers = itertools.count(1)  # its `next` is atomic: engines record from other threads
+
+    def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: int) -> None:
+        number, now = next(self._numbers), time.monotonic_ns()
+        offset = HEADER_BYTES + number % self._num_slots * SLOT.size
+        SLOT.pack_into(self._memory, offset, number, now, key, event, choice, reason, a, b, c, number)
+
+    def write_alive(self, num_running: int) -> None:
+        _ALIVE.pack_into(self._memory, _ALIVE_OFFSET, time.monotonic_ns(), num_running)
+
+    def close(self) -> None:
+        os.close(self._file)  # which releases the lock; another thread may still write to the memory
+
+
+class Recorder:
+    """The flight recorder of a process. It records nothing before `start` and after `stop`."""
+
+    def __init__(self) -> None:
+        self._ring: _Ring | None = None
+        self._num_users = 0
+        self._streams: dict[RecordedStream, int] = {}  # running streams, each with the tokens that were recorded
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, folder: Path | None, *, namespace: str, kind: str, instance_id: int = 0) -> None:
+        """Create the file of this process and record from now on. Call it on the event loop.
+
+        A second user in the process, such as an embedded worker, shares the file of the first. If the file can't be
+        created, a warning is logged and nothing is recorded.
+
+        Args:
+            folder: see `recorder_folder`; None: record nothing.
+            namespace: namespace of the process.
+            kind: "frontend", or the role of a worker.
+            instance_id: id of a worker; 0 for a frontend.
+        """
+        self._num_users += 1
+        if self._num_users > 1 or folder is None:
+            return
+        pid = os.getpid()
+        name = f"{_UNSAFE_NAME.sub('_', namespace[:64])}-{kind}-{pid}-{instance_id:x}-{time.time_ns():x}{SUFFIX}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.geteuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            remove_old(folder)
+            self._ring = _Ring(folder / name, _packed_header(namespace, kind, instance_id, NUM_SLOTS), NUM_SLOTS)
+        except OSError as exc:
+            log.warning("flight recorder is off (%s); set --recorder-dir to a folder with 4 MiB free", exc)
+            return
+        self.record_process(RecordedEvent.STARTED)
+        self._tick()
+
+    def stop(self) -> None:
+        """Stop recording when the last user stops. The file stays."""
+        self._num_users -= 1
+        if self._num_users or self._ring is None:
+            return
+        self.record_process(RecordedEvent.STOPPED)
+        ring, self._ring = self._ring, None
+        ring.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._streams.clear()
+
+    def record(self, request_id: str, event: int, a: int = 0, b: int = 0, c: int = 0, reason: str = "") -> None:
+        """Record an event of a request or call. Thread-safe.
+
+        Args:
+            request_id: id of the call, as in `GenerateRequest`, or of the request.
+            event: a `RecordedEvent`, which says what the values mean.
+            a: first value, an unsigned integer of 64 bits, as the next two.
+            b: second value.
+            c: third value.
+            reason: an error code, finish reason or phase.
+        """
+        ring = self._ring
+        if ring is not None:
+            key, choice = request_key(request_id[-_MAX_ID:])
+            if key:
+                ring.write(key, choice, event, a, b, c, reason_number(reason) if reason else 0)
+
+    def record_process(self, event: int, reason: str = "") -> None:
+        """Record an event of the process."""
+        if self._ring is not None:
+            self._ring.write(0, 0, event, 0, 0, 0, reason_number(reason) if reason else 0)
+
+    def record_prompt(self, request_id: str, token_ids: array[int], max_tokens: int) -> None:
+        """Record the length of a prompt, and hashes that show which prompts begin with the same blocks."""
+        if self._ring is None:
+            return
+        hashes = block_hashes(token_ids)
+        self.record(request_id, RecordedEvent.TOKENIZED, len(token_ids), max_tokens, hashes[0] | hashes[1] << 32)
+        for at in range(2, len(hashes), 6):
+            h = hashes[at : at + 6]
+            self.record(
+                request_id, RecordedEvent.PROMPT_HASHES, h[0] | h[1] << 32, h[2] | h[3] << 32, h[4] | h[5] << 32
+            )
+
+    def follow(self, stream: RecordedStream) -> None:
+        """Record the progress of a running stream, at most once a second, until `unfollow`."""
+        if self._ring is not None:
+            self._streams[stream] = 0
+
+    def unfollow(self, stream: RecordedStream) -> None:
+        """Stop recording the progress of a stream. Idempotent."""
+        self._streams.pop(stream, None)
+
+    def _tick(self) -> None:
+        """Record that the event loop runs, and the progress of streams."""
+        if self._ring is not None:
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+            self._ring.write_alive(len(self._streams))
+            self.record_progress()
+
+    def record_progress(self, limit: int = PROGRESS_PER_TICK) -> None:
+        """Record the progress of at most `limit` streams: the least recently visited ones first."""
+        streams = self._streams
+        for stream in list(itertools.islice(streams, limit)):
+            recorded, count = streams.pop(stream), stream.num_tokens
+            streams[stream] = count
+            if count != recorded:
+                self.record(stream.request_id, RecordedEvent.PROGRESS, count)
+
+
+RECORDER: Final = Recorder()  # of this process
+
+
+@functools.lru_cache(maxsize=1024)
+def request_key(request_id: str) -> tuple[int, int]:
+    """Return the number under which a request is recorded, and the index of the choice; (0, 0): not recorded.
+
+    Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several choices.
+    """
+    if request_id.startswith("probe-"):  # a frontend's own, of which it records nothing else
+        return 0, 0
+    head, _, tail = request_id.rpartition("-")
+    unique, index = (tail, "0") if len(tail) == 16 else (head[-16:], tail)
+    try:
+        return int(unique, 16), min(int(index), _MAX_CHOICE)
+    except ValueError:
+        return id_hash(request_id), 0
+
+
+def block_hashes(token_ids: array[int]) -> list[int]:
+    """Return a hash for each of the first blocks of a prompt, and zeros up to a count of 2 and a multiple of 6.
+
+    A hash stands for its block and all blocks before it. It is never 0.
+    """
+    data, block_bytes, last, hashes = memoryview(token_ids).cast("B"), BLOCK_TOKENS * token_ids.itemsize, 0, []
+    for begin in range(0, min(len(data), HASHED_BLOCKS * block_bytes), block_bytes):
+        last = zlib.crc32(data[begin : begin + block_bytes], last) or 1
+        hashes.append(last)
+    return hashes + [0] * (2 - len(hashes) if len(hashes) < 2 else (2 - len(hashes)) % 6)
+
+
+def id_hash(text: str) -> int:
+    """Return the hash under which an id of a client is recorded, of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+
+
+def reason_number(reason: str) -> int:
+    """Return the number that stands for an error code, a finish reason or a phase."""
+    return zlib.crc32(reason.encode())
+
+
+def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the files.
+
+    Args:
+        setting: value of `--recorder-dir`; "off": None is returned.
+        environ: environment of the process; XDG_RUNTIME_DIR is read.
+    """
+    if setting is not None:
+        return None if setting == OFF else Path(setting)
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
+
+
+def remove_old(folder: Path) -> None:
+    """Remove files of ended processes: those that ended a day ago, and all but the newest `KEPT_FILES`."""
+    ended = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, ValueError):  # another process has just removed it, or it is another file
+            if not is_locked(path):
+                with path.open("rb") as file:
+                    ended.append((RecordingHeader.read(file.read(HEADER_BYTES)).alive_at_s, path))
+    kept = {path for ended_at, path in sorted(ended)[-KEPT_FILES:] if time.time() - ended_at < KEPT_S}
+    for _, path in ended:
+        if path not in kept:
+            path.unlink(missing_ok=True)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether the process that writes a file runs. A frozen process counts as running."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def start_ticks(pid: int | str) -> int:
+    """Return when a process started, in clock ticks since boot, which tells it from a later one with its id.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+
+
+class RecordingHeader(NamedTuple):
+    """The first page of a file."""
+
+    magic: bytes
+    version: int
+    slot_bytes: int
+    num_slots: int
+    header_bytes: int
+    pid: int
+    start_ticks: int  # of the process, see `start_ticks`
+    epoch_ns: int  # when the file was created
+    monotonic_ns: int  # the same moment by the clock of the events
+    boot_id: bytes
+    instance_id: int  # 0: a frontend
+    kind: bytes
+    namespace: bytes
+    alive_ns: int  # time of the last tick by the clock of the events; 0: there was none
+    num_running: int  # streams at that time
+
+    @classmethod
+    def read(cls, data: bytes) -> RecordingHeader:
+        """Return the header in the first page of a file. Raise ValueError if it is not one, or of another version."""
+        if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+            raise ValueError("it is not a file of the flight recorder")
+        header = cls(*_HEADER.unpack_from(data), *_ALIVE.unpack_from(data, _ALIVE_OFFSET))
+        if (header.version, header.slot_bytes, header.header_bytes) != (VERSION, SLOT.size, HEADER_BYTES):
+            raise ValueError(f"its version is {header.version}, and this command reads version {VERSION}")
+        return header
+
+    @property
+    def alive_at_s(self) -> float:
+        """When the process was last known to run, in seconds since the epoch."""
+        return (self.epoch_ns + max(0, self.alive_ns - self.monotonic_ns)) / 1e9
+
+
+def boot_id() -> bytes:
+    """Return the id of this boot of the machine. The clock of the events starts with it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+
+
+def _packed_header(namespace: str, kind: str, instance_id: int, num_slots: int) -> bytes:
+    return _HEADER.pack(
+        MAGIC,
+        VERSION,
+        SLOT.size,
+        num_slots,
+        HEADER_BYTES,
+        os.getpid(),
+        start_ticks("self"),
+        time.time_ns(),
+        time.monotonic_ns(),
+        boot_id(),
+        instance_id,
+        kind.encode()[:32],
+        namespace.encode()[:256],
+    )

@@ -1,0 +1,262 @@
+"""Read the files of flight recorders, also those of running, frozen and ended processes, without their help."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.messages import FinishReason, Phase
+from dynamo_trtllm.observability.recorder import (
+    HEADER_BYTES,
+    SLOT,
+    SUFFIX,
+    TICK_S,
+    RecordedEvent,
+    RecordingHeader,
+    boot_id,
+    id_hash,
+    is_locked,
+    reason_number,
+    request_key,
+    start_ticks,
+)
+
+BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
+_OTHER_REASONS: Final = ("cancelled", "ok", "tool_calls")
+
+
+class ProcessState(Enum):
+    """What is known about the process that wrote a file."""
+
+    RUNNING = "running"
+    FROZEN = "frozen"  # stopped by a signal or a debugger
+    BLOCKED = "blocked"  # its event loop has not run for BLOCKED_S
+    ENDED = "ended"
+    KILLED = "killed"  # it ended without the last event
+
+
+class Entry(NamedTuple):
+    """One event."""
+
+    ns: int  # since boot
+    event: int  # a `RecordedEvent`, unless a newer version wrote it
+    key: int  # of the request; 0: of the process
+    choice: int
+    a: int
+    b: int
+    c: int
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The event as text for people."""
+        try:
+            return RecordedEvent(self.event).name.lower().replace("_", " ")
+        except ValueError:
+            return f"event {self.event}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecording:
+    """The events of one process that are still in its file, oldest first."""
+
+    path: Path
+    header: RecordingHeader
+    state: ProcessState
+    silent_s: float  # since its last tick; 0.0 if the process has ended
+    num_overwritten: int  # older events
+    entries: list[Entry]
+
+    @property
+    def kind(self) -> str:
+        return _text(self.header.kind)
+
+    @property
+    def namespace(self) -> str:
+        return _text(self.header.namespace)
+
+    @property
+    def is_frontend(self) -> bool:
+        return not self.header.instance_id
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (ProcessState.ENDED, ProcessState.KILLED)
+
+    @property
+    def title(self) -> str:
+        """The process as text: kind, instance or process id."""
+        header = self.header
+        return f"{self.kind} {header.pid}" if self.is_frontend else f"{self.kind} {header.instance_id:x}"
+
+    def epoch_s(self, ns: int) -> float:
+        """Return the time of an event in seconds since the epoch."""
+        return (self.header.epoch_ns + ns - self.header.monotonic_ns) / 1e9
+
+
+class Step(NamedTuple):
+    """One event of a request with the process that recorded it."""
+
+    process: ProcessRecording
+    entry: Entry
+
+
+@dataclass(slots=True)
+class RequestRecording:
+    """The events of one request in all processes, oldest first."""
+
+    key: int
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return f"{self.key:016x}"
+
+    @property
+    def finished(self) -> Step | None:
+        """The last step of the frontend, if it has finished the request."""
+        return next((step for step in reversed(self.steps) if step.entry.event == RecordedEvent.FINISHED), None)
+
+    def processes(self) -> list[ProcessRecording]:
+        """Return the processes, in the order of their first events."""
+        return list({id(step.process): step.process for step in self.steps}.values())
+
+
+class Recordings:
+    """All readable files of a folder."""
+
+    def __init__(self, processes: Iterable[ProcessRecording], problems: Iterable[str] = ()) -> None:
+        self.processes = list(processes)
+        self.problems = list(problems)  # a line for each file that can't be read
+        self.requests: dict[int, RequestRecording] = {}
+        steps = [Step(process, entry) for process in self.processes for entry in process.entries if entry.key]
+        steps.sort(key=lambda step: (step.process.header.boot_id != boot_id(), step.entry.ns))
+        for step in steps:
+            key = step.entry.key
+            self.requests.setdefault(key, RequestRecording(key)).steps.append(step)
+
+    @classmethod
+    def read(cls, folder: Path) -> Recordings:
+        """Read the files in a folder. Raise OSError if it can't be read."""
+        processes, problems = [], []
+        for name in sorted(os.listdir(folder)):
+            if not name.endswith(SUFFIX):
+                continue
+            try:
+                processes.append(read_process(folder / name))
+            except FileNotFoundError:
+                continue  # it was just removed
+            except (OSError, ValueError) as exc:
+                problems.append(f"{folder / name} can't be read: {getattr(exc, 'strerror', None) or exc}")
+        return cls(processes, problems)
+
+    def instance(self, instance_id: int) -> ProcessRecording | None:
+        """Return the recording of a worker."""
+        return next((each for each in self.processes if each.header.instance_id == instance_id), None)
+
+    def find(self, text: str) -> list[RequestRecording]:
+        """Return the requests with this id: of a response, of `X-Request-Id`, of a log line, or of this command."""
+        hashed = id_hash(text)
+        found = {
+            step.entry.key
+            for request in self.requests.values()
+            for step in request.steps
+            if step.entry.event == RecordedEvent.RECEIVED and step.entry.a == hashed
+        }
+        tail = text.rpartition("-")[2].rpartition("_")[2]
+        if len(tail) >= 32:
+            tail = tail[-32:][:16]  # of a response: the first half is the request's
+        if len(tail) == 8:
+            found |= {key for key in self.requests if f"{key:016x}".startswith(tail)}
+        elif len(tail) == 16:
+            found |= self.requests.keys() & {request_key(tail)[0]}
+        found |= self.requests.keys() & {request_key(text)[0]}
+        return [self.requests[key] for key in sorted(found)]
+
+
+def read_process(path: Path) -> ProcessRecording:
+    """Read one file.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no file of the flight recorder, or damaged.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < HEADER_BYTES:
+            raise ValueError("it is not a file of the flight recorder")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            header = RecordingHeader.read(memory[:HEADER_BYTES])
+            if size != HEADER_BYTES + header.num_slots * SLOT.size:
+                raise ValueError(f"it has {size} bytes, which does not fit its {header.num_slots} slots")
+            first, second = memory[HEADER_BYTES:], memory[HEADER_BYTES:]
+    entries, last = [], 0
+    for number, entry in sorted(_valid_slots(first, second, header.num_slots)):
+        last = number
+        entries.append(entry)
+    is_running = is_locked(path)
+    silent_s = max(0.0, (time.monotonic_ns() - header.alive_ns) / 1e9) if is_running else 0.0
+    has_stopped = bool(entries) and entries[-1].event == RecordedEvent.STOPPED
+    return ProcessRecording(
+        path=path,
+        header=header,
+        state=_state(header, is_running=is_running, has_stopped=has_stopped, silent_s=silent_s),
+        silent_s=silent_s,
+        num_overwritten=max(0, last - header.num_slots),
+        entries=entries,
+    )
+
+
+def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[int, Entry]]:
+    """Yield number and event of the slots that were not written while they were read, or torn by a kill.
+
+    Args:
+        first: the slots.
+        second: the slots, read later: a slot that was being written differs.
+        num_slots: number of slots.
+    """
+    is_same = first == second
+    for index, slot in enumerate(SLOT.iter_unpack(first)):
+        number, ns, key, event, choice, reason, a, b, c, again = slot
+        if not number or number != again or number % num_slots != index:
+            continue
+        if is_same or second[index * SLOT.size : (index + 1) * SLOT.size] == SLOT.pack(*slot):
+            yield number, Entry(ns, event, key, choice, a, b, c, _REASONS.get(reason, f"{reason:x}") if reason else "")
+
+
+def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, silent_s: float) -> ProcessState:
+    if not is_running:
+        return ProcessState.ENDED if has_stopped else ProcessState.KILLED
+    try:
+        stat = Path(f"/proc/{header.pid}/stat").read_text(encoding="ascii", errors="replace")
+        is_stopped = stat.rpartition(")")[2].split()[0] in "Tt" and start_ticks(header.pid) == header.start_ticks
+    except OSError:  # a process of another container
+        is_stopped = False
+    if is_stopped:
+        return ProcessState.FROZEN
+    return ProcessState.BLOCKED if silent_s > BLOCKED_S + TICK_S else ProcessState.RUNNING
+
+
+def _text(packed: bytes) -> str:
+    return packed.rstrip(b"\x00").decode(errors="replace")
+
+
+def _reasons() -> dict[int, str]:
+    """Return every reason by its number."""
+    found: dict[int, str] = {}
+    classes: list[type[errors.DynamoError]] = [errors.DynamoError]
+    for each in classes:
+        classes += each.__subclasses__()
+        found[reason_number(each.code)] = each.code
+    words = (*_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
+    return found | {reason_number(word): word for word in words}
+
+
+_REASONS: Final = _reasons()

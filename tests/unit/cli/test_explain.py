@@ -1,0 +1,192 @@
+"""What `explain` says of recordings: who holds a stuck request, and the exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from dynamo_trtllm.cli.explain import stuck_text, timeline
+from dynamo_trtllm.cli.recording_exports import mooncake, perfetto
+from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
+from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
+
+E = RecordedEvent
+S = ProcessState
+PREFILL, DECODE = 0xAAA, 0xBBB
+KEY = 0x0123456789ABCDEF
+Events: TypeAlias = Sequence[tuple[int, RecordedEvent, int, int, str]]  # ms, event, a, b, reason
+
+BEGUN: Events = [
+    (0, E.RECEIVED, 0, 0, ""),
+    (1, E.TOKENIZED, 100, 10, ""),
+    (2, E.PLACED, PREFILL, DECODE, ""),
+]
+SENT: Events = [*BEGUN, (3, E.CALL_SENT, PREFILL, 0, "prefill")]
+DECODING: Events = [*SENT, (30, E.CALL_SENT, DECODE, 0, "decode"), (32, E.CALL_ACKNOWLEDGED, 0, 0, "")]
+STREAMING: Events = [*DECODING, (40, E.FIRST_TOKEN, 0, 0, ""), (1040, E.PROGRESS, 20, 0, "")]
+LAST = (1050, E.LAST_TOKEN, 20, 0, "")
+RECEIVED: Events = [(5, E.CALL_RECEIVED, 100, 0, "prefill"), (6, E.QUEUED, 0, 0, "")]
+STARTED: Events = [*RECEIVED, (7, E.STARTED_IN_ENGINE, 0, 0, "")]
+ANSWERED: Events = [
+    *STARTED,
+    (20, E.PREFILL_DONE, 0, 0, ""),
+    (21, E.KV_PUBLISHED, 9, 0, ""),
+    (22, E.CALL_ENDED, 0, 0, ""),
+]
+FETCHING: Events = [
+    (31, E.CALL_RECEIVED, 100, 0, "decode"),
+    (32, E.QUEUED, 0, 0, ""),
+    (33, E.KV_FETCH_STARTED, PREFILL, 9, ""),
+]
+GENERATED: Events = [
+    *FETCHING,
+    (35, E.KV_FETCHED, 0, 0, ""),
+    (36, E.FIRST_TOKEN, 0, 0, ""),
+    (1036, E.PROGRESS, 20, 0, ""),
+]
+
+
+def process(
+    kind: str, events: Events, instance_id: int = 0, state: ProcessState = S.RUNNING, key: int = KEY
+) -> ProcessRecording:
+    """A process whose first event was a minute ago."""
+    begun_ns = time.monotonic_ns() - 60_000_000_000
+    header = RecordingHeader(
+        MAGIC, 1, 64, 65536, 4096, 77, 0, time.time_ns(), time.monotonic_ns(), boot_id(), instance_id, kind.encode(),
+        b"dynamo", time.monotonic_ns(), 1,
+    )  # fmt: skip
+    entries = [Entry(begun_ns + ms * 1_000_000, event, key, 0, a, b, 0, reason) for ms, event, a, b, reason in events]
+    silent_s = 0.0 if state in (S.RUNNING, S.ENDED, S.KILLED) else 59.0
+    return ProcessRecording(
+        path=Path(kind), header=header, state=state, silent_s=silent_s, num_overwritten=0, entries=entries
+    )
+
+
+def said(
+    frontend: Events,
+    prefill: Events | None = (),
+    decode: Events = (),
+    states: tuple[ProcessState, ProcessState, ProcessState] = (S.RUNNING, S.RUNNING, S.RUNNING),
+) -> tuple[str, int]:
+    processes = [process("frontend", frontend, 0, states[0]), process("decode", decode, DECODE, states[2])]
+    if prefill is not None:
+        processes.append(process("prefill", prefill, PREFILL, states[1]))
+    return stuck_text(Recordings(processes), 10.0)
+
+
+FROZEN_PREFILL, FROZEN_DECODE = (S.RUNNING, S.FROZEN, S.RUNNING), (S.RUNNING, S.RUNNING, S.FROZEN)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "holder", "reason"),
+    [
+        (said([BEGUN[0]]), "frontend 77", "body has not arrived"),
+        (said(BEGUN[:2]), "frontend 77", "--max-inflight"),
+        (said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]), "frontend 77", "no worker can take it"),
+        (said([*BEGUN, (4, E.RESERVING_SLOT, DECODE, 0, "")]), "decode bbb", "reservation of a slot"),
+        (said(SENT), "prefill aaa", "the call has not arrived"),
+        (said(SENT, None), "unknown", "no recording on this machine"),
+        (said(SENT, RECEIVED, states=FROZEN_PREFILL), "prefill aaa", "frozen"),
+        (said(SENT, RECEIVED, states=(S.RUNNING, S.BLOCKED, S.RUNNING)), "prefill aaa", "event loop is blocked"),
+        (said(SENT, RECEIVED, states=(S.FROZEN, S.RUNNING, S.RUNNING)), "frontend 77", "frozen"),
+        (said(SENT, RECEIVED, states=(S.RUNNING, S.KILLED, S.RUNNING)), "prefill aaa", "killed or crashed"),
+        (said(SENT, RECEIVED), "prefill aaa", "engine's queue"),
+        (said(SENT, [*RECEIVED, (7, E.WAITING_FOR_KV_BLOCKS, 0, 0, "")]), "prefill aaa", "waits for KV blocks"),
+        (said(SENT, STARTED), "prefill aaa", "has not computed its prompt"),
+        (said(SENT, ANSWERED[:4]), "prefill aaa", "space in the transfer buffer"),
+        (said(SENT, ANSWERED), "frontend 77", "prefill aaa has ended the call, and its last message has not arrived"),
+        (said(DECODING, ANSWERED), "decode bbb", "the call has not arrived"),
+        (said(DECODING, ANSWERED, FETCHING), "decode bbb", "it fetches KV from prefill aaa, which works"),
+        (said(DECODING, ANSWERED, FETCHING, FROZEN_PREFILL), "prefill aaa", "decode bbb fetches KV from it"),
+        (said(STREAMING, ANSWERED, GENERATED), "decode bbb", "has generated 20 tokens of the call, and no more"),
+        (said(STREAMING, ANSWERED, GENERATED, FROZEN_DECODE), "decode bbb", "frozen"),
+        (
+            said([*STREAMING, (1050, E.LAST_TOKEN, 20, 0, "")], ANSWERED, GENERATED),
+            "frontend 77",
+            "client does not read",
+        ),
+        (said([*SENT, (90, E.FINISHED, 0, 0, "cancelled")], STARTED), "prefill aaa", "its request has finished"),
+        (said([*STREAMING, (1090, E.FINISHED, 0, 0, "cancelled")], ANSWERED), "prefill aaa", "holds the KV"),
+        (said(SENT, STARTED, states=(S.KILLED, S.RUNNING, S.RUNNING)), "prefill aaa", "its frontend is gone"),
+    ],
+)
+def test_stuck_when_a_request_is_silent_then_its_holder_and_the_reason(
+    recorded: tuple[str, int], holder: str, reason: str
+) -> None:
+    text, status = recorded
+    (line,) = [line for line in text.splitlines() if line.startswith("request ")]
+    assert f"held by {holder}: " in line, text
+    assert reason in line, text
+    assert status == 1
+
+
+def test_stuck_when_a_call_is_queued_then_the_longest_prompt_before_it() -> None:
+    before = process("prefill", STARTED, PREFILL, key=0xF00D)
+    entries = [*before.entries, *process("prefill", RECEIVED, PREFILL).entries]
+    text, _ = stuck_text(
+        Recordings([process("frontend", SENT), dataclasses.replace(before, entries=entries)]), older_than_s=10.0
+    )
+    assert "behind 1 calls; the longest is request 000000000000f00d with 100 prompt tokens" in text
+
+
+def test_stuck_when_all_has_ended_or_is_recent_then_nothing() -> None:
+    done: Events = [*STREAMING, (1100, E.LAST_TOKEN, 21, 0, "stop"), (1101, E.FINISHED, 200, 21, "stop")]
+    prefill: Events = [*ANSWERED, (38, E.KV_RELEASED, 0, 0, "")]
+    decode: Events = [*GENERATED, (1099, E.CALL_ENDED, 21, 0, "stop")]
+    assert said(done, prefill, decode)[1] == 0
+    running: Events = [*STREAMING, (59_000, E.PROGRESS, 900, 0, "")]
+    text, status = said(running, prefill, GENERATED)
+    assert (text, status) == ("nothing is stuck: no request of 3 running processes is silent for 10 s\n", 0)
+
+
+def test_timeline_when_processes_were_killed_then_their_events_and_that_they_were() -> None:
+    recordings = Recordings(
+        [process("frontend", DECODING, state=S.KILLED), process("decode", FETCHING, DECODE, S.KILLED)]
+    )
+    title, head, *lines = timeline(recordings.requests[KEY]).splitlines()
+    assert title.startswith("request 0123456789abcdef, ")
+    assert title.endswith(": not finished, its frontend was killed")
+    assert head.split() == ["ms", "process", "event"]
+    assert lines[1].split(maxsplit=3) == [
+        "1.000",
+        "frontend",
+        "77",
+        "tokenized: 100 prompt tokens, at most 10 output tokens",
+    ]
+    assert lines[-3].endswith("kv fetch started: 9 bytes from aaa")
+    assert lines[-1] == "note: decode bbb (process 77) was killed or crashed"
+
+
+def test_perfetto_when_exported_then_a_slice_from_each_event_to_the_next() -> None:
+    recordings = Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)])
+    trace = json.loads("".join(perfetto(list(recordings.requests.values()))))
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in slices] == ["received", "tokenized", "placed", "call received"]
+    assert all(event["dur"] == pytest.approx(1000) for event in slices)
+
+
+def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id() -> None:
+    def prompt(at_ms: int, key: int, hashes: tuple[int, int]) -> ProcessRecording:
+        events: Events = [
+            (at_ms, E.RECEIVED, 0, 0, ""),
+            (at_ms + 1, E.TOKENIZED, 1500, 10, ""),
+            (at_ms + 2, E.PROMPT_HASHES, hashes[0] | hashes[1] << 32, 0, ""),
+            (at_ms + 3, E.LAST_TOKEN, 7, 0, "stop"),
+            (at_ms + 4, E.FINISHED, 200, 7, "stop"),
+        ]
+        return process("frontend", events, key=key)
+
+    recordings = Recordings([prompt(0, 1, (5, 6)), prompt(20, 2, (5, 7))])
+    lines = [json.loads(line) for line in mooncake(list(recordings.requests.values()))]
+    assert [line["timestamp"] for line in lines] == [0, pytest.approx(20, abs=5)]
+    assert {(line["input_length"], line["output_length"]) for line in lines} == {(1500, 7)}
+    (first, second) = (line["hash_ids"] for line in lines)
+    assert (len(first), len(second)) == (3, 3)
+    assert first[0] == second[0]
+    assert not set(first[1:]) & set(second[1:])

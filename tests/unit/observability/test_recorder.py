@@ -1,0 +1,234 @@
+"""The flight recorder's file: what is read of it while it is written, after a kill, and from a file that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.observability import recorder as module
+from dynamo_trtllm.observability.recorder import SLOT, RecordedEvent, Recorder, id_hash, recorder_folder, request_key
+from dynamo_trtllm.observability.recordings import ProcessState, Recordings, read_process
+
+UNIQUE = "0123456789abcdef"
+KEY = 0x0123456789ABCDEF
+
+
+def recording(folder: Path, act: Callable[[Recorder], None]) -> None:
+    """Run `act` with a recorder that records into `folder`."""
+
+    async def run() -> None:
+        recorder = Recorder()
+        recorder.start(folder, namespace="dynamo", kind="frontend")
+        try:
+            act(recorder)
+        finally:
+            recorder.stop()
+
+    asyncio.run(run())
+
+
+def count(events: int, recorder: Recorder) -> None:
+    for n in range(events):
+        recorder.record(UNIQUE, RecordedEvent.PROGRESS, n)
+
+
+def receive(request_id: str, recorder: Recorder) -> None:
+    recorder.record(request_id, RecordedEvent.RECEIVED)
+
+
+@contextmanager
+def slots(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "NUM_SLOTS", count)
+        yield
+
+
+def test_recording_when_the_ring_has_wrapped_then_the_newest_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slots(monkeypatch, 16):
+        recording(tmp_path, partial(count, 40))
+    (process,) = Recordings.read(tmp_path).processes
+    assert [entry.a for entry in process.entries] == [*range(25, 40), 0]
+    assert process.entries[-1].event == RecordedEvent.STOPPED
+    assert (process.num_overwritten, process.state) == (26, ProcessState.ENDED)
+
+
+def test_recording_when_a_slot_is_torn_then_the_other_events(tmp_path: Path) -> None:
+    recording(tmp_path, partial(count, 5))
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[module.HEADER_BYTES + 4 * SLOT.size] += 1  # the number at the begin of the slot, without that at its end
+    path.write_bytes(data)
+    assert [entry.a for entry in read_process(path).entries if entry.key] == [0, 1, 3, 4]
+
+
+def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(recorder: Recorder) -> None:
+        is_over = threading.Event()
+
+        def write(base: int) -> None:
+            n = base
+            while not is_over.is_set():
+                n += 1
+                recorder.record(UNIQUE, RecordedEvent.PROGRESS, n, n, n)
+
+        threads = [threading.Thread(target=write, args=(base << 32,)) for base in (1, 2)]
+        for thread in threads:
+            thread.start()
+        (path,) = tmp_path.iterdir()
+        for _ in range(20):
+            process = read_process(path)
+            assert all(entry.a == entry.b == entry.c for entry in process.entries)
+            assert process.state is ProcessState.RUNNING
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+    with slots(monkeypatch, 64):
+        recording(tmp_path, act)
+
+
+def test_recording_when_the_process_is_killed_then_its_events_are_read(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os, signal, pathlib
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+async def run():
+    RECORDER.start(pathlib.Path({str(tmp_path)!r}), namespace="dynamo", kind="decode", instance_id=0x6dba)
+    RECORDER.record("{UNIQUE}", RecordedEvent.CALL_RECEIVED, 7, reason="decode")
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(run())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    (process,) = Recordings.read(tmp_path).processes
+    assert (process.title, process.namespace, process.state) == ("decode 6dba", "dynamo", ProcessState.KILLED)
+    entry = process.entries[-1]
+    assert (entry.event, entry.key, entry.a, entry.reason) == (RecordedEvent.CALL_RECEIVED, KEY, 7, "decode")
+
+
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 1000, module.MAGIC + b"\x63" * 5000])
+def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other.ring"
+    path.write_bytes(content)
+    recording(tmp_path, lambda _: None)
+    recordings = Recordings.read(tmp_path)
+    assert len(recordings.processes) == 1
+    (problem,) = recordings.problems
+    assert problem.startswith(f"{path} can't be read: it")
+    assert path.exists()  # a start removes only recordings
+
+
+def test_start_when_many_processes_have_ended_then_the_newest_recordings_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slots(monkeypatch, 16), monkeypatch.context() as patch:
+        patch.setattr(module, "KEPT_FILES", 3)
+        for n in range(6):
+            recording(tmp_path, partial(receive, f"{n + 1:016x}"))
+    assert list(Recordings.read(tmp_path).requests) == [3, 4, 5, 6]  # 3 and the one that has just ended
+
+
+def test_start_when_the_folder_cannot_be_written_then_a_warning_and_no_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    recording(file / "folder", partial(receive, UNIQUE))
+    assert "flight recorder is off" in caplog.text
+    assert "--recorder-dir" in caplog.text
+
+
+def test_stream_when_it_progresses_then_the_tick_records_it_once(tmp_path: Path) -> None:
+    class Stream:
+        request_id = UNIQUE
+        num_tokens = 0
+
+    def act(recorder: Recorder) -> None:
+        stream = Stream()
+        recorder.follow(stream)
+        for stream.num_tokens in (0, 5, 5, 9):
+            recorder.record_progress()
+        recorder.unfollow(stream)
+        stream.num_tokens = 10
+        recorder.record_progress()
+
+    recording(tmp_path, act)
+    (request,) = Recordings.read(tmp_path).requests.values()
+    assert [(step.entry.event, step.entry.a) for step in request.steps] == [
+        (RecordedEvent.PROGRESS, 5),
+        (RecordedEvent.PROGRESS, 9),
+    ]
+
+
+def test_find_when_any_of_its_ids_is_given_then_the_request(tmp_path: Path) -> None:
+    def act(recorder: Recorder) -> None:
+        recorder.record(f"job 7-{UNIQUE}", RecordedEvent.RECEIVED, id_hash("job 7"))
+        recorder.record(f"{UNIQUE}-3", RecordedEvent.CALL_RECEIVED)
+        recorder.record("f" * 16, RecordedEvent.RECEIVED)
+        recorder.record("probe-1", RecordedEvent.CALL_RECEIVED)
+
+    recording(tmp_path, act)
+    recordings = Recordings.read(tmp_path)
+    assert sorted(recordings.requests) == [KEY, 0xFFFFFFFFFFFFFFFF]
+    ids = (f"chatcmpl-{UNIQUE}{'a' * 16}", f"resp_7f3a{UNIQUE}{'a' * 16}", "job 7", f"job 7-{UNIQUE}", f"{UNIQUE}-3")
+    for text in (*ids, UNIQUE, UNIQUE[:8]):
+        assert [request.key for request in recordings.find(text)] == [KEY], text
+    assert not recordings.find("chatcmpl-unknown")
+    assert not recordings.find("")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "key"),
+    [
+        (UNIQUE, (KEY, 0)),
+        (f"a-b-{UNIQUE}-12", (KEY, 12)),
+        (f"{UNIQUE}-99999999", (KEY, 0xFFFF)),
+        ("", (id_hash(""), 0)),
+        ("\ud800é-x", (id_hash("\ud800é-x"), 0)),
+    ],
+)
+def test_key_when_a_peer_sends_any_id_then_numbers_that_fit(request_id: str, key: tuple[int, int]) -> None:
+    assert request_key(request_id) == key
+
+
+def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(tmp_path: Path) -> None:
+    ids = token_ids(range(1_000_000, 1_001_300))
+
+    def act(recorder: Recorder) -> None:
+        recorder.record_prompt(UNIQUE, ids, 5)
+        recorder.record_prompt("f" * 16, ids[:1200], 5)
+
+    recording(tmp_path, act)
+    recordings = Recordings.read(tmp_path)
+    hashes = [
+        [hashed for step in request.steps for hashed in (step.entry.c, step.entry.a) if hashed]
+        for request in recordings.requests.values()
+    ]
+    (two_blocks, length, third), (others, other_length, other_third) = hashes
+    assert (length, other_length) == (1300, 1200)
+    assert two_blocks == others
+    assert third != other_third
+    assert ids[100:104].tobytes() not in recordings.processes[0].path.read_bytes()
+
+
+def test_folder_when_it_is_not_set_then_one_of_the_user(tmp_path: Path) -> None:
+    assert recorder_folder(None, {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/dynamo_trtllm")
+    assert recorder_folder(None, {}) == Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
+    assert recorder_folder("off", {}) is None
+    recording(tmp_path / "a", lambda _: None)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    (path,) = (tmp_path / "a").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
