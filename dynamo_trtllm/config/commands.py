@@ -299,7 +299,12 @@ line
     stuck: bool = option(
         PROCESS, False, "List requests that have not ended and are silent, with the process that holds each."
     )
-    older_than_s: PositiveFloat = option(PROCESS, 10.0, "Seconds of silence after which a request counts as stuck.")
+    older_than_s: Annotated[float, Field(ge=1.5, allow_inf_nan=False)] = option(
+        PROCESS,
+        10.0,
+        "Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a stream is recorded "
+        "once a second.",
+    )
     perfetto: Path | None = option(
         PROCESS, None, "Write the events to this file as a Chrome trace (JSON), for Perfetto."
     )

@@ -59,7 +59,7 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
 
     def stuck() -> str:
         with pytest.raises(SystemExit):
-            explain.main([*flags, "--stuck", "--older-than-s", "0.5"])
+            explain.main([*flags, "--stuck", "--older-than-s", "1.5"])
         return capsys.readouterr().out
 
     cluster = make_cluster(flags=(*flags, "--stall-timeout-s", "60"))
