@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_trtllm.config.commands import PreflightConfig
 from dynamo_trtllm.config.layers import find_file, read_yaml
-from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import schema
@@ -267,19 +267,31 @@ def _check_engine_of(path: Path) -> None:
 
 
 def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:
-    """Return the settings that the worker would load from this command line, without an environment."""
-    fixed = [
-        f"--model-path={config.model_path or 'model'}",
-        "--engine=trtllm",
-        f"--extra-engine-args={path}",
-        f"--disaggregation-mode={role}",
-    ]
+    """Return the settings that the worker would load from this command line, without an environment.
+
+    Raises:
+        ConfigError: A flag is wrong, or sets what this command sets.
+    """
+    fixed = {  # field -> value, and what to do instead of another one
+        "model_path": (config.model_path or "model", "pass --model-path to this command"),
+        "engine": ("trtllm", "only TensorRT-LLM is checked"),
+        "extra_engine_args": (str(path), "pass the file with --prefill, --decode or --agg"),
+        "disaggregation_mode": (str(role), "--prefill, --decode and --agg set the role"),
+    }
+    environ = {f"{ENV_PREFIX}{name.upper()}": value for name, (value, _) in fixed.items()}
     try:
         words = shlex.split(flags or "")
     except ValueError as exc:
         raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
     try:
-        return load(WorkerConfig, prog=PROG, description=_DESCRIPTION, argv=[*fixed, *words], environ={})
+        if "--print-config" in words:
+            raise ConfigError("--print-config can't be used here: remove it")
+        worker = load(WorkerConfig, prog=f"{CONSOLE} worker", description=_DESCRIPTION, argv=words, environ=environ)
+        for name, (value, instead) in fixed.items():
+            if str(getattr(worker, name)) != value:
+                flag = worker.source_of(name).removeprefix("flag ")
+                raise ConfigError(f"{flag} {getattr(worker, name)} can't be used here: {instead}", field=name)
+        return worker
     except ConfigError as exc:
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
 
