@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
+from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
@@ -28,6 +29,7 @@ from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
 
 _MODULE = "dynamo_trtllm.frontend.process.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
+_PROCESSES_PER_CORE = 16  # at most; each takes about 100 MB
 _METRICS_TIMEOUT_S = 1.0  # per process; after that its last metrics are used
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,15 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
     """Reserve the port for processes that share it, without listening.
 
     Raises:
-        ConfigError: the port is in use, also if another frontend would share it.
+        ConfigError: the port is in use, also if another frontend would share it; or the machine has too few cores.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.workers > _PROCESSES_PER_CORE * cores:
+        raise ConfigError(
+            f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of the {cores} CPU "
+            "cores; one process per core is enough",
+            field="workers",
+        )
     with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
     return bind(config.http_host, port, is_shared=True)

@@ -63,6 +63,11 @@ def test_held_port_then_members_can_share_it_and_others_can_not() -> None:
                 reserve_port(FrontendConfig(http_host=HOST, http_port=port, workers=2))
 
 
+def test_reserve_port_when_there_are_far_more_processes_than_cores_then_rejected() -> None:
+    with pytest.raises(ConfigError, match="--workers 100000 is more than 16 processes for each of the"):
+        reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=100_000))
+
+
 def test_held_port_when_no_member_listens_then_a_connection_is_refused() -> None:
     with (
         reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=2)) as held,
