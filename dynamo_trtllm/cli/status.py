@@ -203,8 +203,10 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
     """Ask a frontend for itself and the workers that it knows. Raise OSError if it does not answer."""
     parts = urllib.parse.urlsplit(url)
     shown = mask_address(url)
-    if parts.scheme != "http" or "@" in parts.netloc:
-        raise ConfigError(f"--url is {shown!r}: status needs http://HOST:PORT, without TLS or password", field="url")
+    if parts.scheme != "http" or "@" in parts.netloc or parts.path or parts.query:
+        raise ConfigError(
+            f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path", field="url"
+        )
     host, port = parts.hostname or "", parts.port or 80
     record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
     health, process = await asyncio.gather(_health(host, port, deadline), _of_process(record, deadline))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, PositiveInt, matching
+from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, matching
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -115,7 +115,7 @@ class WorkerSpec(Section):
 
     name: WorkerName = Field(description="Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on.")
     disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode.")
-    count: PositiveInt = Field(default=1, description="Number of identical workers.")
+    count: int = Field(default=1, gt=0, le=1024, description="Number of identical workers, at most 1024.")
     devices: list[Annotated[int, Field(ge=0)]] | Literal["cpu"] = Field(
         default="cpu",
         description="cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N equal parts.",

@@ -231,10 +231,11 @@ def test_status_when_text_of_others_is_shown_then_it_is_escaped(show: Status, se
     assert "\x1b" not in said
 
 
-def test_status_when_the_address_has_a_password_then_it_is_rejected_without_showing_it(show: Status) -> None:
-    code, _, error = show("--url", "http://user:secret@127.0.0.1:8000")
+@pytest.mark.parametrize("url", ["http://user:secret@x:1", "https://x:1", "http://x:1/a", "http://x:1?a"])
+def test_status_when_the_address_has_a_part_that_is_not_used_then_it_is_rejected(show: Status, url: str) -> None:
+    code, _, error = show("--url", url)
     assert code == 2
-    assert "--url is 'http://***@127.0.0.1:8000': status needs http://HOST:PORT" in error
+    assert f"--url is '{url.replace('user:secret', '***')}': status needs http://HOST:PORT" in error
 
 
 def test_status_when_another_service_answers_then_it_is_no_deployment(show: Status, server: Server) -> None:

@@ -62,6 +62,7 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("name: decode", "name: prefill", "two workers are named 'prefill'"),
         ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
         ("count: 2", "count: 3", "workers[1]: 2 devices can't be divided equally among 3 workers"),
+        ("count: 2", "count: 2000", "workers[1].count is 2000: should be less than or equal to 1024"),
         ("count: 2", "cuont: 2", "workers[1]: unknown key 'cuont'; did you mean 'count'?"),
         ("{model_path: /m}", "{engine: mock}", "workers[1].flags.model_path is missing"),
         ("{model_path: /m}", "{model_path: /m, model: /n}", "model_path is given twice"),
