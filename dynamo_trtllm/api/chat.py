@@ -23,7 +23,7 @@ from dynamo_trtllm.api.request_model import (
     shown,
     unsupported,
 )
-from dynamo_trtllm.api.sampling import NO_OPS, StructuredFields
+from dynamo_trtllm.api.sampling import NO_OPS, CompletionFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 from dynamo_trtllm.messages import OutputFormat
 
@@ -258,7 +258,7 @@ def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
 
 
-class ChatRequest(StructuredFields):
+class ChatRequest(CompletionFields):
     """A chat completion request; valid for any model."""
 
     no_ops: ClassVar = NO_OPS | {
@@ -267,7 +267,7 @@ class ChatRequest(StructuredFields):
         "add_generation_prompt": (True,),
         "functions": ([],),
     }
-    unsupported: ClassVar = StructuredFields.unsupported | frozenset(
+    unsupported: ClassVar = CompletionFields.unsupported | frozenset(
         {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
     )
 

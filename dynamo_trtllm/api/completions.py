@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynamo_trtllm.api.request_model import MAX_VALUES, List, LongText, invalid, kind_of, shown, unsupported
-from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, StructuredFields, TokenId
+from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, CompletionFields, TokenId
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
@@ -42,7 +42,7 @@ PromptSent: TypeAlias = _Text | _Ids | Annotated[List[_Text | _Ids], Field(min_l
 Prompts = Annotated[List[LongText | Annotated[List[int], Field(max_length=MAX_VALUES)]], Field(max_length=MAX_CHOICES)]
 
 
-class CompletionRequest(StructuredFields):
+class CompletionRequest(CompletionFields):
     """A text completion request; valid for any model."""
 
     no_ops: ClassVar = NO_OPS | {"suffix": ("",), "add_special_tokens": (True,)}

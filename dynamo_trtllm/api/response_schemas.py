@@ -131,10 +131,13 @@ class ReasoningTokens(TypedDict):
     reasoning_tokens: Count
 
 
-class UsageObject(TypedDict):
+class TokenCounts(TypedDict):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
+
+
+class UsageObject(TokenCounts):
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens
 
@@ -214,6 +217,15 @@ class ChatMessageObject(TypedDict):
     tool_calls: NotRequired[list[ToolCallObject]]
 
 
+class PromptToken(TypedDict):
+    logprob: float
+    rank: Count | None  # 1: the likeliest token; null: it is not among the alternatives
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]  # by token id; null: the prompt's first token
+
+
 class ChatChoice(TypedDict):
     index: Count
     message: ChatMessageObject
@@ -225,6 +237,7 @@ class ChatChoice(TypedDict):
 class ChatCompletion(Completion):
     object: Literal["chat.completion"]
     prompt_token_ids: NotRequired[TokenIdList]
+    prompt_logprobs: NotRequired[PromptLogprobs]
     choices: list[ChatChoice]
     usage: UsageObject
 
@@ -252,7 +265,7 @@ class ChatCompletionChunk(Completion):
     object: Literal["chat.completion.chunk"]
     prompt_token_ids: NotRequired[TokenIdList]
     choices: list[ChatChunkChoice]
-    usage: NotRequired[UsageObject | None]
+    usage: NotRequired[UsageObject | TokenCounts | None]
 
 
 class TextLogprobs(TypedDict):
@@ -266,6 +279,7 @@ class TextChoice(TypedDict):
     index: Count
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids: NotRequired[TokenIdList]
     token_ids: NotRequired[TokenIdList]
     finish_reason: Annotated[Literal["stop", "length"] | None, Field(description="null in a stream until the end.")]
@@ -276,7 +290,7 @@ class TextCompletion(Completion):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
-    usage: NotRequired[UsageObject | None]
+    usage: NotRequired[UsageObject | TokenCounts | None]
 
 
 @with_config(_OPEN)

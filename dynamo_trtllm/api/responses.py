@@ -288,6 +288,7 @@ class ResponseRequest(SamplingFields):
     no_ops: ClassVar = {name: values for name, values in NO_OPS.items() if name != "store"} | {
         "background": (False,),
         "truncation": ("disabled",),
+        "skip_special_tokens": (True,),
         "prompt_cache_options": ({"mode": "implicit"},),
     }
     unsupported: ClassVar = frozenset(

@@ -1,6 +1,6 @@
 """Define the request fields that endpoints share: sampling, stop conditions, output options and structured output.
 
-All generating endpoints have `SamplingFields`; chat and text completions have `StructuredFields`, whose names are those
+All generating endpoints have `SamplingFields`; chat and text completions have `CompletionFields`, whose names are those
 of OpenAI, vLLM and Dynamo.
 """
 
@@ -232,7 +232,6 @@ class SamplingFields(RequestModel):
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "service_tier": ("auto", "default", "flex", "scale", "priority"),  # there are no tiers
@@ -313,12 +312,15 @@ def _one_of(texts: list[str]) -> str:
     return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
 
 
-class StructuredFields(SamplingFields):
-    """The fields of chat and text completions: `SamplingFields`, and those for structured output."""
+class CompletionFields(SamplingFields):
+    """The fields of chat and text completions that `/v1/responses` does not have. Their names are vLLM's."""
 
     hints: ClassVar = SamplingFields.hints | {"guided_decoding_backend"}
     unsupported: ClassVar = frozenset({"guided_whitespace_pattern"})
 
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # keep the last ones; -1: as many as the context allows
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json | None = None
     guided_regex: Pattern | None = None
@@ -326,7 +328,15 @@ class StructuredFields(SamplingFields):
     guided_grammar: Pattern | None = None
 
     @model_validator(mode="after")
-    def _formats_agree(self) -> StructuredFields:
+    def _completion_fields_agree(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            invalid("must be -1 or at least 1, not 0", field="truncate_prompt_tokens")
+        if self.prompt_logprobs is not None and self.stream:
+            invalid("is not available in a stream; set stream to false", field="prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _formats_agree(self) -> CompletionFields:
         agreed(self.output_formats())
         return self
 

@@ -131,10 +131,13 @@ class Renderer(Protocol):
         """Return the text of the ids, special tokens included."""
         ...
 
-    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
+    def chat_parser(
+        self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
+    ) -> OutputParser:
         """Return a parser for the output of a rendered conversation.
 
         Args:
+            hidden: As for `text_parser`. Harmony hides all special tokens in any case.
             forced_ids: Ids that follow the rendered prompt, as if the model had generated them. They set the initial
                 state of the parser and are not output, except that the name of a call is in the first delta.
         """
@@ -162,8 +165,12 @@ class Renderer(Protocol):
         """
         ...
 
-    def text_parser(self) -> OutputParser:
-        """Return a parser for the output of a plain prompt. All text is content; special tokens are omitted."""
+    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+        """Return a parser for the output of a plain prompt. All text is content.
+
+        Args:
+            hidden: Ids that are no text; other special tokens are shown. None: all special tokens are omitted.
+        """
         ...
 
 

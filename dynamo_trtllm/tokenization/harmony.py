@@ -114,7 +114,9 @@ class HarmonyRenderer:
         """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
         return self._tokenizer.decode(token_ids)
 
-    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
+    def chat_parser(
+        self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
+    ) -> OutputParser:
         return HarmonyParser(
             self._tokenizer.token_bytes,
             self._token_texts,
@@ -137,8 +139,14 @@ class HarmonyRenderer:
     def _control_text(self, text: str) -> TokenIds:
         return array("I", self._harmony.encode(text, allowed_special="all"))
 
-    def text_parser(self) -> OutputParser:
-        return BytesTextParser(self._tokenizer.token_bytes, self._token_texts.content)
+    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+        if hidden is None:
+            return BytesTextParser(self._tokenizer.token_bytes, self._token_texts.content)
+
+        def token_bytes(token_id: int) -> bytes:
+            return b"" if token_id in hidden else self._tokenizer.all_bytes(token_id)
+
+        return BytesTextParser(token_bytes, TokenTextCache(token_bytes))
 
     def _make_system(self, effort: str, today: date, has_tools: bool) -> list[int]:
         options = oh.RenderOptions(conversation_has_function_tools=has_tools)

@@ -204,14 +204,16 @@ class ChatTemplateRenderer:
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist())
 
-    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> OutputParser:
+    def chat_parser(
+        self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
+    ) -> OutputParser:
         reasoning_parser = None
         if self._reasoning_parser != "none":
             reasoning_parser = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
         make_calls = _CALL_READERS[self._tool_call_parser]
         calls = make_calls() if make_calls is not None else None
         return ChatOutputParser(
-            self._text_parser(self._hidden_in_chat),
+            self._text_parser(self._hidden_in_chat if hidden is None else hidden),
             reasoning_parser=reasoning_parser,
             calls=calls,
             forced_ids=forced_ids,
@@ -234,14 +236,20 @@ class ChatTemplateRenderer:
             return "", token_ids()  # a marker of several tokens can't be matched among the ids of an output
         return END_THINK, self._tokenizer.encode(END_THINK)
 
-    def text_parser(self) -> OutputParser:
-        return self._text_parser(self._hidden)
+    def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
+        return self._text_parser(self._hidden if hidden is None else hidden)
 
     def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
-        if self._is_byte_level:
-            token_texts = self._token_texts_in_chat if hidden is self._hidden_in_chat else self._token_texts
-            return BytesTextParser(functools.partial(self._token_bytes, hidden), token_texts)
-        return WindowTextParser(self._tokenizer.decode, hidden)
+        if not self._is_byte_level:
+            return WindowTextParser(self._tokenizer.decode, hidden)
+        token_bytes = functools.partial(self._token_bytes, hidden)
+        if hidden is self._hidden:
+            token_texts = self._token_texts
+        elif hidden is self._hidden_in_chat:
+            token_texts = self._token_texts_in_chat
+        else:
+            token_texts = TokenTextCache(token_bytes)
+        return BytesTextParser(token_bytes, token_texts)
 
     def _token_bytes(self, hidden: frozenset[int], token_id: int) -> bytes:
         if token_id in hidden:

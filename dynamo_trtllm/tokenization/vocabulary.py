@@ -166,6 +166,10 @@ class O200kTokenizer:
         """Return the bytes of one token; b"" for special tokens and for ids outside the vocabulary."""
         return self._tokens[token_id] if token_id < FIRST_SPECIAL else b""
 
+    def all_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, special tokens included; b"" for ids outside the vocabulary."""
+        return self.token_bytes(token_id) or _SPECIAL_TEXTS.get(token_id, "").encode()
+
     def decode(self, ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
         try:

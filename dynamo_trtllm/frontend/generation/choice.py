@@ -9,12 +9,11 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError, StreamIncomplete
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, GenerationPlan
 from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
@@ -39,6 +38,12 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
+
+
+class ScoredDelta(ChoiceDelta, frozen=True, kw_only=True, gc=False):
+    """The first delta of a choice if the client asked for the log-probabilities of its prompt."""
+
+    prompt_logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +192,12 @@ class ChoiceState:
                 reasoning=delta.reasoning,
                 tool_calls=delta.tool_calls,
             )
-        prompt_logprobs = self._prompt_logprobs() if self._awaits_prompt_logprobs else NO_LOGPROBS
+        echoed = scored = NO_LOGPROBS
+        if self._awaits_prompt_logprobs:
+            echoed, scored = self._prompt_logprobs()
         if self._choice_request.is_prompt_only:
             self.num_tokens, self.finish = 0, "length"
-            return ChoiceDelta(index=self._index, logprobs=prompt_logprobs, finish=self.finish)
+            return _with_scores(ChoiceDelta(index=self._index, logprobs=echoed, finish=self.finish), scored)
         shown = self._shown(chunk)
         if self._has_logprobs:
             self._logprob_sum += sum(each.logprob for each in chunk.logprobs)
@@ -208,7 +215,7 @@ class ChoiceState:
             if most is not None and delta.tool_calls[-1].index >= most:
                 calls = tuple(call for call in delta.tool_calls if call.index < most)
                 delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
-        return self._choice_delta(delta, prompt_logprobs + logprobs, finish, chunk.token_ids)
+        return _with_scores(self._choice_delta(delta, echoed + logprobs, finish, chunk.token_ids), scored)
 
     @property
     def mean_logprob(self) -> float:
@@ -243,15 +250,19 @@ class ChoiceState:
             reasoning_tokens=self._reasoning_tokens,
         )
 
-    def _prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities of the prompt, which all arrive before the first chunk. Called once."""
+    def _prompt_logprobs(self) -> tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
+        """Return the log-probabilities of the prompt for `logprobs` of the choice, and for their own field.
+
+        They all arrive before the first chunk. Called once.
+        """
         self._awaits_prompt_logprobs = False
         scored, wanted = self.trace.prompt_logprobs, len(self._choice_request.request.token_ids)
         if len(scored) != wanted:
             raise StreamIncomplete(
                 f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens; upgrade it"
             )
-        return tuple(scored)
+        choice_request = self._choice_request
+        return _likeliest(scored, choice_request.echo_logprobs), _likeliest(scored, choice_request.prompt_logprobs)
 
     def _shown(self, chunk: Chunk) -> TokenIds:
         ids = chunk.token_ids
@@ -311,62 +322,15 @@ class ChoiceState:
         return self._in_content and "\ufffd" in self._choice_request.renderer.decode(token_ids((token_id,)))
 
 
-PHASES = (
-    "receive",
-    "tokenize_queue",
-    "load",
-    "tokenize",
-    "frontend_queue",
-    "select",
-    "reserve",
-    "retry",
-    "send",
-    "grammar",
-    "submit",
-    "queue",
-    "prefill",
-    "export",
-    "handoff",
-    "first_token",
-    "decode_wait",
-    "decode",
-    "migration",
-    "respond",
-)
-"""All phases, about in their order. The first token comes before `decode_wait`. docs/timing.md describes them."""
-
-PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
-"""Seconds by role and phase. They add up to the time between the first span and the end."""
+def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities with at most so many alternatives; none of them for None."""
+    if most is None:
+        return NO_LOGPROBS
+    return tuple(TokenLogprob(each.token_id, each.logprob, each.top[:most]) for each in scored)
 
 
-def divide(spans: Sequence[Span], trace: RouteTrace, end_s: float) -> PhaseSeconds:
-    """Return how long the spans took until `end_s`, divided into the phases that the workers report.
-
-    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`, the way to the worker
-    and back. A call without a report stays one phase.
-    """
-    phases: PhaseSeconds = {}
-    has_migrated = any(span.phase == "migration" for span in spans)
-    latest = {} if has_migrated else {"prefill": trace.prefill_stats, "first_token": trace.decode_stats}
-    for span, next_s in zip(spans, [*(span.begin_s for span in spans[1:]), end_s], strict=True):
-        left_s, rest = max(0.0, next_s - span.begin_s), span.phase
-        reported: list[tuple[str, float]] = []
-        if (stats := latest.get(span.phase) or span.stats) is not None:
-            reported, rest = _reported(stats), "send"
-        elif span.phase == "decode" and not has_migrated and trace.decode_stats is not None:
-            reported = [("decode_wait", trace.decode_stats.decode_queue_s)]
-        for phase, seconds in (*reported, (rest, left_s)):
-            part_s = min(seconds, left_s)
-            if part_s > 0:  # not a number: false
-                left_s -= part_s
-                phases[span.role, phase] = phases.get((span.role, phase), 0.0) + part_s
-    return phases
-
-
-def _reported(stats: PhaseTimings) -> list[tuple[str, float]]:
-    """Return the phases of a call until its first chunk."""
-    more = [(name, seconds) for name, seconds in stats.more.items() if "." not in name]
-    return [("queue", stats.queue_s), ("prefill", stats.prefill_s), ("handoff", stats.kv_transfer_s), *more]
+def _with_scores(delta: ChoiceDelta, scored: tuple[TokenLogprob, ...]) -> ChoiceDelta:
+    return ScoredDelta(**msgspec.structs.asdict(delta), prompt_logprobs=scored) if scored else delta
 
 
 def merged(first: Delta, second: Delta) -> Delta:

@@ -18,8 +18,8 @@ from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs, text_logprobs
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ScoredDelta, Usage
+from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import TokenLogprob
@@ -107,6 +107,7 @@ class _Output:
     calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
 
     def push(self, delta: ChoiceDelta) -> None:
@@ -114,6 +115,8 @@ class _Output:
         self.reasoning.append(delta.reasoning)
         self.logprobs.extend(delta.logprobs)
         self.token_ids.extend(delta.token_ids)
+        if isinstance(delta, ScoredDelta):
+            self.prompt_logprobs = delta.prompt_logprobs
         for call in delta.tool_calls:
             if call.name is not None:
                 self.calls[call.index] = (call.name, [])
@@ -153,6 +156,9 @@ class CompletionAggregator:
             if requested.returns_token_ids:
                 choice["token_ids"] = output.token_ids
                 (base if self._is_chat else choice).update(_first_fields(requested))
+            if output.prompt_logprobs:
+                scored = prompt_logprobs(output.prompt_logprobs, self._renderer)
+                (base if self._is_chat else choice)["prompt_logprobs"] = scored
         return _complete(base, choices, usage, stats)
 
 

@@ -36,7 +36,10 @@ def chat_conversation(body: ChatRequest) -> Conversation:
 def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOptions:
     choice, formats = body.tool_choice, body.output_formats()
     return GenerationOptions(
-        sampling=sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
+        sampling=msgspec.structs.replace(
+            sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
+            prompt_logprobs=body.prompt_logprobs,
+        ),
         stop=tuple(body.stop),
         n=body.n,
         tool_choice=ToolChoice(mode=ToolChoiceMode(choice.mode), name=choice.name, allowed=choice.allowed),
@@ -46,6 +49,8 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         cache_salt=body.salt,
         shows_reasoning=body.include_reasoning,
         returns_token_ids=body.return_token_ids,
+        skip_special_tokens=body.skip_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         effort_given=body.reasoning_effort is not None,
         names=_names(body, formats),
     )

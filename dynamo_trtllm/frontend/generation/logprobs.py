@@ -48,6 +48,24 @@ def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: 
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}, offset
 
 
+def prompt_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
+
+    The first token has none. A rank is known for the alternatives.
+    """
+    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+    found: list[dict[str, Any] | None] = []
+    for each in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, start=1)}
+        values = {each.token_id: each.logprob} | dict(each.top)
+        entries = {
+            str(token_id): {"logprob": _finite(value), "rank": ranks.get(token_id), "decoded_token": text_of(token_id)}
+            for token_id, value in values.items()
+        }
+        found.append(None if math.isnan(each.logprob) else entries)
+    return found
+
+
 def _finite(logprob: float) -> float:
     """Return a log-probability that JSON can express."""
     return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

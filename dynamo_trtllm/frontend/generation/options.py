@@ -53,6 +53,8 @@ class GenerationOptions:
     cache_salt: str | None = None
     shows_reasoning: bool = True
     returns_token_ids: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last ones; -1: as many as the context allows; None: all
     effort_given: bool = False  # the client set the conversation's reasoning_effort
     names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, where they differ
 

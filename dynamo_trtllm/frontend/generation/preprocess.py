@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ B = TypeVar("B", bound=SamplingFields)
 _MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
 _MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
 _MAX_SCORED_TOKENS = 64 << 10  # of all choices together: the response has several numbers and texts per token
+_SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
 _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
 
 
@@ -52,6 +54,8 @@ class ChoiceRequest:
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     echo: str = ""  # the text begins with this
+    echo_logprobs: int | None = None  # alternatives of the prompt's tokens in the choice's logprobs; None: none of them
+    prompt_logprobs: int | None = None  # alternatives of the prompt's tokens in a field of their own; None: no field
     is_prompt_only: bool = False  # the client wants no generated token, but the engine generates one
     max_tool_calls: int | None = None  # the output ends before the next call
     names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, for errors
@@ -62,7 +66,7 @@ class ChoiceRequest:
         is_bounded = bool(self.stop) or self.max_tool_calls is not None
         is_bounded = is_bounded or self.is_prompt_only
         is_special = self.returns_token_ids or not self.shows_reasoning or self.request.sampling.logprobs is not None
-        return not (is_bounded or is_special)
+        return not (is_bounded or is_special or self.prompt_logprobs is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +106,10 @@ def prepare_chat(body: ChatRequest, served: ServedModel, request_id: str, deadli
     """
     conversation, options = chat_conversation(body), chat_options(body, served.card)
     plan = prepare_conversation(conversation, options, served, request_id, deadline)
-    ignored = tuple(
-        body.template_arg_path(name) for name in body.template_args if name not in served.renderer.variables
-    )
-    return replace(plan, ignored=ignored) if ignored else plan
+    ignored = [body.template_arg_path(name) for name in body.template_args if name not in served.renderer.variables]
+    if not body.skip_special_tokens and served.card.renderer == "harmony":
+        ignored.append("skip_special_tokens")  # the format uses all its special tokens as markers, none is text
+    return replace(plan, ignored=tuple(ignored)) if ignored else plan
 
 
 def prepare_conversation(
@@ -122,7 +126,9 @@ def prepare_conversation(
         options,
     )
     forced_ids, guided, guided_by = constraints_of(tools, options, served)
-    ids = prompt + forced_ids
+    ids = _truncated(prompt, len(forced_ids) + max(1, requested.max_tokens), served, options) + forced_ids
+    if requested.prompt_logprobs is not None:
+        _check_scored(len(ids), requested.prompt_logprobs, "prompt_logprobs")
     sampling = _sampling(
         requested, _output_budget(requested.max_tokens or None, len(ids), served, options), served, options
     )
@@ -130,20 +136,24 @@ def prepare_conversation(
     sampling = msgspec.structs.replace(
         sampling, guided=guided, stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *stops)))
     )
+    unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)  # all choices have the same prompt
+    calls = [(ids, sampling), *[(ids, unscored)] * (options.n - 1)]
+    hidden = _no_text_ids(sampling, served, options)
     choices = tuple(
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            parser=renderer.chat_parser(forced_ids=forced_ids),
+            parser=renderer.chat_parser(forced_ids=forced_ids, hidden=hidden),
             stop=options.stop,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,
             shows_reasoning=options.shows_reasoning,
             returns_token_ids=options.returns_token_ids,
             names={**options.names, "guided": guided_by},
+            prompt_logprobs=request.sampling.prompt_logprobs,
             max_tool_calls=None if options.parallel_tool_calls else 1,
         )
-        for request in _requests([(ids, sampling)] * options.n, served, request_id, deadline, options.cache_salt)
+        for request in _requests(calls, served, request_id, deadline, options.cache_salt)
     )
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n)
 
@@ -157,6 +167,8 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
         stop=tuple(body.stop),
         output_format=next(iter(formats.values()), None),
         names={"messages": "prompt"} | format_names(formats),
+        skip_special_tokens=body.skip_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     reject_unsupported(requested, body.salt, served.card, options.names)
     selects_best = body.candidates > body.n
@@ -164,29 +176,32 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
         reject("best_of", served.card, "its engine does not return the log-probabilities that best_of needs")
     if selects_best and requested.logprobs is None:
         requested = msgspec.structs.replace(requested, logprobs=0)
-    prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
+    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    whole = [_prompt_ids(prompt, served) for prompt in body.prompt]
+    prompts = [_truncated(ids, wanted, served, options) for ids in whole]
     requested = msgspec.structs.replace(
         requested, guided=text_format(options, served), prompt_logprobs=_prompt_logprobs(body, prompts, served)
     )
     calls = []
     for ids in prompts:
-        wanted = body.max_tokens
-        if wanted is None:
-            wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
-        budget = _output_budget(max(1, wanted), len(ids), served, options)
+        most = wanted if body.max_tokens is not None else max(1, min(wanted, served.card.context_length - len(ids)))
+        budget = _output_budget(most, len(ids), served, options)
         calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
-    texts = [_text(prompt, served) if body.echo else "" for prompt in body.prompt]
+    texts = [""] * len(prompts)
+    if body.echo:
+        texts = [_echo(*each, served) for each in zip(body.prompt, whole, prompts, strict=True)]
     if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
         raise InvalidRequest(
             f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are allowed, lower n",
             field="echo",
         )
+    hidden = _no_text_ids(requested, served, options)
     echoes = [text for text in texts for _ in range(body.candidates)]
     choices = tuple(
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            parser=renderer.text_parser(),
+            parser=renderer.text_parser(hidden),
             stop=options.stop,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=False,
@@ -194,6 +209,8 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
             returns_token_ids=body.return_token_ids,
             names={**options.names, "guided": options.name("response_format")},
             echo=echo,
+            echo_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=body.prompt_logprobs,
             is_prompt_only=body.max_tokens == 0,
         )
         for request, echo in zip(_requests(calls, served, request_id, deadline, body.salt), echoes, strict=True)
@@ -203,19 +220,35 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
 
 def _prompt_logprobs(body: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel) -> int | None:
     """Return the number of alternatives for each token of the prompts. None: no log-probabilities."""
-    if not body.echo or body.logprobs is None:
+    fields = {"prompt_logprobs": body.prompt_logprobs, "echo": body.logprobs if body.echo else None}
+    wanted = {name: count for name, count in fields.items() if count is not None}
+    if not wanted:
         return None
+    name, most = max(wanted.items(), key=itemgetter(1))
     if "prompt_logprobs" in served.card.unsupported_features:
-        reject(
-            "echo", served.card, "its engine does not return the log-probabilities of prompts that logprobs asks for"
-        )
-    if (tokens := sum(map(len, prompts)) * body.candidates) > _MAX_SCORED_TOKENS:
+        reject(name, served.card, "its engine does not return log-probabilities of prompts")
+    _check_scored(sum(map(len, prompts)) * body.candidates, most, name)
+    return most
+
+
+def _check_scored(tokens: int, alternatives: int, name: str) -> None:
+    limit = _MAX_SCORED_TOKENS * _SCORED_ENTRIES // max(_SCORED_ENTRIES, 1 + alternatives)
+    if tokens > limit:
         raise InvalidRequest(
-            f"echo would return log-probabilities of {tokens} prompt tokens; at most {_MAX_SCORED_TOKENS} are allowed, "
+            f"{name} would return log-probabilities of {tokens} prompt tokens; at most {limit} are allowed, "
             "send fewer prompts",
-            field="echo",
+            field=name,
         )
-    return body.logprobs
+
+
+def _truncated(ids: TokenIds, other_tokens: int, served: ServedModel, options: GenerationOptions) -> TokenIds:
+    """Return the end of a prompt, as `truncate_prompt_tokens` demands. `other_tokens`: what follows the prompt."""
+    most = options.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most < 0:
+        most = max(1, served.card.context_length - other_tokens)
+    return ids[-most:]
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
@@ -225,8 +258,9 @@ def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
     return ids
 
 
-def _text(prompt: str | list[int], served: ServedModel) -> str:
-    return prompt if isinstance(prompt, str) else served.renderer.decode(token_ids(prompt))
+def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: ServedModel) -> str:
+    """Return the text of a prompt. `ids` is the part of the `whole` that is sent to the engine."""
+    return prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.renderer.decode(ids)
 
 
 def _requests(
@@ -309,6 +343,16 @@ def _checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenId
             field=field,
         )
     return token_ids(ids)
+
+
+def _no_text_ids(sampling: Sampling, served: ServedModel, options: GenerationOptions) -> frozenset[int] | None:
+    """Return the only ids that are no text if the client wants special tokens: those that end the output, as in vLLM.
+
+    None: all special tokens are no text.
+    """
+    if options.skip_special_tokens:
+        return None
+    return frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else served.card.eos_token_ids)
 
 
 def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:

@@ -17,8 +17,8 @@ from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.generation.choice import PHASES, ChoiceDelta, ChoiceState, PhaseSeconds, Usage, divide
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
+from dynamo_trtllm.frontend.generation.flow_events import PHASES, PhaseSeconds, RouteTrace, Span, divide
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, PlanningTime, read_body

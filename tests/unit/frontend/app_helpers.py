@@ -79,10 +79,13 @@ class Characters:
 
 
 class PlainCharacters:
-    """A parser that returns everything as content, without markers."""
+    """A parser that returns everything as content, without the hidden tokens."""
+
+    def __init__(self, hidden: frozenset[int]) -> None:
+        self._hidden = hidden
 
     def push(self, ids: TokenIds) -> Delta:
-        return Delta(content="".join(chr(token_id) for token_id in ids if token_id > HALF))
+        return Delta(content="".join(chr(token_id) for token_id in ids if token_id not in self._hidden))
 
     def finish(self) -> Delta:
         return Delta()
@@ -111,7 +114,7 @@ class CharacterRenderer:
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
-    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS) -> Characters:
+    def chat_parser(self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None) -> Characters:
         return Characters(forced_ids)
 
     def call_header(self, name: str | None) -> TokenIds | None:
@@ -120,8 +123,8 @@ class CharacterRenderer:
     def answer_header(self) -> tuple[str, TokenIds]:
         return chr(CONTENT), token_ids([CONTENT])
 
-    def text_parser(self) -> PlainCharacters:
-        return PlainCharacters()
+    def text_parser(self, hidden: frozenset[int] | None = None) -> PlainCharacters:
+        return PlainCharacters(frozenset(range(HALF + 1)) if hidden is None else hidden)
 
 
 class Catalog:

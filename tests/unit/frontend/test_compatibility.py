@@ -11,11 +11,11 @@ import pytest
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
-from dynamo_trtllm.errors import InvalidRequest, RequestRejected, UnsupportedParameter
-from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, StructuredOutput
+from dynamo_trtllm.errors import RequestRejected, UnsupportedParameter
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 from dynamo_trtllm.tokenization.base import ServedModel
 from tests.memory_http import asgi
-from tests.unit.frontend import app_helpers, plan_helpers
+from tests.unit.frontend import plan_helpers
 from tests.unit.frontend.app_helpers import CONTENT, END, MODEL, REASONING, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.plan_helpers import WEATHER
 from tests.unit.frontend.test_generate_endpoint import CHAT, TEXT, USER, chat, check_error, events, post, text
@@ -259,107 +259,6 @@ async def test_template_argument_that_the_model_does_not_use_then_served_and_nam
     assert answer.status_code == 200
     assert answer.headers[IGNORED] == "chat_template_kwargs.enable_thinking"
     assert IGNORED not in (await post(tolerant("ignore"), CHAT, body)).headers
-
-
-@pytest.mark.parametrize(("path", "body"), [(CHAT, chat), (TEXT, text)])
-async def test_continuous_usage_stats_then_each_event_has_the_usage_of_its_choice_so_far(path: str, body: Any) -> None:
-    served = front(chunk("a\U0001d11e"), chunk('b"usage":null}'), stop())
-    wanted = body(stream=True, n=2, stream_options={"include_usage": True, "continuous_usage_stats": True})
-    *parts, last = events(await post(served, path, wanted))
-    for index in range(2):
-        usages = [each["usage"] for each in parts if each["choices"][0]["index"] == index]
-        assert usages[-3:] == [
-            {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made} for made in (2, 16, 17)
-        ]
-    if path == CHAT:
-        assert parts[0]["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
-    assert (
-        "".join(delta_text(each) for each in parts if each["choices"][0]["index"] == 0) == 'a\U0001d11eb"usage":null}'
-    )
-    assert last["usage"]["completion_tokens"] == 34
-
-
-def delta_text(event: dict[str, Any]) -> str:
-    (choice,) = event["choices"]
-    return str(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
-
-
-@pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, chat(stream=True)), (RESPONSES, response(stream=True)), (TEXT, text(stream=True))]
-)
-async def test_continuous_usage_stats_when_there_is_no_usage_to_repeat_then_400(path: str, body: Any) -> None:
-    options = {"continuous_usage_stats": True, "include_usage": path == RESPONSES}
-    answer = await post(front(stop("a")), path, body | {"stream_options": options})
-    assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
-
-
-# --- log-probabilities of prompts ----------------------------------------------------------------------
-
-
-def scored(text: str) -> Chunk:
-    return chunk(text, logprobs=True, finish=FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_logprobs_then_those_of_the_prompt_precede_those_of_the_answer(stream: bool) -> None:
-    served = front(scored("de"))
-    answer = await post(served, TEXT, text(prompt="abc", echo=True, logprobs=1, max_tokens=2, stream=stream))
-    if stream:
-        choices = [event["choices"][0] for event in events(answer)]
-        (logprobs,) = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-        assert "".join(choice["text"] for choice in choices) == "abcde"
-    else:
-        (choice,) = answer.json()["choices"]
-        assert choice["text"] == "abcde"
-        logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == [*"abcde"]
-    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
-    assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -0.5, -0.5]
-    assert logprobs["top_logprobs"][:3] == [None, {"b": -1.0}, {"c": -2.0}]
-    assert served.pipeline.requests[0].sampling.prompt_logprobs == 1
-
-
-@pytest.mark.parametrize("logprobs", [None, 0])
-async def test_echo_when_no_token_is_wanted_then_only_the_prompt(logprobs: int | None) -> None:
-    served = front(scored("d") if logprobs is not None else chunk("d", finish=FinishReason.LENGTH))
-    body = (await post(served, TEXT, text(prompt=["abc", [65]], echo=True, logprobs=logprobs, max_tokens=0))).json()
-    assert [choice["text"] for choice in body["choices"]] == ["abc", "A"]
-    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
-    if logprobs is not None:
-        assert body["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
-    assert body["usage"]["completion_tokens"] == 0
-    assert served.pipeline.requests[0].sampling.max_tokens == 1
-
-
-async def test_logprobs_without_echo_then_none_of_the_prompt_are_asked_for() -> None:
-    served = front(scored("d"))
-    body = (await post(served, TEXT, text(logprobs=1))).json()
-    assert body["choices"][0]["logprobs"]["tokens"] == ["d"]
-    assert served.pipeline.requests[0].sampling.prompt_logprobs is None
-
-
-async def test_max_tokens_0_without_echo_then_400() -> None:
-    check_error(await post(front(), TEXT, text(max_tokens=0)), 400, "invalid_request", "max_tokens")
-
-
-def test_echo_with_logprobs_when_the_engine_has_none_of_prompts_then_the_error_names_echo(harmony: ServedModel) -> None:
-    served = plan_helpers.refusing(harmony, "prompt_logprobs")
-    plan_helpers.text(served, echo=True)
-    with pytest.raises(UnsupportedParameter) as refused:
-        plan_helpers.text(served, echo=True, logprobs=1)
-    assert refused.value.field == "echo"
-
-
-def test_echo_with_logprobs_when_the_prompts_are_long_together_then_rejected(harmony: ServedModel) -> None:
-    with pytest.raises(InvalidRequest, match="128000 prompt tokens; at most 65536") as refused:
-        plan_helpers.text(harmony, prompt=[[7] * 1000] * 128, echo=True, logprobs=1)
-    assert refused.value.field == "echo"
-
-
-async def test_echo_with_logprobs_when_an_older_worker_returns_none_then_502(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_helpers, "prompt_logprobs", lambda *_: [])
-    answer = await post(front(scored("d")), TEXT, text(echo=True, logprobs=1))
-    assert "upgrade it" in check_error(answer, 502, "incomplete")
 
 
 # --- pages of other origins ----------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
-from dynamo_trtllm.frontend.generation.choice import PHASES, PhaseSeconds, divide
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
+from dynamo_trtllm.frontend.generation.flow_events import PHASES, PhaseSeconds, RouteTrace, Span, divide
 from dynamo_trtllm.messages import Chunk, PhaseTimings, Role, token_ids
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
 

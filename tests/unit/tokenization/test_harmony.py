@@ -284,6 +284,14 @@ def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(renderer: Ha
     assert set(renderer.stop_token_ids) == set(encoding.stop_tokens_for_assistant_actions())
 
 
+def test_text_parser_when_only_some_tokens_are_hidden_then_other_special_ones_are_text(
+    renderer: HarmonyRenderer,
+) -> None:
+    parser = renderer.text_parser(frozenset({200002}))
+    pieces = [parser.push(token_ids([each])).content for each in (*renderer.encode("a"), 200007, 200002, 300000)]
+    assert pieces == ["a", "<|end|>", "", ""]
+
+
 def test_text_parser_when_character_is_split_then_it_comes_whole(renderer: HarmonyRenderer) -> None:
     ids = renderer.encode("a𒀀b")
     parser = renderer.text_parser()

@@ -58,6 +58,15 @@ def test_text_parser_when_parsers_are_named_then_they_are_not_used() -> None:
     assert fold(made.text_parser(), [ids_of("<think>hm</think>See.")]) == Seen("<think>hm</think>See.")
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_parsers_when_only_some_tokens_are_hidden_then_other_special_ones_are_text(step: int) -> None:
+    ids = ids_of(f"<|im_start|>{ANSWER}")
+    pushes, hidden = [ids[at : at + step] for at in range(0, len(ids), step)], frozenset(ids[-1:])
+    assert fold(renderer().text_parser(hidden), pushes) == Seen("<|im_start|>" + ANSWER.removesuffix("<|im_end|>"))
+    seen = fold(renderer("none", "hermes").chat_parser(hidden=hidden), pushes)
+    assert seen == Seen("<|im_start|><think>hm</think>\n\nSee.", "", CALLED)
+
+
 @pytest.mark.parametrize(("calls", "end"), [("hermes", "}\n</tool_call>"), ("json", "}")])
 def test_call_header_when_a_tool_is_named_then_output_goes_on_with_its_arguments(calls: str, end: str) -> None:
     made = renderer("none", calls)
