@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,10 +75,14 @@ def status(temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def show() -> Any:
-        with pytest.raises(SystemExit) as ended:
-            status_command.main(["--json"])
-        assert ended.value.code == 0
-        return json.loads(capsys.readouterr().out)
+        deadline = time.monotonic() + WAIT_S
+        while True:  # the frontend may learn of its workers shortly after the launcher
+            with pytest.raises(SystemExit) as ended:
+                status_command.main(["--json"])
+            said = capsys.readouterr().out
+            if ended.value.code == 0:
+                return json.loads(said)
+            assert time.monotonic() < deadline, said
 
     return show
 
