@@ -7,6 +7,8 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo_trtllm.frontend.generation.flow_events import AFTER_FIRST_TOKEN
+
 _NAME = "dynamo_trtllm_phase_seconds"
 
 Totals = dict[str, tuple[float, float]]  # by phase: seconds, requests
@@ -33,10 +35,16 @@ def totals(text: str) -> Totals:
 
 
 def means(before: Totals, after: Totals) -> dict[str, float]:
-    """Return the mean seconds per request between two readings."""
+    """Return the mean seconds per request between two readings, of the phases before the first token."""
+    requests = _requests(after) - _requests(before)
     totals_by_phase = {}
     for phase, (seconds, count) in after.items():
         seconds_before, count_before = before.get(phase, (0.0, 0.0))
-        if count > count_before:
-            totals_by_phase[phase] = (seconds - seconds_before) / (count - count_before)
+        if count > count_before and phase not in AFTER_FIRST_TOKEN:
+            totals_by_phase[phase] = (seconds - seconds_before) / (requests or count - count_before)
     return totals_by_phase
+
+
+def _requests(totals: Totals) -> float:
+    """Return the number of requests, each of which was received. 0: an older server, which does not report it."""
+    return totals.get("receive", (0.0, 0.0))[1]

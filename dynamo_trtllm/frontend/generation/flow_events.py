@@ -176,7 +176,9 @@ PHASES = (
     "migration",
     "respond",
 )
-"""All phases, about in their order. The first token comes before `decode_wait`. docs/timing.md describes them."""
+"""All phases, about in their order. docs/timing.md describes them."""
+
+AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
 
 PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
 """Seconds by role and phase. They add up to the time between the first span and the end."""

@@ -162,6 +162,8 @@ def test_phases_when_read_twice_then_the_mean_between() -> None:
     after = phases.totals(METRICS_TEXT)
     assert after == {"prefill": (2.5, 5), "handoff": (0.0, 0)}
     assert phases.means({"prefill": (0.5, 1)}, after) == {"prefill": 0.5}
+    after |= {"receive": (0.25, 5), "decode": (9.0, 5)}  # of which those before the first token count, per request
+    assert phases.means({}, after) == {"prefill": 0.5, "receive": 0.05}
 
 
 def test_phases_when_the_server_has_none_then_empty() -> None:
