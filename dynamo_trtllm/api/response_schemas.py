@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from dynamo_trtllm.api.nvext import NvExtAnswer, Stats
 from dynamo_trtllm.api.request_model import REF, without_pydantic_extras
 from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.sanitize import shorten
@@ -142,30 +143,12 @@ class UsageObject(TokenCounts):
     completion_tokens_details: ReasoningTokens
 
 
-Seconds = dict[str, Annotated[float, Field(ge=0)]]
-
-
-class Stats(TypedDict):
-    """The workers and timings of a request. Present if the request has the header x-dynamo-stats: 1."""
-
-    prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
-    decode_instance: str | None
-    kv_bytes: Count
-    transport: str
-    queued_s: float  # in the frontend's queue; included in `ttft_s`
-    ttft_s: float
-    tokens_per_s: float | None
-    total_s: float  # from the request until now
-    phase_s: Seconds  # by phase; they add up to `total_s`
-    part_s: Seconds  # what a phase consists of or waits for, such as `queue.kv_blocks`
-    choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them
-
-
 class Completion(TypedDict):
     id: str
     created: Time
     model: str
     dynamo_trtllm: NotRequired[Stats]
+    nvext: NotRequired[NvExtAnswer]
 
 
 class FunctionCall(TypedDict):
@@ -307,6 +290,7 @@ class ResponseObject(TypedDict):
     incomplete_details: NotRequired[dict[str, Any] | None]
     usage: NotRequired[dict[str, Any] | None]
     dynamo_trtllm: NotRequired[Stats]
+    nvext: NotRequired[NvExtAnswer]
 
 
 @with_config(_OPEN)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
@@ -130,6 +130,7 @@ class NvExt(RequestModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     agent_hints: AgentHints | None = None
+    extra_fields: List[Literal["worker_id", "timing"]] = Field(default_factory=list, max_length=16)  # of the response
     dp_rank: DpRank | None = None
     prefill_dp_rank: DpRank | None = None
 

@@ -15,7 +15,8 @@ import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
+from dynamo_trtllm.api.nvext import Extras
+from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ScoredDelta, Usage
@@ -64,10 +65,10 @@ class CompletionSseEncoder:
     def delta(self, delta: ChoiceDelta) -> bytes:
         return self._choices[delta.index].delta(delta)
 
-    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
-        if not self._include_usage and stats is None:
+    def finish(self, usage: Usage, extras: Extras) -> bytes:
+        if not self._include_usage and not extras:
             return DONE
-        return event(_complete(self._base, [], usage, stats)) + DONE
+        return event(_complete(self._base, [], usage, extras)) + DONE
 
     def error(self, error: DynamoError) -> bytes:
         return event(to_response(error).body) + DONE
@@ -146,7 +147,7 @@ class CompletionAggregator:
     def push(self, delta: ChoiceDelta) -> None:
         self._outputs[delta.index].push(delta)
 
-    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         choices = [
             {"index": index, **self._choice(output, self._renderer), "finish_reason": output.finish}
             for index, output in enumerate(self._outputs)
@@ -159,14 +160,14 @@ class CompletionAggregator:
             if output.prompt_logprobs:
                 scored = prompt_logprobs(output.prompt_logprobs, self._renderer)
                 (base if self._is_chat else choice)["prompt_logprobs"] = scored
-        return _complete(base, choices, usage, stats)
+        return _complete(base, choices, usage, extras)
 
 
 def _base(kind: str, meta: ResponseMeta) -> dict[str, Any]:
     return {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
 
 
-def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage, stats: Stats | None) -> dict[str, Any]:
+def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage, extras: Extras) -> dict[str, Any]:
     body = base | {
         "choices": choices,
         "usage": _token_counts(usage.prompt_tokens, usage.completion_tokens)
@@ -175,7 +176,7 @@ def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage,
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         },
     }
-    return body if stats is None else body | {"dynamo_trtllm": stats}
+    return body | extras
 
 
 def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats, WorkerIds
 from dynamo_trtllm.api.request_model import IgnoredFields
-from dynamo_trtllm.api.response_schemas import Stats
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _MESSAGE_CHARS = 300  # longest error message in the log line
 _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
+_ALWAYS_SHOWN = ("queue", "prefill", "handoff", "decode_wait")  # phases
+_CALLS = ("prefill", "first_token")  # phases that begin with a call
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
@@ -67,6 +69,7 @@ class RequestContext:
         self.client = request.client
         self.deadline = 0.0  # seconds since the epoch; known with the body
         self._ignored = ""  # names of ignored fields, for the response header
+        self.extra_fields: frozenset[str] = frozenset()  # of `nvext`, in the response
         self.answer_id = ""  # the id in the response; "" until it is known
         self.encoder: SseEncoder | None = None  # of a streamed response
         self.choices: list[ChoiceState] = []
@@ -199,14 +202,44 @@ class RequestContext:
         }
         return {name: value for name, value in headers.items() if value}
 
-    def stats(self) -> Stats | None:
-        """Return the statistics for the client; None if it did not request them."""
-        if not self._wants_stats:
-            return None
-        stats = self._stats_of(self.choices)
-        if len(self.choices) > 1:
-            stats["choices"] = [self._stats_of([choice]) for choice in self.choices]
-        return stats
+    def extras(self) -> Extras:
+        """Return what the client asked for beside the fields of the API."""
+        extras: Extras = {}
+        if self._wants_stats:
+            stats = extras["dynamo_trtllm"] = self._stats_of(self.choices)
+            if len(self.choices) > 1:
+                stats["choices"] = [self._stats_of([choice]) for choice in self.choices]
+        if self.extra_fields:
+            nvext = extras["nvext"] = {}
+            if "worker_id" in self.extra_fields:
+                nvext["worker_id"] = self._worker_ids()
+            if "timing" in self.extra_fields:
+                nvext["timing"] = self._timing()
+        return extras
+
+    def _worker_ids(self) -> WorkerIds:
+        trace, ids = self.choices[0].trace, WorkerIds()
+        prefill = trace.decode_instance if trace.prefill_instance is None else trace.prefill_instance
+        decode = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
+        if prefill is not None and decode is not None:
+            ids = {"prefill_worker_id": prefill, "decode_worker_id": decode}
+        return ids
+
+    def _timing(self) -> NvTiming:
+        usage = self.usage()
+        timing: NvTiming = {
+            "request_received_ms": int(self._arrived_at * 1e3),
+            "total_time_ms": (time.monotonic() - self._begun_s) * 1e3,
+            "kv_hit_rate": usage.cached_tokens / max(1, usage.prompt_tokens),
+        }
+        first_s = self._first_s()
+        called_s = (span.begin_s for trace in self._traces for span in trace.spans if span.phase in _CALLS)
+        call_s = min(called_s, default=None)
+        if first_s is not None and call_s is not None:
+            timing["prefill_wait_time_ms"] = (call_s - self._begun_s) * 1e3
+            timing["prefill_time_ms"] = (first_s - call_s) * 1e3
+            timing["ttft_ms"] = (first_s - self._begun_s) * 1e3
+        return timing
 
     def _stats_of(self, choices: list[ChoiceState]) -> Stats:
         """Return the statistics of some choices. They run in parallel; the phases are those of the last one."""
@@ -223,7 +256,7 @@ class RequestContext:
             "ttft_s": first_s - self._begun_s,
             "tokens_per_s": _tokens_per_s(choices),
             "total_s": end_s - self._begun_s,
-            "phase_s": dict.fromkeys(("queue", "prefill", "handoff", "decode_wait"), 0.0) | phases,
+            "phase_s": phases | {name: phases.get(name, 0.0) for name in _ALWAYS_SHOWN},
             "part_s": last.parts,
         }
 

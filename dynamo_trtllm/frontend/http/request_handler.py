@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Generic, Protocol
 
+from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
-from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
+from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage, pick_best_of
@@ -41,7 +42,7 @@ class SseEncoder(Protocol):
         """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
         ...
 
-    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
+    def finish(self, usage: Usage, extras: Extras) -> bytes:
         """Return the last events of the stream: totals if the client asked for them, and the end mark."""
         ...
 
@@ -55,7 +56,7 @@ class Aggregator(Protocol):
 
     def push(self, delta: ChoiceDelta) -> object: ...
 
-    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         """Return the response body. Called once, after each choice's delta with `finish`."""
         ...
 
@@ -174,6 +175,7 @@ class GenerateEndpoint(Generic[B]):
             else:
                 body = parse(adapter.body, raw_body, ignored)
             context.set_timeout(body.timeout)
+            context.extra_fields = frozenset(body.nvext.extra_fields)
             served = self._app_state.models.get(body.model)
             context.enter("load")
             prepare, stored_chars = await adapter.resolve(body, served, context.id, context.deadline)
@@ -271,7 +273,7 @@ class GenerateEndpoint(Generic[B]):
                 if delta.finish is not None:
                     num_unfinished -= 1
                     if not num_unfinished:
-                        data += encoder.finish(context.usage(), context.stats())
+                        data += encoder.finish(context.usage(), context.extras())
                         await self._adapter.on_complete(encoder)
                 if data:
                     await response.send_events(data, last=not num_unfinished)
@@ -286,7 +288,7 @@ class GenerateEndpoint(Generic[B]):
                 add(delta)
         for delta in pick_best_of(candidates, plan, context.likelihood):
             aggregator.push(delta)
-        body = aggregator.body(context.usage(), context.stats())
+        body = aggregator.body(context.usage(), context.extras())
         await self._adapter.on_complete(aggregator)
         response.send_json(200, body, context.served_by())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import msgspec
 from dynamo_trtllm.api.response_schemas import ReadinessReport
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.server import Router
 from dynamo_trtllm.messages import (
@@ -23,6 +24,7 @@ from dynamo_trtllm.messages import (
     Instance,
     ModelDeploymentCard,
     PhaseTimings,
+    Role,
     TokenIds,
     TokenLogprob,
     token_ids,
@@ -175,6 +177,7 @@ class ScriptedPipeline(PlayedPipeline):
                 PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2),
             )
             trace.decode_instance = 0xCD
+            trace.spans += [Span("prefill", time.monotonic(), Role.PREFILL), Span("decode", time.monotonic())]
             if (alternatives := request.sampling.prompt_logprobs) is not None:
                 trace.prompt_logprobs += prompt_logprobs(request.token_ids, alternatives)
             for step in self.script:

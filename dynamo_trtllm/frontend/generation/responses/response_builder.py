@@ -11,8 +11,9 @@ from weakref import WeakValueDictionary
 
 import orjson
 
+from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.request_model import MAX_TEXT
-from dynamo_trtllm.api.response_schemas import ResponseMeta, Stats
+from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.responses import (
     InputItem,
     ItemReference,
@@ -139,25 +140,27 @@ class ResponseBuilder:
         self._finish = delta.finish or self._finish
         return self._output.push(delta)
 
-    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
         """Return the complete response. Called once, after the last delta."""
         self._output.finish(self._final_status)
         is_incomplete = self._final_status == "incomplete"
-        final = self._base | {
-            "status": self._final_status,
-            "completed_at": None if is_incomplete else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
-            "output": self._output.items("completed"),
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            },
-        }
-        if stats is not None:
-            final["dynamo_trtllm"] = stats
+        final = (
+            self._base
+            | {
+                "status": self._final_status,
+                "completed_at": None if is_incomplete else int(time.time()),
+                "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
+                "output": self._output.items("completed"),
+                "usage": {
+                    "input_tokens": usage.prompt_tokens,
+                    "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                    "output_tokens": usage.completion_tokens,
+                    "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                    "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                },
+            }
+            | extras
+        )
         self.packed = self.pack(final)
         return final
 
@@ -176,9 +179,9 @@ class ResponseBuilder:
     def delta(self, delta: ChoiceDelta) -> bytes:
         return self._encoded(*self.push(delta))
 
-    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
+    def finish(self, usage: Usage, extras: Extras) -> bytes:
         events = self._output.finish(self._final_status)
-        final = self.body(usage, stats)
+        final = self.body(usage, extras)
         return self._encoded(*events, {"type": f"response.{final['status']}", "response": final})
 
     def error(self, error: DynamoError) -> bytes:
