@@ -153,33 +153,6 @@ async def test_stats_when_asked_for_then_both_calls_are_merged() -> None:
     assert stats["total_s"] >= stats["ttft_s"] >= 0
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_nvext_when_fields_are_asked_for_then_workers_and_times_as_from_dynamo(path: str, stream: bool) -> None:
-    served = front(chunk("a"), stop("b"))
-    asked = {"model": MODEL, "stream": stream, "nvext": {"extra_fields": ["timing", "worker_id"]}}
-    asked |= {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, TEXT: {"prompt": "Hi"}}.get(
-        path, {"input": "Hi"}
-    )
-    response = await post(served, path, asked)
-    *_, last = (line for line in response.text.splitlines() if "nvext" in line)
-    body = json.loads(last.removeprefix("data: "))
-    nvext = body.get("response", body)["nvext"]
-    assert nvext["worker_id"] == {"prefill_worker_id": 0xAB, "decode_worker_id": 0xCD}
-    timing = nvext["timing"]
-    assert timing["prefill_wait_time_ms"] + timing["prefill_time_ms"] == pytest.approx(timing["ttft_ms"])
-    assert timing["ttft_ms"] <= timing["total_time_ms"]
-    assert timing["kv_hit_rate"] == 1.0  # both tokens of the prompt
-    assert timing["request_received_ms"] > 1e12
-
-
-async def test_nvext_when_not_asked_for_then_none() -> None:
-    response = await post(front(stop("a")), CHAT, chat(nvext={"extra_fields": []}))
-    assert "nvext" not in response.json()
-    response = await post(front(), CHAT, chat(nvext={"extra_fields": ["engine_data"]}))
-    check_error(response, 400, "invalid_request", "nvext.extra_fields[0]")
-
-
 # --- streams -------------------------------------------------------------------------------------------
 
 

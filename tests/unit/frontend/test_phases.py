@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 
+import httpx
 import msgspec
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
 from dynamo_trtllm.frontend.generation.flow_events import PHASES, PhaseSeconds, RouteTrace, Span, divide
 from dynamo_trtllm.messages import Chunk, PhaseTimings, Role, token_ids
+from tests.memory_http import asgi
+from tests.unit.frontend.app_helpers import MODEL, chunk, front, stop
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
 
 PREFILL = PhaseTimings(queue_s=0.2, prefill_s=0.5, more={"queue.slots": 0.1, "export": 0.1})
@@ -110,3 +114,42 @@ def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_read
     newer = msgspec.msgpack.encode(PhaseTimings(queue_s=0.5, more={"next": 1.0}))
     assert msgspec.msgpack.decode(newer)["queue_s"] == 0.5
     assert msgspec.msgpack.decode(b"\x81\xa7queue_s\xcb?\xe0\x00\x00\x00\x00\x00\x00", type=PhaseTimings).more == {}
+
+
+# --- what Dynamo's clients ask for --------------------------------------------------------------------
+
+
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+async def post(path: str, extra_fields: list[str], **fields: object) -> httpx.Response:
+    app = asgi(front(chunk("a"), stop("b")).app)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://frontend") as client:
+        asked = {"model": MODEL, "nvext": {"extra_fields": extra_fields}} | ASKED[path] | fields
+        return await client.post(path, json=asked)
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nvext_when_fields_are_asked_for_then_workers_and_times_as_from_dynamo(path: str, stream: bool) -> None:
+    response = await post(path, ["timing", "worker_id"], stream=stream)
+    *_, last = (line for line in response.text.splitlines() if "nvext" in line)
+    body = json.loads(last.removeprefix("data: "))
+    nvext = body.get("response", body)["nvext"]
+    assert nvext["worker_id"] == {"prefill_worker_id": 0xAB, "decode_worker_id": 0xCD}
+    timing = nvext["timing"]
+    assert timing["prefill_wait_time_ms"] + timing["prefill_time_ms"] == pytest.approx(timing["ttft_ms"])
+    assert timing["ttft_ms"] <= timing["total_time_ms"]
+    assert timing["kv_hit_rate"] == 1.0  # both tokens of the prompt
+    assert timing["request_received_ms"] > 1e12
+
+
+async def test_nvext_when_not_asked_for_then_none_and_unknown_fields_are_rejected() -> None:
+    path = next(iter(ASKED))
+    assert "nvext" not in (await post(path, [])).json()
+    error = (await post(path, ["engine_data"])).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", "nvext.extra_fields[0]")
