@@ -250,32 +250,16 @@ def test_load_when_origins_are_a_list_or_a_star_then_taken(origins):
     assert config.allowed_origins == {*origins.split(",")}
 
 
-@pytest.mark.parametrize(
-    ("origins", "sent"),
-    [
-        ("https://A.Example:443", "https://a.example"),
-        ("HTTP://a.example:80", "http://a.example"),
-        ("http://a.example:443", "http://a.example:443"),
-        ("http://[::1]:8080", "http://[::1]:8080"),
-    ],
-)
-def test_load_when_an_origin_has_capitals_or_a_default_port_then_it_is_as_browsers_send_it(origins, sent):
+def test_load_when_an_origin_has_capitals_or_a_default_port_then_it_is_as_browsers_send_it():
+    origins = "https://A.Example:443,HTTP://b:80,http://c:443,http://[::1]:8080"
     config = load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
-    assert config.allowed_origins == {sent}
+    assert config.allowed_origins == {"https://a.example", "http://b", "http://c:443", "http://[::1]:8080"}
 
 
-@pytest.mark.parametrize(
-    "origins",
-    [
-        "a.example",
-        "https://a.example/",
-        "*,https://a.example",
-        "https://*.example",
-        "https://ä.example",
-        "https://u@a.example",
-        "https://a.example:x",
-    ],
-)
+NO_ORIGINS = "a.example https://a/ *,https://a https://*.example https://ä https://u@a https://a:x"
+
+
+@pytest.mark.parametrize("origins", NO_ORIGINS.split())
 def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
     with pytest.raises(ConfigError, match=r"like https://chat\.example\.org"):
         load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
