@@ -76,6 +76,11 @@ async def test_models_then_both_deployments_by_both_clients(sdk: openai.OpenAI, 
 # Completions
 
 
+def values(entry: Any) -> list[float] | None:
+    """Return the log-probabilities of one token of vLLM's prompt_logprobs."""
+    return None if entry is None else [each["logprob"] for each in entry.values()]
+
+
 def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generated(sdk: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": TINY, "temperature": 0, "logprobs": 1}
     start = [1000, 2000]
@@ -83,7 +88,9 @@ def test_echo_with_logprobs_then_tokens_are_as_likely_as_when_they_were_generate
     (made,) = answer.choices
     for model in (TINY, AGGREGATED):
         asked = fields | {"model": model, "prompt": [*start, *made.token_ids], "echo": True, "max_tokens": 0}
-        echoed: Any = sdk.completions.create(**asked).choices[0].logprobs
+        choice: Any = sdk.completions.create(**asked, extra_body={"prompt_logprobs": 0}).choices[0]
+        echoed = choice.logprobs
+        assert [each and each[0] for each in map(values, choice.prompt_logprobs)] == echoed.token_logprobs
         assert echoed.token_logprobs[0] is None
         assert echoed.token_logprobs[2:] == pytest.approx(made.logprobs.token_logprobs, abs=1e-3)
         assert echoed.tokens[2:] == made.logprobs.tokens
