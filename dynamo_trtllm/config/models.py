@@ -98,6 +98,12 @@ examples, one prefill and one decode worker of the same model:
         "auto: read the model's weights. dummy: use random weights, which need no weight files and give "
         "meaningless answers.",
     )
+    compile_cache: Path | None = option(
+        ENGINE,
+        None,
+        "Folder for compiled kernels (vllm, trtllm). Later starts with the same model, GPU, engine version and "
+        "arguments use them, on other machines, too. Default: the libraries' own folders.",
+    )
     warm_up_budget_s: NonNegativeFloat = option(
         ENGINE,
         120.0,

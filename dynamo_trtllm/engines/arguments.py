@@ -193,8 +193,9 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
     names = [name for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)]
     for name in names:
         _reject_foreign(config, name, schema, engine)
-    if config.kernels_profile is not None:
-        _reject_foreign(config, "kernels_profile", schema, engine)
+    for name in ("kernels_profile", "compile_cache"):
+        if getattr(config, name) is not None:
+            _reject_foreign(config, name, schema, engine)
     given_layers = [_renamed(layer, schema) for layer in given_sources(config, {name: name for name in names})]
     for layer in given_layers:
         layers.check_keys(layer.values, schema.model_fields, layer.source)

@@ -1,4 +1,4 @@
-"""Run an engine's warm-up: requests and passes whose kernels would otherwise be compiled for the first users."""
+"""Compile an engine's kernels before users need them: warm-up requests and passes, and folders of compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +34,11 @@ _VARIANTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("top-k and top-p of a batch", _BATCH, {"top_k": 20, "top_p": 0.9}),
     ("penalties", 1, {"frequency_penalty": 0.5, "presence_penalty": 0.5}),
 )
+
+
+def cache_folders(root: Path) -> dict[str, str]:
+    """Return environment variables with which Triton and FlashInfer store compiled kernels below `root`."""
+    return {"TRITON_CACHE_DIR": str(root / "triton"), "FLASHINFER_WORKSPACE_BASE": str(root / "flashinfer")}
 
 
 class WarmUpStep(NamedTuple):

@@ -1,4 +1,4 @@
-"""Constants of Triton kernels that become arguments, with the real Triton of vLLM's package. No GPU is needed.
+"""Compiled kernels with vLLM's real package and its Triton, without a GPU: what is compiled, and under which key.
 
 Run with `pytest -m vllm`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.vllm import extension
+from dynamo_trtllm.engines.vllm.compilation import cache, kernels
+from tests.contract.vllm_real import save_model
+from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -74,23 +77,43 @@ def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_to
         del sys.modules[name]
     user = importlib.import_module("triton_kernels.topk")
     assert keys(user._topk_forward) == 3
-    assert extension.loosen(extension.FIXED[0])
+    assert kernels.loosen(kernels.FIXED[0])
     assert keys(user._topk_forward) == 1
     types = {"Bits": "*i32", "stride_rm": "constexpr", "stride_rn": "i32", "n_rows": "i32", "BLOCK": "constexpr"}
     source = ASTSource(user._topk_forward, types, {"stride_rm": 1, "BLOCK": 32})
     assert "cubin" in compile(source, target=GPUTarget("cuda", 90, 32)).asm
-    assert not extension.loosen(extension.FIXED[0]), "it was replaced already"
+    assert not kernels.loosen(kernels.FIXED[0]), "it was replaced already"
 
 
-@pytest.mark.parametrize("fixed", extension.FIXED, ids=lambda fixed: str(fixed.kernel))
-def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(fixed: extension.FixedArgument) -> None:
+@pytest.mark.parametrize("fixed", kernels.FIXED, ids=lambda fixed: str(fixed.kernel))
+def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(fixed: kernels.FixedArgument) -> None:
     """If this fails, vLLM has newer kernels: remove the replacement of this one."""
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.origin is not None
-    kernels = Path(found.origin).parent / "third_party" / "triton_kernels"
-    if not kernels.is_dir():
+    bundled = Path(found.origin).parent / "third_party" / "triton_kernels"
+    if not bundled.is_dir():
         pytest.skip("this build of vLLM has no triton_kernels")
-    sources = [path.read_text() for path in kernels.rglob("*.py")]
+    sources = [path.read_text() for path in bundled.rglob("*.py")]
     (source,) = [text for text in sources if f"def {fixed.kernel}(" in text]
     assert f"{fixed.constant}: tl.constexpr" in source.partition(f"def {fixed.kernel}(")[2].partition("):")[0]
+
+
+def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    first, second = save_model(tmp_path / "first"), tmp_path / "second"
+    shutil.copytree(first, second)
+    other = save_tiny_llama(tmp_path / "other", head_dim=32)
+
+    def key(folder: Path) -> str:
+        arguments: Any = {"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True}
+        return str(AsyncEngineArgs(model=str(folder), **arguments).create_engine_config().compute_hash())
+
+    assert key(first) != key(second), "vLLM's key has no path any more: remove hash_without_path"
+    monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)  # restored when the test ends
+    cache.hash_without_path()
+    assert key(first) == key(second) != key(other)

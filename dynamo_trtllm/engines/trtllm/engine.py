@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
@@ -30,6 +31,7 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams
+from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
@@ -77,6 +79,7 @@ class TrtllmEngine(ExternalEngine):
         self._kv_events: KvEventPoller | None = None
         if config.publish_kv_events:
             settings.check_kv_events(self._facts)
+        self._cache_folders = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `HasPreflight`."""
@@ -109,6 +112,8 @@ class TrtllmEngine(ExternalEngine):
     def _build(self) -> tuple[TrtllmBindings, Any]:
         """Build the LLM; called on a thread. TensorRT-LLM reads the environment when it is imported."""
         kernels.apply(self._args.profile)
+        for name, value in self._cache_folders.items():
+            environ.export(name, value, wanted_by="--compile-cache")
         bindings = load_bindings()
         values = bindings.engine_arguments(settings.llm_values(self._args, model=str(self._checkpoint.folder)))
         try:

@@ -24,6 +24,7 @@ from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.vllm import preflight, settings
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings
+from dynamo_trtllm.engines.vllm.compilation import cache, kernels
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
@@ -89,6 +90,7 @@ class VllmEngine(ExternalEngine):
         self._instance_id = instance_id
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
+        self._compile_cache = None if config.compile_cache is None else config.compile_cache.absolute()
         self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
@@ -119,14 +121,14 @@ class VllmEngine(ExternalEngine):
         )
         info, library = self._serve(await self._load(loading))
         await library.bind_lifetime()
-        counts = settings.token_counts(self._checkpoint, self._llm.vllm_config)
+        counts = kernels.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
             await self._warm_up(self._model, info, library.passes(counts))
         return info
 
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
-        for name, value in (_ENVIRONMENT | settings.cache_folders(process_environment())).items():
+        for name, value in (_ENVIRONMENT | cache.cache_folders(self._compile_cache, process_environment())).items():
             environ.export(name, value, wanted_by=_WANTED_BY)
         channel = None
         if self._role is not Role.AGGREGATED:

@@ -8,9 +8,6 @@ expired requests.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import inspect
-import logging
 import math
 import multiprocessing
 import os
@@ -21,6 +18,8 @@ import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from dynamo_trtllm.engines.vllm.compilation import cache, kernels
 
 _SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
 # MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is 2.9 if all values are
@@ -111,92 +110,6 @@ def install() -> None:
     loaders.register_model_loader("dummy")(DummyWeightsLoader)
 
 
-class FixedArgument(NamedTuple):
-    """An argument of a Triton kernel that is a constant, so that each of its values is compiled anew."""
-
-    user: str  # module whose launches use the kernel
-    kernel: str
-    constant: str
-    unspecialized: tuple[str, ...]  # arguments whose divisibility by 16 changes nothing in the code
-
-
-# Of triton_kernels 3.5.1, which vLLM 0.24.0 contains. Both constants are the number of tokens, rounded up to 32.
-FIXED = (
-    FixedArgument("triton_kernels.topk", "_topk_forward", "stride_rn", ("n_rows", "n_rows_pad", "stride_rn")),
-    FixedArgument(
-        "triton_kernels.reduction_details.reduce_bitmatrix",
-        "_sum_bitmatrix_rows",
-        "stride_bn",
-        ("shape_bm", "stride_bn", "stride_pn", "shape_pn"),
-    ),
-)
-
-
-def loosen(fixed: FixedArgument) -> bool:
-    """Replace a Triton kernel by the same one with an ordinary argument in place of the constant.
-
-    Returns:
-        False if the kernel has no such constant: then its library does not need this.
-
-    Raises:
-        ImportError: there is no such module.
-        AttributeError: it has no such kernel.
-    """
-    user = importlib.import_module(fixed.user)
-    kernel = getattr(user, fixed.kernel)
-    constant = f"{fixed.constant}: tl.constexpr"
-    source = inspect.getsource(kernel.fn)
-    if source.count(constant) != 1:
-        return False
-    define = importlib.import_module("triton_kernels.specialize").define_kernel
-    names = inspect.signature(kernel.fn).parameters
-    attributes = {"do_not_specialize": [name for name in fixed.unspecialized if name in names]}
-    scope = {name: value for name, value in kernel.fn.__globals__.items() if not name.startswith("__")}
-    loosened = define(source.replace(constant, fixed.constant), user, attributes, **scope)
-    setattr(user, fixed.kernel, loosened)
-    return True
-
-
-def loosen_kernels() -> None:
-    """Compile the two kernels with a constant per 32 tokens once instead, if this build of vLLM has them."""
-    if not importlib.import_module("vllm.utils.import_utils").has_triton_kernels():
-        return
-    for fixed in FIXED:
-        try:
-            if not loosen(fixed):
-                _log.info("%s has no constant %s: nothing to replace", fixed.kernel, fixed.constant)
-        except (ImportError, AttributeError, OSError, TypeError, ValueError, SyntaxError) as exc:
-            _log.warning(
-                "can't replace %s of %s, so it is compiled for every 32 tokens of a step: %s",
-                fixed.kernel,
-                fixed.user,
-                exc,
-            )
-
-
-class Compilations:
-    """Counts the kernels that Triton compiles in this process, in place of vLLM's monitor, which logs each."""
-
-    def __init__(self) -> None:
-        """Count from now on."""
-        self.count = 0
-        self._runtime = importlib.import_module("triton").knobs.runtime
-        self._before = self._runtime.jit_post_compile_hook
-        self._runtime.jit_post_compile_hook = self._on_compiled
-
-    def _on_compiled(self, **_: Any) -> None:
-        self.count += 1
-
-    def stop(self) -> int:
-        """Restore the monitor. Return the count."""
-        self._runtime.jit_post_compile_hook = self._before
-        return self.count
-
-
-_log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which these processes configure
-_compilations: list[Compilations] = []  # at most one
-
-
 class WorkerExtension:
     """The methods that vLLM adds to its worker class, one object per rank."""
 
@@ -207,10 +120,16 @@ class WorkerExtension:
         self.model_runner._dummy_run(tokens, skip_eplb=True)
 
     def dynamo_count_compilations(self, begins: bool) -> int:
-        """Begin or end counting the kernels that Triton compiles. Return the count, 0 without Triton."""
-        ended = sum(_compilations.pop().stop() for _ in range(len(_compilations)))
-        if begins and importlib.util.find_spec("triton") is not None:
-            _compilations.append(Compilations())
+        """Begin or end counting the kernels that Triton compiles; the end lets engines go on that wait for them.
+
+        Returns:
+            The count, 0 at the beginning and without Triton.
+        """
+        ended = kernels.stop_counting()
+        if begins:
+            kernels.start_counting()
+        else:
+            cache.end_compiling()
         return ended
 
     def dynamo_release_kv(self, request_ids: list[str]) -> list[str]:
@@ -273,4 +192,6 @@ def _connector_worker() -> Any:
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this module before any weight
     install()
-    loosen_kernels()
+    kernels.loosen_kernels()
+    cache.hash_without_path()
+    cache.compile_once()

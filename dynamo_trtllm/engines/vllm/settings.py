@@ -20,7 +20,6 @@ from dynamo_trtllm.network.addresses import free_ports
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-_TRITON = "TRITON_CACHE_DIR"
 _KEYS = ("side_channel_host", "side_channel_port")
 
 
@@ -81,66 +80,6 @@ def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, 
         extra = transfer["kv_connector_extra_config"] | extra_config(channel)
         values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
     return values
-
-
-def cache_folders(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that name the folders of compiled kernels, if they are not set.
-
-    Triton's own default depends on whether torch.compile's cache was empty, so a restarted engine would use another
-    folder than the one that was filled.
-    """
-    root = environment.get("VLLM_CACHE_ROOT") or str(Path("~/.cache/vllm").expanduser())
-    return {} if environment.get(_TRITON) else {_TRITON: str(Path(root) / "triton")}
-
-
-def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
-    """Return the numbers of tokens of a step that a warm-up has to run, so that later steps compile no kernel.
-
-    Steps of up to the largest captured size are padded to a captured one. Triton compiles a kernel for each value of
-    its constants, and for whether an integer argument is divisible by 16; so few counts stand for all.
-    """
-    if config.device_config.device_type != "cuda":
-        return []
-    limit = int(config.scheduler_config.max_num_batched_tokens)
-    captured = () if config.model_config.enforce_eager else config.compilation_config.cudagraph_capture_sizes or ()
-    ranks = int(config.parallel_config.tensor_parallel_size) if config.parallel_config.enable_expert_parallel else 1
-    experts = checkpoint.num_experts // ranks
-    seen = {
-        kernel for tokens in (limit, *captured) for kernel in _kernels(tokens, experts, checkpoint.experts_per_token)
-    }
-    counts = []
-    for tokens in range(limit - 1, max(captured, default=0), -1):
-        new = _kernels(tokens, experts, checkpoint.experts_per_token) - seen
-        if new:
-            counts.append(tokens)
-            seen |= new
-    return counts
-
-
-def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
-    """Return keys of the kernels that a step runs, as far as they depend on its number of tokens.
-
-    In general these are a power of two and whether the number is divisible by 16; with experts, also the arguments of
-    the OpenAI Triton kernels (triton_kernels 3.5.1: routing.py, matmul_ogs.py).
-    """
-
-    def divisible(number: int) -> object:
-        return number if number == 1 else number % 16 == 0
-
-    general: set[tuple[object, ...]] = {("size", tokens.bit_length()), ("tokens", divisible(tokens))}
-    if not experts:
-        return general
-    rows = tokens * top_k
-    block = max(16, min(1 << max(0, rows // experts - 1).bit_length(), 128))  # rows of a tile
-    tiles = rows if rows <= experts else -(-(rows - experts + 1) // block) + experts - 1
-    parts = -(-tokens // 32)
-    fills = -(-2 * rows // 1024) + experts + 1
-    return general | {
-        ("sum", divisible(parts)),
-        ("route", divisible(2 * rows), divisible(parts), divisible(fills)),
-        ("sort", divisible(tokens)),
-        ("multiply", block, divisible(tokens), divisible(rows), divisible(tiles)),
-    }
 
 
 def layout(checkpoint: Checkpoint, config: Any) -> KvLayout:

@@ -151,7 +151,7 @@ def test_vllm_pod_when_its_container_starts_again_then_what_was_compiled_is_ther
     (mount,) = [each for each in pod.container["volumeMounts"] if each["mountPath"] == f"{home}/.cache"]
     (volume,) = [each for each in pod.spec["volumes"] if each["name"] == mount["name"]]
     assert "medium" not in volume["emptyDir"]  # on disk, and as old as the pod
-    assert environment(pod)["TRITON_CACHE_DIR"].startswith(mount["mountPath"])
+    assert worker_config(pod).compile_cache == Path(mount["mountPath"])
 
 
 def test_quantization_when_the_guide_overrides_it_then_on_the_disaggregated_target_only() -> None:

@@ -21,6 +21,7 @@ from dynamo_trtllm.engines.library_package import LibraryPackage
 from dynamo_trtllm.engines.vllm import bindings, preflight, settings, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.compilation import kernels
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 from dynamo_trtllm.engines.vllm.library import VllmOutputCursor
@@ -171,18 +172,18 @@ def parts(limit: int, captured: list[int], *, is_eager: bool = False, device: st
 def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled_a_kernel_in_a_simulation() -> None:
     """The simulation ran Triton's own launch code with these counts; 3000 random steps afterwards compiled nothing."""
     simulated = {16383, 16351, 16255, 15935, 15932, 15920, 2079, 2076, 2064, 1839, 1836, 1824, 1055, 1052, 1040}
-    counts = settings.token_counts(SHAPES["gpt-oss-120b"], parts(16384, CAPTURED))
+    counts = kernels.token_counts(SHAPES["gpt-oss-120b"], parts(16384, CAPTURED))
     assert simulated | {935, 932, 928} <= set(counts)
     assert len(counts) < 30
-    assert not set(settings.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(range(513))
+    assert not set(kernels.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(range(513))
 
 
 def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too() -> None:
     model = SHAPES["gpt-oss-120b"]
-    assert min(settings.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
-    assert settings.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
+    assert min(kernels.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
+    assert kernels.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
     dense = replace(model, num_experts=0)
-    assert settings.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
+    assert kernels.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
 
 
 # --- statistics --------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""When and where vLLM's kernels are compiled."""

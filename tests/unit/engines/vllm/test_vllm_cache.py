@@ -1,0 +1,70 @@
+"""Folders of compiled kernels, and the lock with which one engine of a host compiles for the others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.engines.vllm.compilation.cache import CompileLock, cache_folders
+from dynamo_trtllm.errors import ConfigError
+from tests.waiting import SOON_S
+
+
+def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_uses_vllms() -> None:
+    folders = cache_folders(Path("/c"), {"TRITON_CACHE_DIR": "/t"})
+    assert folders["VLLM_CACHE_ROOT"] == "/c/vllm"
+    assert set(map(str, (Path(each).parent for each in folders.values()))) == {"/c"}
+    assert cache_folders(None, {"TRITON_CACHE_DIR": "/t"}) == {}
+    assert cache_folders(None, {"VLLM_CACHE_ROOT": "/v"}) == {"TRITON_CACHE_DIR": "/v/triton"}
+
+
+@pytest.mark.parametrize("engine", ["mock", "torch"])
+def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(engine: str, tmp_path: Path) -> None:
+    config = WorkerConfig(engine=engine, model_path=str(tmp_path), compile_cache=tmp_path)
+    with pytest.raises(ConfigError, match="compile-cache"):
+        create_engine(config, instance_id=1)
+
+
+def test_lock_when_another_engine_compiles_then_waits_with_a_word_and_has_nothing_left_to_compile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = CompileLock(tmp_path / "new", "key"), CompileLock(tmp_path / "new", "key")
+    assert first.acquire()
+    result: list[bool] = []
+    with caplog.at_level(logging.INFO):
+        waiting = threading.Thread(target=lambda: result.append(second.acquire()))
+        waiting.start()
+        while "waiting for another engine" not in caplog.text:
+            waiting.join(0.01)
+            assert waiting.is_alive()
+        first.release(is_filled=True)
+        waiting.join(SOON_S)
+    assert result == [False]
+    assert not CompileLock(tmp_path / "new", "key").acquire()
+    other = CompileLock(tmp_path / "new", "another")
+    assert other.acquire()
+    other.release(is_filled=False)
+
+
+def test_lock_when_the_other_engine_fails_then_the_next_one_compiles(tmp_path: Path) -> None:
+    first, second = CompileLock(tmp_path, "key"), CompileLock(tmp_path, "key")
+    assert first.acquire()
+    first.release(is_filled=False)
+    assert second.acquire()
+    second.release(is_filled=False)
+
+
+def test_lock_when_the_other_engine_takes_too_long_then_both_compile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = CompileLock(tmp_path, "key"), CompileLock(tmp_path, "key")
+    assert first.acquire()
+    assert not second.acquire(longest_s=0.0)
+    assert "compiling, too" in caplog.text
+    second.release(is_filled=True)  # it holds nothing
+    first.release(is_filled=True)
