@@ -20,7 +20,7 @@ from dynamo_trtllm.config.load import exit_with, load, process_environment, prog
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import RecordedEvent, recorder_folder
-from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording
+from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
 from dynamo_trtllm.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
@@ -110,7 +110,7 @@ def timeline(request: RequestRecording) -> str:
     began = datetime.fromtimestamp(first.process.epoch_s(first.entry.ns)).astimezone()
     lines = [f"request {request.id}, {began.isoformat(timespec='milliseconds')}: {outcome(request)}"]
     rows = [("ms", "process", "event")]
-    for step in request.steps:
+    for step in _with_process_events(request):
         if step.entry.event not in _HIDDEN:
             since_ms = (step.entry.ns - first.entry.ns) / 1e6
             rows.append((f"{since_ms:.3f}", step.process.title, describe(step.entry, request)))
@@ -124,6 +124,15 @@ def timeline(request: RequestRecording) -> str:
         elif not process.is_over and process.state is not ProcessState.RUNNING:
             lines.append(f"note: {process.title} (process {process.header.pid}) is {process.state.value}")
     return "\n".join(lines) + "\n"
+
+
+def _with_process_events(request: RequestRecording) -> list[Step]:
+    """Return the steps of a request, and what happened to its processes meanwhile."""
+    begun_ns, ended_ns = request.steps[0].entry.ns, request.steps[-1].entry.ns
+    steps = list(request.steps)
+    for process in request.processes():
+        steps += [Step(process, each) for each in process.entries if not each.key and begun_ns <= each.ns <= ended_ns]
+    return sorted(steps, key=lambda step: step.entry.ns)
 
 
 def outcome(request: RequestRecording) -> str:
@@ -141,7 +150,7 @@ def outcome(request: RequestRecording) -> str:
 
 def describe(entry: Entry, request: RequestRecording) -> str:
     """Return an event and its values as text."""
-    is_of_all = entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
+    is_of_all = not entry.key or entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
     return f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
 
 
@@ -168,6 +177,8 @@ def _values(entry: Entry) -> str:
             return f": {reason} of {a} prompt tokens"
         case RecordedEvent.KV_PUBLISHED:
             return f": {a} bytes"
+        case RecordedEvent.CONNECTION_LOST | RecordedEvent.PEER_LOST:
+            return f": {reason}"
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"
         case _:

@@ -23,6 +23,7 @@ from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class EtcdDiscovery:
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
+            RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "etcd")
             log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
     async def _list_again(self, prefix: str, cache: InstanceCache, backoff: Backoff) -> Snapshot | None:

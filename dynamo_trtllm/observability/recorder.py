@@ -61,7 +61,7 @@ class RecordedEvent(IntEnum):
     READY = 2
     DRAINING = 3
     STOPPED = 4
-    CONNECTION_LOST = 5  # to NATS; reason: error code
+    CONNECTION_LOST = 5  # reason: etcd or nats
     PEER_LOST = 6  # reason: error code
     # of a request in the frontend
     RECEIVED = 32  # a: hash of the client's X-Request-Id

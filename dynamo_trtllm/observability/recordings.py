@@ -29,7 +29,7 @@ from dynamo_trtllm.observability.recorder import (
 )
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
-_OTHER_REASONS: Final = ("cancelled", "ok", "tool_calls")
+_OTHER_REASONS: Final = ("cancelled", "etcd", "nats", "ok", "tool_calls")
 
 
 class ProcessState(Enum):

@@ -107,7 +107,7 @@ class Plane:
         self._servers: list[EndpointServer] = []
         self._opening: set[asyncio.Task[None]] = set()  # tasks that open streams
         transport.on_disconnect(self._inbox.fail_all)
-        transport.on_disconnect(lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, error.code))
+        transport.on_disconnect(lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "nats"))
 
     async def serve(self, subject: str, service: Service) -> EndpointServer:
         """Serve requests at `subject`, and control verbs at its control subject, until the server is closed."""

@@ -163,6 +163,14 @@ def test_timeline_when_processes_were_killed_then_their_events_and_that_they_wer
     assert lines[-1] == "note: decode bbb (process 77) was killed or crashed"
 
 
+def test_timeline_when_a_process_lost_nats_meanwhile_then_it_is_in_it() -> None:
+    frontend = process("frontend", STREAMING)
+    lost = Entry(frontend.entries[5].ns + 1, E.CONNECTION_LOST, 0, 0, 0, 0, 0, "nats")
+    recorded = dataclasses.replace(frontend, entries=[*frontend.entries, lost])
+    lines = timeline(Recordings([recorded]).requests[KEY]).splitlines()
+    assert lines[-3].endswith("connection lost: nats")
+
+
 def test_perfetto_when_exported_then_a_slice_from_each_event_to_the_next() -> None:
     recordings = Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)])
     trace = json.loads("".join(perfetto(list(recordings.requests.values()))))
