@@ -86,9 +86,6 @@ class SimulatedCall:
     def abort(self) -> None:
         self._give(0, "abort")
 
-    def phases(self, result: Any) -> dict[str, float]:
-        return {}
-
     def release_kv(self, *, has_expired: bool) -> None:
         pass
 
