@@ -1,0 +1,198 @@
+"""Registers thousands of workers, sends many requests at once, and reports how each request ended.
+
+    python -m benchmarks.many_workers --workers 2550 --requests 1536
+
+The workers have mock engines and share few processes; half of them are prefill and half decode workers. etcd, NATS and
+the frontend are the real processes. Afterwards each request is looked up in the recordings, as `dynamo-trtllm explain`
+does. The exit status is 1 if a request failed, hung or is not explained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import uvloop
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.observability.recorder import RecordedEvent
+from dynamo_trtllm.observability.recordings import Recordings
+from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+from dynamo_trtllm.worker import Worker
+
+from .startup import MODEL, LoggedProcess, http_request, start_servers
+
+_ROLES = (Role.PREFILL, Role.DECODE)
+_STARTING = 32  # workers of one process that start at the same time
+_LEASE_TTL_S = 60.0  # thousands of leases that are renewed every 3 s would be the load that is measured
+
+
+async def serve_workers(role: Role, count: int, folder: Path) -> None:
+    """Serve many workers in this process until SIGTERM."""
+    turns = asyncio.Semaphore(_STARTING)
+    workers = [Worker(_config(role, folder)) for _ in range(count)]
+
+    def stop_all() -> None:
+        for worker in workers:
+            worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop_all)
+
+    async def serve(worker: Worker) -> None:
+        await turns.acquire()
+        asyncio.get_running_loop().call_later(0.5, turns.release)
+        await worker.serve()
+
+    async with asyncio.TaskGroup() as group:
+        for worker in workers:
+            group.create_task(serve(worker))
+
+
+def _config(role: Role, folder: Path) -> WorkerConfig:
+    return WorkerConfig(
+        model_path=MODEL,
+        engine="mock",
+        disaggregation_mode=role,
+        etcd_endpoints=os.environ["ETCD_ENDPOINTS"],
+        nats_server=os.environ["NATS_SERVER"],
+        lease_ttl_s=_LEASE_TTL_S,
+        recorder_dir=str(folder),
+        override_engine_args={"step_s": 0.02},
+    )
+
+
+async def ask_all(port: int, count: int, timeout_s: float) -> tuple[Counter[str], list[float], list[str]]:
+    """Send all requests at once. Return their outcomes, the seconds of the complete ones, and their ids."""
+    outcomes: Counter[str] = Counter()
+    seconds, ids = [], []
+    body = {"model": MODEL, "max_tokens": 32, "messages": [{"role": "user", "content": "hello"}]}
+    limits = httpx.Limits(max_connections=count, max_keepalive_connections=0)
+    timeout = httpx.Timeout(None, connect=timeout_s)
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=timeout, trust_env=False
+    ) as client:
+
+        async def ask(number: int) -> None:
+            begun_s, name = time.monotonic(), f"many-{number}"
+            ids.append(name)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    response = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": name})
+            except TimeoutError:
+                outcomes["hung"] += 1
+                return
+            except httpx.HTTPError as exc:
+                outcomes[type(exc).__name__] += 1
+                return
+            answer = response.json()
+            if response.status_code == 200 and answer["usage"]["completion_tokens"] == body["max_tokens"]:
+                outcomes["complete"] += 1
+                seconds.append(time.monotonic() - begun_s)
+            else:
+                outcomes[str(answer.get("error", {}).get("code", response.status_code))] += 1
+
+        await asyncio.gather(*(ask(number) for number in range(count)))
+    return outcomes, seconds, ids
+
+
+def explained(folder: Path, ids: list[str]) -> int:
+    """Return how many requests have a recording that tells their life from arrival to end."""
+    recordings, count = Recordings.read(folder), 0
+    for name in ids:
+        for request in recordings.find(name):
+            told = {step.entry.event for step in request.steps}
+            roles = {step.process.kind for step in request.steps}
+            count += {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= told and len(roles) == 1 + len(_ROLES)
+    return count
+
+
+def wait_for_workers(port: int, count: int, timeout_s: float) -> float:
+    """Wait until the frontend knows all workers. Return the seconds that it took. Exit after the time-out."""
+    begun_s = time.monotonic()
+    while True:
+        status, text = http_request(port, "GET", "/health")
+        known = len(json.loads(text).get("instances", [])) if status else 0
+        spent_s = time.monotonic() - begun_s
+        print(f"{known} of {count} workers after {spent_s:.0f} s", flush=True)
+        if known >= count:
+            return spent_s
+        if spent_s > timeout_s:
+            raise SystemExit(f"timeout after {timeout_s:g} s")
+        time.sleep(5.0)
+
+
+def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
+    """Start everything, measure once and print the result. Return the exit status."""
+    port = free_ports()
+    frontend = LoggedProcess(
+        "dynamo_trtllm.frontend",
+        [f"--http-port={port}", f"--recorder-dir={folder}", "--max-inflight=4096"],
+        env,
+    )
+    hosts: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(args.processes):
+            role, count = _ROLES[number % 2], args.workers // args.processes
+            command = [sys.executable, "-m", __spec__.name, "--serve", role, "--workers", str(count)]
+            hosts.append(spawn([*command, "--recorder-dir", str(folder)], env=env))
+        total = args.workers // args.processes * args.processes
+        registered_s = wait_for_workers(port, total, args.timeout_s)
+        outcomes, seconds, ids = asyncio.run(ask_all(port, args.requests, args.timeout_s))
+        told = explained(folder, ids)
+        print(f"{total} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
+        print(f"{args.requests} requests at once: " + ", ".join(f"{count} {name}" for name, count in outcomes.items()))
+        if seconds:
+            print(f"time of a request: p50 {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
+        print(f"explained: {told}; memory of the frontend: {frontend.rss_mib():.0f} MiB")
+        return int(outcomes["complete"] != args.requests or told != args.requests)
+    finally:
+        for host in hosts:
+            host.terminate()
+        for host in hosts:
+            host.wait()
+        frontend.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.many_workers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", type=int, default=2550, metavar="N", help="number of workers (default: 2550)")
+    add("--processes", type=int, default=8, metavar="N", help="number of processes that they share (default: 8)")
+    add("--requests", type=int, default=1536, metavar="N", help="requests that are sent at once (default: 1536)")
+    add("--timeout-s", type=float, default=300.0, metavar="S", help="a request that takes longer hangs (default: 300)")
+    add("--serve", choices=_ROLES, help=argparse.SUPPRESS)  # the processes of the workers
+    add("--recorder-dir", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if args.serve is not None:
+        logging.basicConfig(level=logging.WARNING)
+        uvloop.run(serve_workers(Role(args.serve), args.workers, args.recorder_dir))
+        return 0
+    with scratch_folder("dynamo-many-") as folder, start_servers() as env:
+        return run(args, env, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
