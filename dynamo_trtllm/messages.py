@@ -257,8 +257,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     card: ModelDeploymentCard
     layout: KvLayout
     limits: Limits = Limits()
-    # engine-specific names and values that must be equal on a prefill and a decode worker
-    kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
+    kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")  # equal on prefill and decode
     can_aggregate: bool = msgspec.field(default=False, name="serves_whole")  # a decode worker that can also prefill
     supported_features: tuple[str, ...] = ()  # see EngineInfo; older workers ignore these fields of a request
     strategy: str = "prefill_first"
