@@ -26,7 +26,7 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "GenerationResult": ("abort", "outputs", "cached_tokens"),
     "TokenLogprobs": ("logprob", "rank"),
     "RequestPerfMetrics": ("timing_metrics",),
-    "LLM": ("_check_health", "_executor"),
+    "LLM": ("_check_health", "_collective_rpc", "_executor"),
     "LLM.get_stats": ("timeout",),
     "LLM.get_kv_cache_events": ("timeout",),
 }

@@ -120,6 +120,24 @@ class HasStats(Protocol):
 
 
 @runtime_checkable
+class CanSleep(Protocol):
+    """An engine that can release its GPU memory while no request runs."""
+
+    @property
+    def sleep_obstacle(self) -> str:
+        """Why this engine can't sleep with its arguments, as text; "" if it can."""
+        ...
+
+    async def sleep(self) -> None:
+        """Release GPU memory. No request runs, and none comes before `wake`. Raises EngineFailed."""
+        ...
+
+    async def wake(self) -> None:
+        """Restore what `sleep` released. Raises EngineFailed."""
+        ...
+
+
+@runtime_checkable
 class HasKvEvents(Protocol):
     """An engine that reports which KV blocks its prefix cache has, if `--publish-kv-events` is set."""
 

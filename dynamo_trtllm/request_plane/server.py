@@ -142,6 +142,10 @@ class EndpointServer:
         """Reject new requests with `Draining`. Running streams and control verbs continue."""
         self._accepting = False
 
+    def accept_again(self) -> None:
+        """Accept new requests after `stop_accepting`."""
+        self._accepting = True
+
     async def finished(self) -> None:
         """Wait until no stream runs."""
         await self._idle.wait()

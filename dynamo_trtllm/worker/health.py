@@ -1,15 +1,16 @@
-"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics."""
+"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics; and /sleep and /wake."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer, Route, Router
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 
@@ -31,7 +32,7 @@ _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 class Health:
     """Health of a worker. The worker updates it and the routes read it."""
 
-    phase: str = "starting"  # starting, loading, registering, serving, draining, stopped
+    phase: str = "starting"  # starting, loading, registering, serving, draining, asleep, waking, stopped
     reason: str = ""  # why the worker is not ready, as text for users; while loading, the current step
     instance_id: str = ""  # hexadecimal, as in subjects and in `pairs` of a frontend's /health
 
@@ -43,8 +44,18 @@ class Health:
         return self.phase == "serving" and not self.reason and not self.failure
 
 
-def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Router:
-    """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker accepts requests."""
+Verbs = Mapping[str, Callable[[], str]]
+
+
+def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs | None = None) -> Router:
+    """Return the app. /live is 200 while the event loop runs, /ready and /health while the worker accepts requests.
+
+    Args:
+        health: health of the worker.
+        render_metrics: returns the body of /metrics.
+        verbs: by path, functions that begin a change of the worker and return why that can't be, or "". Only processes
+            of this machine may call them, because callers are not authenticated.
+    """
 
     async def live(_: HttpRequest, response: HttpResponse) -> None:
         response.send_json(200, {"status": "live"})
@@ -62,13 +73,34 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Router:
     async def metrics(_: HttpRequest, response: HttpResponse) -> None:
         response.send(200, render_metrics(), "text/plain; version=0.0.4; charset=utf-8")
 
+    def changing(begin: Callable[[], str]) -> Handler:
+        async def change(request: HttpRequest, response: HttpResponse) -> None:
+            if not _is_local(request.client):
+                response.send_json(403, {"reason": "only processes of the worker's machine may do this"})
+                return
+            reason = begin()
+            response.send_json(409 if reason else 202, {"status": health.phase, "reason": reason})
+
+        return change
+
     handlers = {"/live": live, "/ready": ready, "/health": report, "/metrics": metrics}
-    return Router([Route("GET", path, handler) for path, handler in handlers.items()])
+    routes = [Route("GET", path, handler) for path, handler in handlers.items()]
+    return Router([*routes, *(Route("POST", path, changing(begin)) for path, begin in (verbs or {}).items())])
+
+
+def _is_local(client: str) -> bool:
+    address = ipaddress.ip_address(client.partition("%")[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 @asynccontextmanager
 async def health_server(
-    host: str, port: int | None, health: Health, render_metrics: Callable[[], bytes], tasks: BackgroundTasks
+    host: str,
+    port: int | None,
+    health: Health,
+    render_metrics: Callable[[], bytes],
+    tasks: BackgroundTasks,
+    verbs: Verbs | None = None,
 ) -> AsyncIterator[int | None]:
     """Serve the health routes over HTTP while the context is open, and return the port.
 
@@ -78,13 +110,14 @@ async def health_server(
         health: health of the worker.
         render_metrics: returns the body of /metrics.
         tasks: owner of the server's task.
+        verbs: see `health_app`.
     """
     if port is None:
         yield None
         return
     with listen(host, port, setting="system") as sock:
         port = sock.getsockname()[1]
-        server = HttpServer(health_app(health, render_metrics), LIMITS, shutdown_s=1)
+        server = HttpServer(health_app(health, render_metrics, verbs), LIMITS, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
         warn_if_exposed(host, port, "read health and metrics", "--system-host")
         log.info("health at http://%s:%d", "localhost" if host in _REACHED_AS_LOCALHOST else host, port)

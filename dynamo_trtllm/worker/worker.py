@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +22,6 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
 from dynamo_trtllm.discovery import keys
-from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engines.base import Engine, EngineInfo, HasKvEvents, HasStats
@@ -39,6 +39,7 @@ from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, health_server
 from dynamo_trtllm.worker.service import Admission, WorkerService, digest, drain
+from dynamo_trtllm.worker.sleep import Sleeper
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class _RunningWorker(NamedTuple):
     engine: Engine
     service: WorkerService
     serving: EndpointServer
-    registration: Registration
+    sleeper: Sleeper
 
 
 def _resolved(config: WorkerConfig) -> WorkerConfig:
@@ -119,6 +120,7 @@ class Worker:
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
         self._tasks = BackgroundTasks(self._background_failed)
+        self._sleeper: Sleeper | None = None
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only. A second signal exits with 1 at once.
@@ -178,6 +180,7 @@ class Worker:
                     self._stop.wait(),
                     parts.service.until_failed(),
                     parts.plane.until_ended(),
+                    parts.sleeper.until_failed(),
                     self._tasks.until_failed(),
                 )
             except DynamoError as exc:
@@ -207,6 +210,7 @@ class Worker:
                 self._health,
                 lambda: self._render_metrics(engine),
                 self._tasks,
+                {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)},
             )
         )
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
@@ -240,11 +244,13 @@ class Worker:
             engine.start_kv_events(events.on_events)
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
-        registration = await discovery.register(instance)
-        stack.push_async_callback(registration.aclose)
+        register = partial(discovery.register, instance)
+        name, timeout_s = instance.card.name, config.drain_timeout_s
+        self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s)
+        stack.push_async_callback(self._sleeper.aclose)
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
-        return _RunningWorker(plane, engine, service, serving, registration)
+        return _RunningWorker(plane, engine, service, serving, self._sleeper)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
         """Return the instance to register, and the paths of the card's files by content hash."""
@@ -289,9 +295,12 @@ class Worker:
     async def _drain(self, parts: _RunningWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        await parts.registration.aclose()
+        await parts.sleeper.aclose()
         await drain(parts.engine, parts.serving, self._config.drain_timeout_s)
         self._health.phase = "stopped"
+
+    def _change(self, begin: Callable[[Sleeper], str]) -> str:
+        return f"the worker is {self._health.phase}; retry later" if self._sleeper is None else begin(self._sleeper)
 
     def _render_metrics(self, engine: Engine) -> bytes:
         return self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.base import HasKvEvents
+from dynamo_trtllm.engines.base import CanSleep, HasKvEvents
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
@@ -84,6 +84,8 @@ async def record(version: str, folder: Path) -> Uses:
             await collect(whole, placed)
             async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
                 await anext(stream)
+            assert isinstance(whole, CanSleep)
+            assert whole.sleep_obstacle
             assert isinstance(whole, HasKvEvents)
             whole.start_kv_events(lambda events: None)
             await whole.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import threading
 import time
 from contextlib import aclosing
@@ -291,3 +292,36 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_them_num
         await serving
     await transport.aclose()
     assert events == KvEvents(instance_id=worker.instance_id, first=0, events=(gone, gone))
+
+
+async def test_serve_when_put_to_sleep_then_it_deregisters_and_registers_again_after_wake(
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def done(_: MockEngine) -> None: ...
+
+    for name, value in {"sleep_obstacle": "", "sleep": done, "wake": done}.items():
+        monkeypatch.setattr(MockEngine, name, value, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    chosen = config(
+        etcd_server, nats_server, system_host="127.0.0.1", system_port=port, disaggregation_mode=Role.AGGREGATED
+    )
+    worker, url = Worker(chosen), f"http://127.0.0.1:{port}"
+    stable = ("asleep", "serving")
+    async with (
+        asyncio.timeout(3 * SOON_S),
+        frontend_side(chosen) as frontend,
+        httpx.AsyncClient() as client,
+        asyncio.TaskGroup() as group,
+    ):
+        serving = group.create_task(worker.serve())
+        await frontend.until_instances(1)
+        for path, count in (("/sleep", 0), ("/wake", 1), ("/sleep", 0)):
+            assert (await client.post(url + path)).status_code == 202
+            await frontend.until_instances(count)
+            while (await client.get(f"{url}/ready")).json()["status"] not in stable:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if count:
+                assert len(tokens(await frontend.ask(3))) == 3
+        worker.stop()  # while it is asleep
+        await serving

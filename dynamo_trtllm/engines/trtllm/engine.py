@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.loading import EngineLoader
+from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.trtllm import kernels, settings
@@ -40,11 +41,12 @@ _log = logging.getLogger(__name__)
 
 # Errors of the preflight command with which a worker starts all the same: it restarts when too much KV has leaked.
 _TOLERATED = frozenset({"unfetched-kv-leaks"})
+_MEMORY_TAGS = ("kv_cache", "model", "model_weights")
 _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.AGGREGATED}
 
 
 class TrtllmEngine(ExternalEngine):
-    """Implementation of `Engine`, `KvHolder`, `HasStats`, `HasProgress`, `HasPreflight` and `HasKvEvents`."""
+    """An `Engine` with `KvHolder`, `HasStats`, `HasProgress`, `HasPreflight`, `HasKvEvents` and `CanSleep`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.
@@ -85,6 +87,34 @@ class TrtllmEngine(ExternalEngine):
         """See `HasPreflight`."""
         findings = [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
         return [replace(each, severity="warning") if each.rule in _TOLERATED else each for each in findings]
+
+    @property
+    def sleep_obstacle(self) -> str:
+        """See `CanSleep`."""
+        has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
+        return settings.sleep_obstacle(self._facts) or ("" if has_names else "this TensorRT-LLM can't sleep")
+
+    async def sleep(self) -> None:
+        """See `CanSleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""
+        await self._change_memory("sleep")
+
+    async def wake(self) -> None:
+        """See `CanSleep`."""
+        await self._change_memory("wakeup")
+
+    async def _change_memory(self, method: str) -> None:
+        """Call all ranks, as TensorRT-LLM's own tests of sleep do (main of 2026-09)."""
+        call = partial(self._llm._collective_rpc, method, (self._memory_tags(),))
+        try:
+            await run_in_daemon_thread(call, name=f"trtllm-{method}")
+        except Exception as exc:
+            raise EngineFailed(f"TensorRT-LLM failed at {method}: {error_text(exc)}") from exc
+
+    def _memory_tags(self) -> list[Any]:
+        """Return the kinds of GPU memory to release, of those that the release has."""
+        modules = ("tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
+        kinds = PACKAGE.find_optional("ExecutorMemoryType", *modules) or ()
+        return [kind for kind in kinds if str(kind) in _MEMORY_TAGS]
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `HasKvEvents`."""

@@ -108,6 +108,17 @@ def check_kv_events(facts: RoleFacts) -> None:
             )
 
 
+def sleep_obstacle(facts: RoleFacts) -> str:
+    """Return why the engine can't sleep with these arguments, as text; "" if it can."""
+    if not facts.section("sleep_config"):
+        return "set sleep_config in the engine file to allow it (TensorRT-LLM 1.3)"
+    if facts.is_disaggregated:
+        return "only aggregated workers can sleep: the transceiver of others has registered the KV memory"
+    if facts.args.get(_BLOCK_REUSE) is not False:
+        return f"set {_BLOCK_REUSE}: false to allow it, because KV is lost and would be reused afterwards"
+    return ""
+
+
 def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     """Return the values, besides the layout, that must be equal in prefill and decode; {} for aggregated workers.
 

@@ -56,6 +56,7 @@ class GenerationExecutor:
         self._news = threading.Condition()
         self._iteration = 0
         self.kv_events = EventBuffer(args)
+        self.asleep: set[str] = set()  # kinds of GPU memory that were released
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -77,6 +78,17 @@ class GenerationExecutor:
         """In the thread that reads a result: an error that is no request's own shuts the executor down there."""
         if not isinstance(error, RequestError) and traps.is_on("error_shuts_down"):
             self.shutdown()
+
+    def change_memory(self, method: str, tags: set[str]) -> None:
+        """A request that runs without its memory reads what is no longer there."""
+        if method == "sleep":
+            self.asleep |= tags
+        elif traps.is_on("wakeup_fails"):
+            raise RuntimeError("CUDA error: out of memory")
+        elif method == "wakeup":
+            self.asleep -= tags
+        else:
+            raise AttributeError(method)
 
     def shutdown(self) -> None:
         if self._has_shut_down:

@@ -66,6 +66,9 @@ class Served:
     async def _serve(self) -> None:
         if traps.is_on("never_answers") or (traps.is_on("transfer_hangs") and self._phase is Phase.DECODE):
             await asyncio.Event().wait()
+        if self._executor.asleep:
+            self._executor.on_fatal("CUDA error: an illegal memory access was encountered")
+            return
         if not self._has_rank():
             self._executor.on_fatal("list index out of range")
             return

@@ -13,6 +13,7 @@ from tensorrt_llm.executor.executor import GenerationExecutor, Submission
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.llmapi import llm_utils
+from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
@@ -162,6 +163,15 @@ class LLM:
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
         return IterationResult(self.get_kv_cache_events, timeout or 0)
+
+    def _collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[None]:
+        """On every rank: `sleep` releases the memory of these tags, and `wakeup` restores it."""
+        if self._executor is None:
+            raise RuntimeError("LLM is shutting down")
+        if self.args["sleep_config"] is None:
+            raise ValueError("Sleep feature is not enabled, please set sleep_config in the LLM arguments")
+        self._executor.change_memory(method, {ExecutorMemoryType(tag) for tag in args[0]})
+        return [None] * self.args["tensor_parallel_size"]
 
     def _check_health(self) -> bool:
         """What trtllm-serve's /health asks."""

@@ -326,3 +326,23 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
 )
 def test_conversations_when_the_arguments_use_them_then_passed_on(values: dict[str, Any], conversations: bool) -> None:
     assert settings.has_conversations(facts_of("1.3.0rc29", Role.AGGREGATED, **values)) is conversations
+
+
+@pytest.mark.parametrize(
+    ("role", "values", "said"),
+    [
+        (Role.AGGREGATED, {"enable_block_reuse": False}, "set sleep_config"),
+        (Role.DECODE, {"sleep_config": {}, "enable_block_reuse": False}, "only aggregated workers"),
+        (Role.AGGREGATED, {"sleep_config": {}}, "enable_block_reuse: false"),
+        (Role.AGGREGATED, {"sleep_config": {}, "enable_block_reuse": False}, ""),
+        (Role.AGGREGATED, {"sleep_config": None, "enable_block_reuse": False}, "set sleep_config"),
+    ],
+)
+def test_sleep_when_the_arguments_do_not_allow_it_then_what_to_set(
+    role: Role, values: dict[str, Any], said: str
+) -> None:
+    reuse = {name: value for name, value in values.items() if name == "enable_block_reuse"}
+    rest = {name: value for name, value in values.items() if name not in reuse}
+    found = settings.sleep_obstacle(facts_of("1.3.0rc29", role, kv_cache_config=reuse, **rest))
+    assert said in found
+    assert bool(found) is bool(said)

@@ -1,0 +1,145 @@
+"""Put a worker's engine to sleep, which frees its GPU memory for something else, and wake it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from dynamo_trtllm.discovery.base import Registration
+from dynamo_trtllm.engines.base import CanSleep, Engine
+from dynamo_trtllm.errors import DynamoError, EngineFailed
+from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.streams import as_stream, unexpected_error
+from dynamo_trtllm.worker.health import Health
+from dynamo_trtllm.worker.service import drain
+
+_log = logging.getLogger(__name__)
+
+_PROMPT = range(16)
+_ANSWER_TOKENS = 4
+_ANSWER_S = 120.0
+
+
+class Sleeper:
+    """Changes a serving worker to an asleep one, and back. Only one change runs at a time.
+
+    | phase    | registered | what happens                                                    | next phase            |
+    |----------|------------|-----------------------------------------------------------------|-----------------------|
+    | serving  | yes        | requests                                                        | draining              |
+    | draining | no         | running requests end; if they take too long, the worker stays   | asleep or serving     |
+    | asleep   | no         | nothing; GPU memory is free                                     | waking                |
+    | waking   | no         | the engine restores its memory and gives a known answer again   | serving               |
+
+    An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in an unknown state.
+
+    Args:
+        engine: the started engine.
+        model: served name of the model.
+        serving: the server of its requests.
+        registration: the worker's registration.
+        register: registers the worker again.
+        health: health of the worker.
+        drain_timeout_s: longest wait for running requests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        serving: EndpointServer,
+        registration: Registration,
+        register: Callable[[], Awaitable[Registration]],
+        health: Health,
+        drain_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._serving = serving
+        self._registration = registration
+        self._register = register
+        self._health = health
+        self._drain_timeout_s = drain_timeout_s
+        self._answer: list[int] = []  # before the sleep
+        self._change: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def sleep(self) -> str:
+        """Begin to fall asleep, unless the worker is asleep. Return why it can't, as text; "" if it can."""
+        engine = self._engine
+        obstacle = engine.sleep_obstacle if isinstance(engine, CanSleep) else "this engine can't sleep"
+        if obstacle or self._health.phase == "asleep":
+            return obstacle
+        return self._begin("serving", self._fall_asleep)
+
+    def wake(self) -> str:
+        """Begin to wake up, unless the worker is awake. Return why it can't, as text; "" if it can."""
+        return "" if self._health.phase == "serving" else self._begin("asleep", self._wake_up)
+
+    async def until_failed(self) -> None:
+        """Wait until a change fails, and raise its error."""
+        await self._failed
+
+    async def aclose(self) -> None:
+        """End the change in progress, and deregister. Idempotent."""
+        if self._change is not None:
+            self._change.cancel()
+            await asyncio.gather(self._change, return_exceptions=True)
+        await self._registration.aclose()
+
+    def _begin(self, phase: str, change: Callable[[CanSleep], Coroutine[Any, Any, None]]) -> str:
+        if self._health.phase != phase or not isinstance(self._engine, CanSleep):
+            return f"the worker is {self._health.phase}; retry later"
+        self._change = asyncio.create_task(self._run(change(self._engine)), name="worker-sleep")
+        return ""
+
+    async def _run(self, change: Coroutine[Any, Any, None]) -> None:
+        try:
+            await change
+        except DynamoError as exc:
+            self._failed.set_exception(exc)
+        except Exception as exc:  # noqa: BLE001 - logged; the worker ends with InternalError
+            self._failed.set_exception(unexpected_error(exc, "worker-sleep"))
+
+    async def _fall_asleep(self, engine: CanSleep) -> None:
+        self._health.phase = "draining"
+        await self._registration.aclose()
+        await drain(self._engine, self._serving, self._drain_timeout_s)
+        if self._serving.running:
+            _log.warning("not put to sleep: requests still run after --drain-timeout-s %g s", self._drain_timeout_s)
+            await self._serve()
+            return
+        self._answer = await self._sample()
+        await engine.sleep()
+        self._health.phase = "asleep"
+        _log.info("asleep: GPU memory was released; POST /wake restores it")
+
+    async def _wake_up(self, engine: CanSleep) -> None:
+        self._health.phase = "waking"
+        await engine.wake()
+        answer = await self._sample()
+        if answer != self._answer:
+            raise EngineFailed(f"the engine answers {answer} after its sleep and answered {self._answer} before")
+        await self._serve()
+        _log.info("awake")
+
+    async def _serve(self) -> None:
+        self._serving.accept_again()
+        self._registration = await self._register()
+        self._health.phase = "serving"
+
+    async def _sample(self) -> list[int]:
+        """Return the greedy answer to a fixed prompt."""
+        request = GenerateRequest(
+            request_id="sleep-check",
+            model=self._model,
+            token_ids=token_ids(_PROMPT),
+            sampling=Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + _ANSWER_S,
+        )
+        async with aclosing(as_stream(self._engine, request)) as chunks:
+            return [token async for chunk in chunks for token in chunk.token_ids]

@@ -1,0 +1,34 @@
+"""A trtllm engine over its stand-in that releases its GPU memory: when it may, and that nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.base import CanSleep
+from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.messages import Role
+from tests.engines import answer, make, prompt_of, started
+from tests.fakes_path import fake_tensorrt_llm
+
+PROMPT = prompt_of(40)
+NO_REUSE = {"kv_cache_config": {"enable_block_reuse": False}}
+
+
+async def test_sleep_when_it_wakes_then_the_same_answers(gpt_oss: Path) -> None:
+    with fake_tensorrt_llm("1.3.0rc29") as package:
+        engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED, **NO_REUSE, sleep_config={})
+        async with started(engine):
+            assert isinstance(engine, CanSleep)
+            assert engine.sleep_obstacle == ""
+            before = await answer(engine, PROMPT)
+            await engine.sleep()
+            assert engine._llm._executor.asleep == {"kv_cache", "model", "model_weights"}
+            await engine.check()
+            await engine.wake()
+            assert await answer(engine, PROMPT) == before
+            await engine.sleep()
+            with package.standin.traps.turned("wakeup_fails"), pytest.raises(EngineFailed, match=r"wakeup.*memory"):
+                await engine.wake()

@@ -1,0 +1,196 @@
+"""A worker that falls asleep and wakes: what it waits for, when it stays as it is, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm.errors import Draining, EngineFailed, InternalError
+from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.worker.health import Health, health_app
+from dynamo_trtllm.worker.sleep import Sleeper
+from tests.inproc_plane import InprocPlane
+from tests.memory_http import asgi
+from tests.streaming import ChunkSource, call_stream
+from tests.waiting import SOON_S
+
+SUBJECT = "s.generate-1"
+
+
+class SleepingEngine(ChunkSource):
+    """Notes what it is asked. Without memory it can't answer."""
+
+    def __init__(self) -> None:
+        self.obstacle = ""
+        self.log: list[str] = []
+        self.answer = 7
+        self.fault: Exception | None = None  # of the next change
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        assert self.log[-1:] != ["sleep"]
+        self.log.append(request.request_id)
+        await self.may_end.wait()
+        yield Chunk(token_ids=token_ids([self.answer]), finish_reason=FinishReason.LENGTH)
+
+    async def drain(self) -> None:
+        pass
+
+    async def control(self, verb: Control) -> bytes:
+        raise NotImplementedError
+
+    @property
+    def sleep_obstacle(self) -> str:
+        return self.obstacle
+
+    async def sleep(self) -> None:
+        await self._change("sleep")
+
+    async def wake(self) -> None:
+        await self._change("wake")
+
+    async def _change(self, name: str) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.log.append(name)
+
+
+class Registrations:
+    def __init__(self) -> None:
+        self.open = 0
+
+    async def register(self) -> Registrations:
+        self.open += 1
+        return self
+
+    async def aclose(self) -> None:
+        self.open = 0
+
+
+class Bench:
+    """A worker that is served on an in-process plane."""
+
+    def __init__(self, engine: SleepingEngine, drain_timeout_s: float) -> None:
+        self.engine = engine
+        self.health = Health("serving")
+        self.registered = Registrations()
+        self.plane = InprocPlane()
+        self._drain_timeout_s = drain_timeout_s
+
+    async def start(self) -> None:
+        serving = await self.plane.serve(SUBJECT, self.engine)
+        registration = await self.registered.register()
+        engine: Any = self.engine
+        self.sleeper = Sleeper(
+            engine, "m", serving, registration, self.registered.register, self.health, self._drain_timeout_s
+        )
+
+    async def post(self, path: str, client: str = "127.0.0.1") -> tuple[int, str]:
+        app = health_app(self.health, bytes, {"/sleep": self.sleeper.sleep, "/wake": self.sleeper.wake})
+        transport = httpx.ASGITransport(app=asgi(app), client=(client, 9))
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
+            answer = await http.post(path)
+        return answer.status_code, answer.json()["reason"]
+
+    async def until(self, phase: str) -> None:
+        async with asyncio.timeout(SOON_S):
+            while self.health.phase != phase:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.001)
+
+    async def ask(self) -> list[int]:
+        sampling = Sampling(max_tokens=1)
+        request = GenerateRequest(
+            request_id="r", model="m", token_ids=token_ids([1]), sampling=sampling, deadline=time.time() + SOON_S
+        )
+        return [token async for chunk in call_stream(self.plane, SUBJECT, request) for token in chunk.token_ids]
+
+
+@asynccontextmanager
+async def opened(drain_timeout_s: float = SOON_S) -> AsyncIterator[Bench]:
+    bench = Bench(SleepingEngine(), drain_timeout_s)
+    await bench.start()
+    yield bench
+    await bench.sleeper.aclose()
+    await bench.plane.aclose()
+    assert bench.registered.open == 0
+
+
+async def test_sleep_when_requests_run_then_they_end_first_and_it_serves_again_after_wake() -> None:
+    async with opened() as bench:
+        bench.engine.may_end.clear()
+        running = asyncio.create_task(bench.ask())
+        async with asyncio.timeout(SOON_S):
+            while not bench.engine.log:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+        assert await bench.post("/sleep") == (202, "")
+        await bench.until("draining")
+        assert bench.registered.open == 0
+        with pytest.raises(Draining):
+            await bench.ask()
+        assert (await bench.post("/sleep"))[0] == (await bench.post("/wake"))[0] == 409
+        bench.engine.may_end.set()
+        assert await running == [7]
+        await bench.until("asleep")
+        assert not bench.health.is_ready
+        assert await bench.post("/sleep") == (202, "")  # it does already
+        with pytest.raises(Draining):
+            await bench.ask()
+        assert await bench.post("/wake") == (202, "")
+        await bench.until("serving")
+        assert await bench.post("/wake") == (202, "")
+        assert bench.registered.open == 1
+        assert await bench.ask() == [7]
+        assert bench.engine.log == ["r", "sleep-check", "sleep", "wake", "sleep-check", "r"]
+
+
+async def test_sleep_when_a_request_takes_too_long_then_the_worker_stays_awake() -> None:
+    async with opened(drain_timeout_s=0.01) as bench:
+        bench.engine.may_end.clear()
+        running = asyncio.create_task(bench.ask())
+        async with asyncio.timeout(SOON_S):
+            while not bench.engine.log:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+        await bench.post("/sleep")
+        await bench.until("draining")
+        await bench.until("serving")
+        bench.engine.may_end.set()
+        assert await running == [7]
+        assert await bench.ask() == [7]
+        assert "sleep" not in bench.engine.log
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (EngineFailed("out of memory"), EngineFailed, "out of memory"),
+        (RuntimeError("a bug"), InternalError, "RuntimeError"),
+        (None, EngineFailed, r"answers \[8\] after its sleep and answered \[7\] before"),
+    ],
+)
+async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
+    fault: Exception | None, error: type[Exception], said: str
+) -> None:
+    async with opened() as bench:
+        await bench.post("/sleep")
+        await bench.until("asleep")
+        bench.engine.fault, bench.engine.answer = fault, 8
+        await bench.post("/wake")
+        with pytest.raises(error, match=said):
+            await asyncio.wait_for(bench.sleeper.until_failed(), SOON_S)
+        assert bench.registered.open == 0
+
+
+async def test_verbs_when_not_allowed_then_409_with_the_reason_or_403_from_other_machines() -> None:
+    async with opened() as bench:
+        bench.engine.obstacle = "set sleep_config"
+        assert await bench.post("/sleep") == (409, "set sleep_config")
+        for client, status in (("10.0.0.1", 403), ("2001:db8::1", 403), ("::1", 409), ("::ffff:127.0.0.1", 409)):
+            assert (await bench.post("/sleep", client))[0] == status
+        assert bench.health.phase == "serving"
