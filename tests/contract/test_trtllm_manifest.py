@@ -92,7 +92,7 @@ async def record(version: str, folder: Path) -> Uses:
             stats(whole)
             await check_stats(whole, running=0)
             async with asyncio.timeout(SOON_S):
-                while not {("LLM", "get_stats"), ("LLM", "get_kv_cache_events")} <= uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
+                while not {("LLM.get_stats", "timeout"), ("LLM.get_kv_cache_events", "timeout")} <= uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
                     await asyncio.sleep(0.01)
     return uses
 
