@@ -239,9 +239,7 @@ class Worker:
             max_leaked_kv_fraction=config.max_leaked_kv_fraction,
         )
         if config.publish_kv_events and isinstance(engine, HasKvEvents):
-            events = KvEventPublisher(self.instance_id, partial(plane.try_publish, kv_events_subject(instance.subject)))
-            stack.callback(events.close)
-            engine.start_kv_events(events.on_events)
+            stack.callback(self._publish_kv_events(engine, plane, instance.subject))
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
         register = partial(discovery.register, instance)
@@ -251,6 +249,12 @@ class Worker:
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
         return _RunningWorker(plane, engine, service, serving, self._sleeper)
+
+    def _publish_kv_events(self, engine: HasKvEvents, plane: NatsPlane, subject: str) -> Callable[[], None]:
+        """Publish the events of the engine's prefix cache, and return the function that ends it."""
+        events = KvEventPublisher(self.instance_id, partial(plane.try_publish, kv_events_subject(subject)))
+        engine.start_kv_events(events.on_events)
+        return events.close
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
         """Return the instance to register, and the paths of the card's files by content hash."""
