@@ -214,7 +214,6 @@ def stuck_text(recordings: Recordings, older_than_s: float) -> tuple[str, int]:
 
 
 def _stuck_lines(stuck: StuckRequest) -> Iterator[str]:
-    held_by = "unknown" if stuck.holder is None else stuck.holder.title
-    yield f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {held_by}: {stuck.reason}"
+    yield f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {stuck.holder}: {stuck.reason}"
     for step in stuck.last_steps:
         yield f"  {step.process.title}: {describe(step.entry, stuck.request)}, {stuck.age_s(step):.1f} s ago"

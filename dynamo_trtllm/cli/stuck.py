@@ -11,15 +11,14 @@ from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEven
 from dynamo_trtllm.observability.recordings import ProcessRecording, ProcessState, Recordings, RequestRecording, Step
 
 _RECENT_S: Final = 600.0  # for which a killed process is reported
-_NO_CALL: Final = {
+_NO_CALL: Final[dict[int, str]] = {
     RecordedEvent.RECEIVED: "the request's body has not arrived, or waits to be parsed",
     RecordedEvent.TOKENIZED: "it waits in the frontend's queue (--max-inflight)",
     RecordedEvent.PLACED: "its first call has not been sent",
     RecordedEvent.WAITING_FOR_WORKERS: "no worker can take it: a role has no worker, or all pairs are quarantined",
     RecordedEvent.CALL_FAILED: "a call failed, and the next one has not been sent",
-    RecordedEvent.LAST_TOKEN: "the client does not read the rest of the response",
 }
-_IN_WORKER: Final = {
+_IN_WORKER: Final[dict[int, str]] = {
     RecordedEvent.CALL_RECEIVED: "it has received the call, and not queued it",
     RecordedEvent.WAITING_FOR_KV_BLOCKS: "the call waits for KV blocks, which other requests hold",
     RecordedEvent.WAITING_FOR_BUFFER: "the call waits for space in the transfer buffer",
@@ -33,9 +32,9 @@ _HOLDS_KV: Final = (RecordedEvent.KV_PUBLISHED, RecordedEvent.KV_RELEASED, Recor
 
 
 class Holder(NamedTuple):
-    """The process that holds a request, if it is known, and why."""
+    """The process, or the part outside of the processes, that holds a request, and why."""
 
-    process: ProcessRecording | None
+    title: str
     reason: str
 
 
@@ -52,7 +51,7 @@ class StuckRequest:
 
     request: RequestRecording
     silent_s: float
-    holder: ProcessRecording | None
+    holder: str
     reason: str
     last_steps: list[Step]  # of each process
     now_ns: int
@@ -115,7 +114,7 @@ def _stuck_choices(
             yield StuckRequest(
                 request=request,
                 silent_s=silent_s,
-                holder=holder.process,
+                holder=holder.title,
                 reason=holder.reason,
                 last_steps=last_steps,
                 now_ns=now_ns,
@@ -129,16 +128,18 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
         return _open_call(steps, has_finished=request.finished is not None)
     frontend = ours[-1].process
     if reason := _why_silent(frontend):
-        return Holder(frontend, reason) if not frontend.is_over else _open_call(steps, has_finished=False)
+        return Holder(frontend.title, reason) if not frontend.is_over else _open_call(steps, has_finished=False)
     call = next((step.entry for step in reversed(ours) if step.entry.event == RecordedEvent.CALL_SENT), None)
     last = ours[-1].entry
     if last.event == RecordedEvent.RESERVING_SLOT:
         return _of_worker(recordings, frontend, last.a, [], "it has not answered the reservation of a slot")
+    if last.event == RecordedEvent.LAST_TOKEN:
+        return Holder(f"the client of {frontend.title}", "it does not read the rest of the response")
     if call is None or last.event in _NO_CALL:
-        return Holder(frontend, _NO_CALL.get(RecordedEvent(last.event), "it has not sent a call"))
+        return Holder(frontend.title, _NO_CALL.get(last.event, "it has not sent a call"))
     worker = recordings.instance(call.a)
     since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
-    return _of_worker(recordings, frontend, call.a, since, "the call has not arrived: NATS lost it or is slow")
+    return _of_worker(recordings, frontend, call.a, since, "")
 
 
 def _of_worker(
@@ -151,30 +152,32 @@ def _of_worker(
         frontend: the caller.
         instance_id: the worker.
         steps: the call's steps in the worker.
-        without_steps: the reason if there are none.
+        without_steps: the reason of the worker if there are none; "": the call has not arrived.
     """
     worker = recordings.instance(instance_id)
     if worker is None:
-        return Holder(None, f"worker {instance_id:x} has no recording on this machine; explain the request on its own")
+        return Holder(f"worker {instance_id:x}", "it has no recording on this machine; run this command on its machine")
     if reason := _why_silent(worker):
-        return Holder(worker, reason)
+        return Holder(worker.title, reason)
+    if not steps and not without_steps:
+        return Holder("NATS", f"the call has not arrived at {worker.title}, which works")
     if not steps:
-        return Holder(worker, without_steps)
+        return Holder(worker.title, without_steps)
     last = steps[-1].entry
     if any(step.entry.event == RecordedEvent.CALL_ENDED for step in steps):
-        return Holder(frontend, f"{worker.title} has ended the call, and its last message has not arrived")
+        return Holder("NATS", f"{worker.title} has ended the call, and {frontend.title} has not received the end")
     if last.event == RecordedEvent.KV_FETCH_STARTED:
         source = recordings.instance(last.a)
         if source is None:
-            return Holder(worker, f"it fetches KV from {last.a:x}, which has no recording on this machine")
+            return Holder(worker.title, f"it fetches KV from {last.a:x}, which has no recording on this machine")
         if reason := _why_silent(source):
-            return Holder(source, f"{worker.title} fetches KV from it, and {reason}")
-        return Holder(worker, f"it fetches KV from {source.title}, which works: check the network between them")
+            return Holder(source.title, f"{worker.title} fetches KV from it, and {reason}")
+        return Holder(worker.title, f"it fetches KV from {source.title}, which works: check the network between them")
     if last.event == RecordedEvent.QUEUED:
-        return Holder(worker, f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}")
+        return Holder(worker.title, f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}")
     if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):
-        return Holder(worker, f"the engine has generated {max(1, last.a)} tokens of the call, and no more")
-    return Holder(worker, _IN_WORKER.get(RecordedEvent(last.event), "the call has not ended"))
+        return Holder(worker.title, f"the engine has generated {max(1, last.a)} tokens of the call, and no more")
+    return Holder(worker.title, _IN_WORKER.get(last.event, "the call has not ended"))
 
 
 def _in_front(recordings: Recordings, worker: ProcessRecording, queued: Step) -> str:
@@ -204,8 +207,8 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
         process, events = own[-1].process, [step.entry.event for step in own]
         silence = f"; {reason}" if (reason := _why_silent(process)) else ""
         if events.count(RecordedEvent.CALL_RECEIVED) > events.count(RecordedEvent.CALL_ENDED):
-            return Holder(process, f"it runs a call, and {why}{silence}")
+            return Holder(process.title, f"it runs a call, and {why}{silence}")
         kv = next((event for event in reversed(events) if event in _HOLDS_KV), None)
         if kv == RecordedEvent.KV_PUBLISHED:
-            return Holder(process, f"it holds the KV of a call until a time-out, and {why}{silence}")
+            return Holder(process.title, f"it holds the KV of a call until a time-out, and {why}{silence}")
     return None

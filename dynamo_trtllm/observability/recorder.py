@@ -304,7 +304,7 @@ def remove_old(folder: Path) -> None:
     ended = []
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError, ValueError):  # another process has just removed it, or it is another file
-            if not is_locked(path):
+            if path.is_file() and not is_locked(path):
                 with path.open("rb") as file:
                     ended.append((RecordingHeader.read(file.read(HEADER_BYTES)).alive_at_s, path))
     kept = {path for ended_at, path in sorted(ended)[-KEPT_FILES:] if time.time() - ended_at < KEPT_S}

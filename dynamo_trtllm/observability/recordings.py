@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -188,6 +189,8 @@ def read_process(path: Path) -> ProcessRecording:
         OSError: it can't be read.
         ValueError: it is no file of the flight recorder, or damaged.
     """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < HEADER_BYTES:
@@ -235,8 +238,8 @@ def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, sile
     if not is_running:
         return ProcessState.ENDED if has_stopped else ProcessState.KILLED
     try:
-        stat = Path(f"/proc/{header.pid}/stat").read_text(encoding="ascii", errors="replace")
-        is_stopped = stat.rpartition(")")[2].split()[0] in "Tt" and start_ticks(header.pid) == header.start_ticks
+        status = Path(f"/proc/{header.pid}/stat").read_text(encoding="ascii", errors="replace")
+        is_stopped = status.rpartition(")")[2].split()[0] in "Tt" and start_ticks(header.pid) == header.start_ticks
     except OSError:  # a process of another container
         is_stopped = False
     if is_stopped:

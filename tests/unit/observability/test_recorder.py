@@ -122,7 +122,10 @@ asyncio.run(run())
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 1000, module.MAGIC + b"\x63" * 5000])
 def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.ring"
-    path.write_bytes(content)
+    if content:
+        path.write_bytes(content)
+    else:
+        os.mkfifo(path)  # who opens it waits for a writer
     recording(tmp_path, lambda _: None)
     recordings = Recordings.read(tmp_path)
     assert len(recordings.processes) == 1
