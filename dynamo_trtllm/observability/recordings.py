@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import stat
@@ -137,16 +138,32 @@ class Recordings:
         self.processes = list(processes)
         self.problems = list(problems)  # a line for each file that can't be read
         self.requests: dict[int, RequestRecording] = {}
-        steps = [Step(process, entry) for process in self.processes for entry in process.entries if entry.key]
-        steps.sort(key=lambda step: (step.process.header.boot_id != boot_id(), step.entry.ns))
-        for step in steps:
-            key = step.entry.key
-            self.requests.setdefault(key, RequestRecording(key)).steps.append(step)
+        boot = boot_id()
+        for process in self.processes:
+            for entry in process.entries:
+                key = entry.key
+                if key:
+                    request = self.requests.get(key)
+                    if request is None:
+                        request = self.requests[key] = RequestRecording(key)
+                    request.steps.append(Step(process, entry))
+        for request in self.requests.values():
+            request.steps.sort(key=lambda step: (step.process.header.boot_id == boot, step.entry.ns))
 
     @classmethod
     def read(cls, folder: Path) -> Recordings:
         """Read the files in a folder. Raise OSError if it can't be read."""
-        processes, problems = [], []
+        is_collecting = gc.isenabled()
+        gc.disable()  # a million events are no garbage, and the collector would look at them again and again
+        try:
+            return cls(*cls._read_files(folder))
+        finally:
+            if is_collecting:
+                gc.enable()
+
+    @staticmethod
+    def _read_files(folder: Path) -> tuple[list[ProcessRecording], list[str]]:
+        processes, problems = list[ProcessRecording](), list[str]()
         for name in sorted(os.listdir(folder)):
             if not name.endswith(SUFFIX):
                 continue
@@ -156,7 +173,7 @@ class Recordings:
                 continue  # it was just removed
             except (OSError, ValueError) as exc:
                 problems.append(f"{folder / name} can't be read: {getattr(exc, 'strerror', None) or exc}")
-        return cls(processes, problems)
+        return processes, problems
 
     def instance(self, instance_id: int) -> ProcessRecording | None:
         """Return the recording of a worker."""

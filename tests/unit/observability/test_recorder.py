@@ -17,7 +17,16 @@ import pytest
 
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.observability import recorder as module
-from dynamo_trtllm.observability.recorder import SLOT, RecordedEvent, Recorder, id_hash, recorder_folder, request_key
+from dynamo_trtllm.observability import recordings
+from dynamo_trtllm.observability.recorder import (
+    SLOT,
+    TICK_S,
+    RecordedEvent,
+    Recorder,
+    id_hash,
+    recorder_folder,
+    request_key,
+)
 from dynamo_trtllm.observability.recordings import ProcessState, Recordings, read_process
 
 UNIQUE = "0123456789abcdef"
@@ -119,6 +128,18 @@ asyncio.run(run())
     assert (entry.event, entry.key, entry.a, entry.reason) == (RecordedEvent.CALL_RECEIVED, KEY, 7, "decode")
 
 
+def test_recording_when_the_event_loop_does_not_run_then_the_process_is_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "BLOCKED_S", -TICK_S)
+
+    def act(_: Recorder) -> None:  # on the event loop
+        (path,) = tmp_path.iterdir()
+        assert read_process(path).state is ProcessState.BLOCKED
+
+    recording(tmp_path, act)
+
+
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n" * 1000, module.MAGIC + b"\x63" * 5000])
 def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.ring"
@@ -127,9 +148,9 @@ def test_recordings_when_a_file_is_none_of_ours_then_it_is_named(tmp_path: Path,
     else:
         os.mkfifo(path)  # who opens it waits for a writer
     recording(tmp_path, lambda _: None)
-    recordings = Recordings.read(tmp_path)
-    assert len(recordings.processes) == 1
-    (problem,) = recordings.problems
+    found = Recordings.read(tmp_path)
+    assert len(found.processes) == 1
+    (problem,) = found.problems
     assert problem.startswith(f"{path} can't be read: it")
     assert path.exists()  # a start removes only recordings
 
@@ -184,13 +205,13 @@ def test_find_when_any_of_its_ids_is_given_then_the_request(tmp_path: Path) -> N
         recorder.record("probe-1", RecordedEvent.CALL_RECEIVED)
 
     recording(tmp_path, act)
-    recordings = Recordings.read(tmp_path)
-    assert sorted(recordings.requests) == [KEY, 0xFFFFFFFFFFFFFFFF]
+    found = Recordings.read(tmp_path)
+    assert sorted(found.requests) == [KEY, 0xFFFFFFFFFFFFFFFF]
     ids = (f"chatcmpl-{UNIQUE}{'a' * 16}", f"resp_7f3a{UNIQUE}{'a' * 16}", "job 7", f"job 7-{UNIQUE}", f"{UNIQUE}-3")
     for text in (*ids, UNIQUE, UNIQUE[:8]):
-        assert [request.key for request in recordings.find(text)] == [KEY], text
-    assert not recordings.find("chatcmpl-unknown")
-    assert not recordings.find("")
+        assert [request.key for request in found.find(text)] == [KEY], text
+    assert not found.find("chatcmpl-unknown")
+    assert not found.find("")
 
 
 @pytest.mark.parametrize(
@@ -215,16 +236,16 @@ def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(tmp_pa
         recorder.record_prompt("f" * 16, ids[:1200], 5)
 
     recording(tmp_path, act)
-    recordings = Recordings.read(tmp_path)
+    found = Recordings.read(tmp_path)
     hashes = [
         [hashed for step in request.steps for hashed in (step.entry.c, step.entry.a) if hashed]
-        for request in recordings.requests.values()
+        for request in found.requests.values()
     ]
     (two_blocks, length, third), (others, other_length, other_third) = hashes
     assert (length, other_length) == (1300, 1200)
     assert two_blocks == others
     assert third != other_third
-    assert ids[100:104].tobytes() not in recordings.processes[0].path.read_bytes()
+    assert ids[100:104].tobytes() not in found.processes[0].path.read_bytes()
 
 
 def test_folder_when_it_is_not_set_then_one_of_the_user(tmp_path: Path) -> None:
