@@ -143,6 +143,7 @@ class Recorder:
         self._num_users = 0
         self._streams: dict[RecordedStream, int] = {}  # running streams, each with the tokens that were recorded
         self._timer: asyncio.TimerHandle | None = None
+        self._handles_forks = False
 
     def start(self, folder: Path | None, *, namespace: str, kind: str, instance_id: int = 0) -> None:
         """Create the file of this process and record from now on. Call it on the event loop.
@@ -159,8 +160,9 @@ class Recorder:
         self._num_users += 1
         if self._num_users > 1 or folder is None:
             return
-        pid = os.getpid()
-        name = f"{_UNSAFE_NAME.sub('_', namespace[:64])}-{kind}-{pid}-{instance_id:x}-{time.time_ns():x}{SUFFIX}"
+        name = (
+            f"{_UNSAFE_NAME.sub('_', namespace[:64])}-{kind}-{os.getpid()}-{instance_id:x}-{time.time_ns():x}{SUFFIX}"
+        )
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid != os.geteuid():
@@ -170,6 +172,9 @@ class Recorder:
         except OSError as exc:
             log.warning("flight recorder is off (%s); set --recorder-dir to a folder with 4 MiB free", exc)
             return
+        if not self._handles_forks:
+            self._handles_forks = True
+            os.register_at_fork(after_in_child=self._close)
         self.record_process(RecordedEvent.STARTED)
         self._tick()
 
@@ -179,11 +184,16 @@ class Recorder:
         if self._num_users or self._ring is None:
             return
         self.record_process(RecordedEvent.STOPPED)
-        ring, self._ring = self._ring, None
-        ring.close()
+        self._close()
         if self._timer is not None:
             self._timer.cancel()
         self._streams.clear()
+
+    def _close(self) -> None:
+        """Stop writing. The lock of the file stays as long as another process, such as the parent of a fork, has it."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
 
     def record(self, request_id: str, event: int, a: int = 0, b: int = 0, c: int = 0, reason: str = "") -> None:
         """Record an event of a request or call. Thread-safe.

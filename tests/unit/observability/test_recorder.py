@@ -111,18 +111,29 @@ def test_recording_when_it_is_read_while_threads_write_then_no_event_is_mixed(
         recording(tmp_path, act)
 
 
-def test_recording_when_the_process_is_killed_then_its_events_are_read(tmp_path: Path) -> None:
+def test_recording_when_the_process_is_killed_and_a_fork_runs_on_then_its_events_are_read(tmp_path: Path) -> None:
     code = f"""
-import asyncio, os, signal, pathlib
+import asyncio, os, signal, pathlib, time
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 async def run():
     RECORDER.start(pathlib.Path({str(tmp_path)!r}), namespace="dynamo", kind="decode", instance_id=0x6dba)
     RECORDER.record("{UNIQUE}", RecordedEvent.CALL_RECEIVED, 7, reason="decode")
+    child = os.fork()  # as an engine's library may do
+    if not child:
+        RECORDER.record("{UNIQUE}", RecordedEvent.CALL_ENDED, 8)
+        os.close(1)
+        time.sleep(100)
+    print(child, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(run())
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    (process,) = Recordings.read(tmp_path).processes
+    killed = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE)
+    assert killed.returncode == -signal.SIGKILL
+    try:
+        found = Recordings.read(tmp_path)
+    finally:
+        os.kill(int(killed.stdout), signal.SIGKILL)
+    (process,) = found.processes
     assert (process.title, process.namespace, process.state) == ("decode 6dba", "dynamo", ProcessState.KILLED)
     entry = process.entries[-1]
     assert (entry.event, entry.key, entry.a, entry.reason) == (RecordedEvent.CALL_RECEIVED, KEY, 7, "decode")
