@@ -1,8 +1,7 @@
 """Record the events of requests in a file that outlives the process (the flight recorder).
 
 The file is a ring of fixed-size slots, mapped into memory: an event is one write without a system call, and the events
-of a process that was killed can still be read. It contains ids, times and numbers, and no text of prompts or outputs.
-`recordings` reads such files.
+of a process that was killed can still be read. It contains ids, times and numbers, and no text. `recordings` reads it.
 """
 
 from __future__ import annotations
@@ -160,9 +159,8 @@ class Recorder:
         self._num_users += 1
         if self._num_users > 1 or folder is None:
             return
-        name = (
-            f"{_UNSAFE_NAME.sub('_', namespace[:64])}-{kind}-{os.getpid()}-{instance_id:x}-{time.time_ns():x}{SUFFIX}"
-        )
+        safe = _UNSAFE_NAME.sub("_", namespace[:64])
+        name = f"{safe}-{kind}-{os.getpid()}-{instance_id:x}-{time.time_ns():x}{SUFFIX}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid != os.geteuid():
