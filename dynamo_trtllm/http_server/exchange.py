@@ -54,6 +54,7 @@ class HttpRequest:
         self.path = path
         self.headers = headers
         self.client = client
+        self.arrived_s = time.monotonic()
         self._query = query
         self._on_read = on_read
         self._parts: list[bytes] = []

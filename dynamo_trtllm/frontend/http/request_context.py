@@ -59,7 +59,8 @@ class AppState:
 class RequestContext:
     """One request, from its arrival to its log line: its id, deadline, permits, bytes, times and metrics.
 
-    Its choices hold what belongs to one choice. Times count from the creation. Each delta costs one clock reading.
+    Its choices hold what belongs to one choice. Times count from the end of the request's head. Each delta costs one
+    clock reading.
     """
 
     def __init__(self, app_state: AppState, endpoint: str, request: HttpRequest) -> None:
@@ -80,7 +81,7 @@ class RequestContext:
         self._body_bytes = app_state.body_budget.body()
         self._num_permits = 0
         self._arrived_at = time.time()
-        self._begun_s = time.monotonic()
+        self._begun_s = request.arrived_s
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
         self._traces: list[RouteTrace] = []  # of the choices
         self._model = ""
