@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
+from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
 import pytest
 
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
-from dynamo_trtllm.frontend.generation.flow_events import PHASES, PhaseSeconds, RouteTrace, Span, divide
-from dynamo_trtllm.messages import Chunk, PhaseTimings, Role, token_ids
+from dynamo_trtllm.frontend.generation.flow_events import (
+    AFTER_FIRST_TOKEN,
+    PHASES,
+    PhaseSeconds,
+    RouteTrace,
+    Span,
+    divide,
+)
+from dynamo_trtllm.frontend.http.app import build_app
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, PhaseTimings, ReleaseKv, Role, token_ids
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
+from dynamo_trtllm.tokenization.base import ServedModel
+from tests.instances import make_instance
+from tests.loopback_backend import LoopbackBackend
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, chunk, front, stop
+from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk
 
 PREFILL = PhaseTimings(queue_s=0.2, prefill_s=0.5, more={"queue.slots": 0.1, "export": 0.1})
@@ -114,6 +130,102 @@ def test_timings_when_a_phase_is_unknown_to_an_older_frontend_then_it_still_read
     newer = msgspec.msgpack.encode(PhaseTimings(queue_s=0.5, more={"next": 1.0}))
     assert msgspec.msgpack.decode(newer)["queue_s"] == 0.5
     assert msgspec.msgpack.decode(b"\x81\xa7queue_s\xcb?\xe0\x00\x00\x00\x00\x00\x00", type=PhaseTimings).more == {}
+
+
+# --- many requests, on engines that fail -------------------------------------------------------------------
+
+_FAILS_EACH = 31  # events of a worker
+
+
+class _FailingStream(Stream):
+    """A call that ends with an error at an event that its worker chooses."""
+
+    def __init__(self, worker: FailingWorker, request: GenerateRequest, on_event: OnEvent) -> None:
+        super().__init__(on_event)
+        self._worker = worker
+        self._source = worker.engine.generate(request, self._take)
+
+    def _take(self, event: StreamEvent) -> None:
+        self._worker.events += 1
+        if self._worker.events % _FAILS_EACH:
+            self.emit(event)
+        else:
+            self.emit(EngineFailed("killed by the test"))
+
+    def _close(self, last: StreamEvent | None) -> None:
+        if not isinstance(last, Chunk):
+            self._source.cancel()
+
+
+class FailingWorker:
+    """A mock engine on the request plane, some of whose calls fail before or after their first token."""
+
+    def __init__(self, engine: MockEngine) -> None:
+        self.engine = engine
+        self.events = 0
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        return _FailingStream(self, request, on_event)
+
+    async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, ReleaseKv):
+            self.engine.release(verb.transfer_id, verb.outcome)
+        return b""
+
+
+@pytest.fixture
+async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
+    """A frontend with two prefill and two decode workers."""
+    engines = []
+    for number, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE), start=1):
+        config = WorkerConfig(
+            model_path="tiny",
+            engine="mock",
+            disaggregation_mode=role,
+            override_engine_args={"step_s": 0.001, "max_batch_size": 40},
+        )
+        engines.append(MockEngine(config, instance_id=number, backend=LoopbackBackend()))
+        await engines[-1].start()
+        instance = make_instance(number, role=role)
+        await cluster.plane.serve(instance.subject, FailingWorker(engines[-1]))
+        cluster.view.add(instance)
+    served = front()
+    served.catalog.served["tiny"] = ServedModel(msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer)
+    served.built = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
+    yield served
+    for engine in engines:
+        await engine.aclose()
+
+
+async def test_phases_when_many_requests_are_retried_and_migrate_then_each_adds_up_to_its_time(
+    mock_frontend: FakeFrontend,
+) -> None:
+    app = asgi(mock_frontend.app)
+
+    async def ask(number: int) -> tuple[float, httpx.Response]:
+        body = {"model": "tiny", "prompt": "x" * (1 + number % 50), "max_tokens": 2 + number % 30}
+        begun_s = time.monotonic()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://frontend") as client:
+            response = await client.post("/v1/completions", json=body, headers={"x-dynamo-stats": "1"})
+        return time.monotonic() - begun_s, response
+
+    answers = await asyncio.gather(*map(ask, range(200)))
+    assert sum(response.status_code == 200 for _, response in answers) > 150
+    seen: set[str] = set()
+    first_s = named_s = 0.0
+    for client_s, response in answers:
+        if response.status_code != 200:  # it failed too often
+            continue
+        stats = response.json()["dynamo_trtllm"]
+        phases = stats["phase_s"]
+        seen |= {name for name, seconds in phases.items() if seconds}
+        assert sum(phases.values()) == pytest.approx(stats["total_s"])
+        assert stats["total_s"] <= client_s
+        first_s += stats["ttft_s"]
+        named_s += sum(seconds for name, seconds in phases.items() if name not in AFTER_FIRST_TOKEN)
+    assert {"retry", "migration", "send", "queue", "prefill", "export", "handoff", "decode_wait", "decode"} <= seen
+    assert seen <= set(PHASES)
+    assert 0.95 * first_s <= named_s <= first_s
 
 
 # --- what Dynamo's clients ask for --------------------------------------------------------------------
