@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.frontend.generation.flow_events import AFTER_FIRST_TOKEN
+from dynamo_trtllm.observability.metrics import AFTER_FIRST_TOKEN
 
 from .chaos.deployment import STEP_S, WORKERS, Deployment, Options
 

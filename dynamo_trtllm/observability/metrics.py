@@ -10,7 +10,7 @@ import bisect
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,7 +26,72 @@ from prometheus_client.core import Metric as Collected
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
+
+FRONTEND = "frontend"
+"""The role of the frontend, beside those of workers in `messages.Role`."""
+
+
+@dataclass(slots=True)
+class Span:
+    """An interval of a request by the frontend's clock. It ends where the next span of the request begins."""
+
+    phase: str
+    begin_s: float  # of `time.monotonic()`
+    role: str = FRONTEND  # of the process that the request waits for
+    stats: PhaseTimings | None = None  # of the call to that process; they divide the span
+
+
+PHASES = (
+    *("receive", "tokenize_queue", "load", "tokenize", "frontend_queue", "select", "reserve", "retry", "send"),
+    *("grammar", "submit", "queue", "prefill", "export", "handoff", "first_token", "decode_wait", "decode"),
+    *("migration", "respond"),
+)
+"""All phases, about in their order. docs/timing.md describes them."""
+
+AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
+
+PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
+"""Seconds by role and phase. They add up to the time between the first span and the end."""
+
+
+def divide(
+    spans: Sequence[Span], end_s: float, prefill: PhaseTimings | None = None, decode: PhaseTimings | None = None
+) -> PhaseSeconds:
+    """Return how long the spans took until `end_s`, divided into the phases that the workers report.
+
+    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`, the way to the worker
+    and back. A call without a report stays one phase.
+
+    Args:
+        spans: the spans of a request, in order.
+        end_s: the end of the last one.
+        prefill: what the prefill worker of the last attempt has reported.
+        decode: the same of the decode worker, or of an aggregated one.
+    """
+    phases: PhaseSeconds = {}
+    has_migrated = any(span.phase == "migration" for span in spans)
+    latest = {} if has_migrated else {"prefill": prefill, "first_token": decode}
+    for span, next_s in zip(spans, [*(span.begin_s for span in spans[1:]), end_s], strict=True):
+        left_s, rest = max(0.0, next_s - span.begin_s), span.phase
+        reported: list[tuple[str, float]] = []
+        if (stats := latest.get(span.phase) or span.stats) is not None:
+            reported, rest = _reported(stats), "send"
+        elif span.phase == "decode" and not has_migrated and decode is not None:
+            reported = [("decode_wait", decode.decode_queue_s)]
+        for phase, seconds in (*reported, (rest, left_s)):
+            part_s = min(seconds, left_s)
+            if part_s > 0:  # not a number: false
+                left_s -= part_s
+                phases[span.role, phase] = phases.get((span.role, phase), 0.0) + part_s
+    return phases
+
+
+def _reported(stats: PhaseTimings) -> list[tuple[str, float]]:
+    """Return the phases of a call until its first chunk."""
+    more = [(name, seconds) for name, seconds in stats.more.items() if "." not in name]
+    return [("queue", stats.queue_s), ("prefill", stats.prefill_s), ("handoff", stats.kv_transfer_s), *more]
 
 
 class HistogramChild:
@@ -260,10 +325,10 @@ class FrontendMetrics:
         child: HistogramChild = self._metrics["itl_seconds"].child((model,))
         return child
 
-    def observe_phases(self, *, model: str, phases: Mapping[tuple[str, str], float]) -> None:
-        """Observe the seconds of one request by role and phase."""
+    def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
+        """Observe the phases of one request. Those that only a newer worker knows have the label "unknown"."""
         for (role, phase), seconds in phases.items():
-            self._labelled("phase_seconds", model, role, phase).observe(seconds)
+            self._labelled("phase_seconds", model, role, phase if phase in PHASES else "unknown").observe(seconds)
 
     def observe_transfer(self, *, transport: str, kv_bytes: int) -> None:
         """Count the bytes of one KV transfer."""

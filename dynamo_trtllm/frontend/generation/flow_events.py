@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
@@ -11,12 +10,10 @@ import msgspec
 
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot, TokenLogprob
+from dynamo_trtllm.observability.metrics import Span
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import Pair
 from dynamo_trtllm.streams import StreamEvent
-
-FRONTEND = "frontend"
-"""The role of the frontend, beside those of workers in `messages.Role`."""
 
 
 class Signal(Enum):
@@ -110,16 +107,6 @@ Action: TypeAlias = (
 
 
 @dataclass(slots=True)
-class Span:
-    """An interval of a request by the frontend's clock. It ends where the next span of the request begins."""
-
-    phase: str
-    begin_s: float  # of `time.monotonic()`
-    role: str = FRONTEND  # of the process that the request waits for
-    stats: PhaseTimings | None = None  # of the call to that process; they divide the span
-
-
-@dataclass(slots=True)
 class RouteTrace:
     """The workers and timings of a request, filled while the request runs. Instances and stats: of its last attempt.
 
@@ -152,63 +139,3 @@ class PipelineOptions:
     # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when the breaker's open
     # time is over.
     has_probes: bool = False
-
-
-PHASES = (
-    "receive",
-    "tokenize_queue",
-    "load",
-    "tokenize",
-    "frontend_queue",
-    "select",
-    "reserve",
-    "retry",
-    "send",
-    "grammar",
-    "submit",
-    "queue",
-    "prefill",
-    "export",
-    "handoff",
-    "first_token",
-    "decode_wait",
-    "decode",
-    "migration",
-    "respond",
-)
-"""All phases, about in their order. docs/timing.md describes them."""
-
-AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
-
-PhaseSeconds: TypeAlias = dict[tuple[str, str], float]
-"""Seconds by role and phase. They add up to the time between the first span and the end."""
-
-
-def divide(spans: Sequence[Span], trace: RouteTrace, end_s: float) -> PhaseSeconds:
-    """Return how long the spans took until `end_s`, divided into the phases that the workers report.
-
-    A worker reports its own durations, and no clocks are compared: the rest of a call is `send`, the way to the worker
-    and back. A call without a report stays one phase.
-    """
-    phases: PhaseSeconds = {}
-    has_migrated = any(span.phase == "migration" for span in spans)
-    latest = {} if has_migrated else {"prefill": trace.prefill_stats, "first_token": trace.decode_stats}
-    for span, next_s in zip(spans, [*(span.begin_s for span in spans[1:]), end_s], strict=True):
-        left_s, rest = max(0.0, next_s - span.begin_s), span.phase
-        reported: list[tuple[str, float]] = []
-        if (stats := latest.get(span.phase) or span.stats) is not None:
-            reported, rest = _reported(stats), "send"
-        elif span.phase == "decode" and not has_migrated and trace.decode_stats is not None:
-            reported = [("decode_wait", trace.decode_stats.decode_queue_s)]
-        for phase, seconds in (*reported, (rest, left_s)):
-            part_s = min(seconds, left_s)
-            if part_s > 0:  # not a number: false
-                left_s -= part_s
-                phases[span.role, phase] = phases.get((span.role, phase), 0.0) + part_s
-    return phases
-
-
-def _reported(stats: PhaseTimings) -> list[tuple[str, float]]:
-    """Return the phases of a call until its first chunk."""
-    more = [(name, seconds) for name, seconds in stats.more.items() if "." not in name]
-    return [("queue", stats.queue_s), ("prefill", stats.prefill_s), ("handoff", stats.kv_transfer_s), *more]

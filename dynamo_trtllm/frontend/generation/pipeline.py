@@ -14,7 +14,6 @@ from typing import Any
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
 from dynamo_trtllm.frontend.generation.flow_events import (
-    FRONTEND,
     Action,
     CallWorker,
     FlowEvent,
@@ -27,11 +26,11 @@ from dynamo_trtllm.frontend.generation.flow_events import (
     SelectWorkers,
     SendControl,
     Signal,
-    Span,
     WaitForWorkers,
 )
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
+from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane

@@ -18,13 +18,13 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
-from dynamo_trtllm.frontend.generation.flow_events import PHASES, PhaseSeconds, RouteTrace, Span, divide
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, PlanningTime, read_body
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.logging import short_id
-from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
 from dynamo_trtllm.sanitize import shorten
 
@@ -265,7 +265,7 @@ class RequestContext:
         """Return the phases of this request with one of its choices, which has ended last."""
         trace = choice.trace
         respond = [] if choice.finish is None else [Span("respond", trace.last_s)]
-        return divide([*self._spans, *trace.spans, *respond], trace, end_s)
+        return divide([*self._spans, *trace.spans, *respond], end_s, trace.prefill_stats, trace.decode_stats)
 
     def end(self, outcome: str | DynamoError, status: int) -> None:
         """Release all permits and bytes, and write the metrics and the log line.

@@ -14,7 +14,7 @@ import msgspec
 from dynamo_trtllm.api.response_schemas import ReadinessReport
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace, Span
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.server import Router
 from dynamo_trtllm.messages import (
@@ -29,7 +29,7 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.observability.metrics import FrontendMetrics, Span
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Delta, ServedModel, ToolCallDelta
 from tests.streaming import PlayedPipeline

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator
+from typing import cast
 
 import httpx
 import msgspec
@@ -15,16 +16,11 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import Disconnected, Draining, EngineFailed
-from dynamo_trtllm.frontend.generation.flow_events import (
-    AFTER_FIRST_TOKEN,
-    PHASES,
-    PhaseSeconds,
-    RouteTrace,
-    Span,
-    divide,
-)
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, PhaseTimings, ReleaseKv, Role, token_ids
+from dynamo_trtllm.observability.metrics import AFTER_FIRST_TOKEN, PHASES, PhaseSeconds, Span, divide
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.tokenization.base import ServedModel
 from tests.instances import make_instance
@@ -46,7 +42,7 @@ def served(prefill: PhaseTimings | None, decode: PhaseTimings | None) -> PhaseSe
         Span("decode", 12.5, Role.DECODE),
         Span("respond", 14.0),
     ]
-    return divide(spans, RouteTrace(prefill_stats=prefill, decode_stats=decode), 14.25)
+    return divide(spans, 14.25, prefill, decode)
 
 
 def test_divide_when_both_workers_report_then_the_rest_of_each_call_is_its_way() -> None:
@@ -121,7 +117,7 @@ async def test_spans_when_a_stream_migrates_then_the_gap_in_its_tokens_is_one_sp
     begins = [span.begin_s for span in trace.spans]
     assert begins == sorted(begins)
     end_s = time.monotonic()
-    phases = divide(trace.spans, trace, end_s)
+    phases = divide(trace.spans, end_s, trace.prefill_stats, trace.decode_stats)
     assert sum(phases.values()) == pytest.approx(end_s - begins[0])
     assert ("frontend", "migration") in phases
 
@@ -191,7 +187,7 @@ async def mock_frontend(cluster: Cluster) -> AsyncIterator[FakeFrontend]:
         cluster.view.add(instance)
     served = front()
     served.catalog.served["tiny"] = ServedModel(msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer)
-    served.built = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
+    served.built = build_app(served.config, cast("ModelRegistry", served.catalog), cluster.pipeline, served.metrics)
     yield served
     for engine in engines:
         await engine.aclose()
@@ -231,7 +227,7 @@ async def test_phases_when_many_requests_are_retried_and_migrate_then_each_adds_
 # --- what Dynamo's clients ask for --------------------------------------------------------------------
 
 
-ASKED = {
+ASKED: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
