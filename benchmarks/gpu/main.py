@@ -175,6 +175,20 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `plan_of` reads, besides `only`."""
+    add = parser.add_argument
+    add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="inference engine (default: vllm)")
+    add("--model", help="model folder; default: gpt-oss-120b's architecture with dummy weights")
+    add("--layers", type=int, default=FULL_LAYERS, help="layers of the model with dummy weights (default: 36, all)")
+    add("--eager", action="store_true", help="disable CUDA graphs: faster start, slower tokens")
+    add("--gpus", help="comma-separated GPU numbers; default: all that nvidia-smi lists")
+    add("--prefix-caching", action="store_true", help="enable prefix caching")
+    add("--ready-s", type=float, default=300.0, help="longest wait for engines to become ready (default: 300)")
+    add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
+    add("--compile-cache", type=Path, help="folder for compiled kernels, which a later run uses")
+
+
 def arguments(
     argv: Sequence[str] | None = None,
     *,
@@ -187,11 +201,7 @@ def arguments(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="inference engine (default: vllm)")
-    add("--model", help="model folder; default: gpt-oss-120b's architecture with dummy weights")
-    add("--layers", type=int, default=FULL_LAYERS, help="layers of the model with dummy weights (default: 36, all)")
-    add("--eager", action="store_true", help="disable CUDA graphs: faster start, slower tokens")
-    add("--gpus", help="comma-separated GPU numbers; default: all that nvidia-smi lists")
+    plan_arguments(parser)
     add(
         "--only",
         default=",".join(_DEFAULT),
@@ -200,11 +210,8 @@ def arguments(
     add("--victims", default="decode,prefill", help="workers that the step kill kills, comma-separated")
     add("--shapes", help="comma-separated ISL/OSL/CONCURRENCY; default: those of the Dynamo guides")
     add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 also measures with the GPUs swapped")
-    add("--prefix-caching", action="store_true", help="enable prefix caching")
     add("--quick", action="store_true", help="few and short requests, to test that everything works")
     add("--budget-s", type=float, default=570.0, help="stop all steps after this time (default: 570)")
-    add("--ready-s", type=float, default=300.0, help="longest wait for engines to become ready (default: 300)")
-    add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
     add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder for the result files")
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
@@ -224,8 +231,8 @@ def _object(text: str) -> dict[str, Any]:
     return result
 
 
-def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
-    """Return the plan. Write a model folder into `folder` if one is needed."""
+def plan_of(args: argparse.Namespace, folder: Path | None) -> Plan:
+    """Return the plan. Write a model folder into `folder`, if there is one and a model is needed."""
     if args.engine == "mock":
         return Plan(engine="mock", model=MODEL_NAME, extra=args.engine_args, ready_s=args.ready_s)
     if args.engine == "torch":
@@ -234,7 +241,9 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
     listed = len(gpu_names())
     gpus = tuple(int(gpu) for gpu in args.gpus.split(",")) if args.gpus else tuple(range(listed))
     needs_tokenizer = bool({"overhead", "proxy"} & set(args.only))
-    model = args.model or str(write_model(folder / MODEL_NAME, layers=args.layers, tokenizer=needs_tokenizer))
+    model = args.model or MODEL_NAME
+    if args.model is None and folder is not None:
+        model = str(write_model(folder / MODEL_NAME, layers=args.layers, tokenizer=needs_tokenizer))
     return Plan(
         engine="vllm",
         model=model,
@@ -242,6 +251,7 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
         layers=args.layers,
         is_eager=args.eager,
         prefix_caching=args.prefix_caching,
+        compile_cache=None if args.compile_cache is None else str(args.compile_cache.absolute()),
         extra=args.engine_args,
         ready_s=args.ready_s,
     )

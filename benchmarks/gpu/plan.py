@@ -5,6 +5,7 @@ Each role, and each replica of an aggregated deployment, gets half of the GPUs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from dynamo_trtllm.engines.vllm.args import EXTENSION
 Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
+_TOPOLOGY = re.compile(r"(?:([1-9]\d*)A|([1-9]\d*)P([1-9]\d*)D)(?:@([1-9]\d*))?")
 # Disables NVLink multicast, because a program that uses it can leave the GPUs of a shared host unusable, and downloads.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -47,6 +49,7 @@ class Plan:
     gpu_memory_utilization: float = 0.85
     prefix_caching: bool = False
     ready_s: float = 420.0
+    compile_cache: str | None = None  # folder
     extra: dict[str, Any] = field(default_factory=dict)  # further engine arguments
 
     @property
@@ -101,6 +104,8 @@ def flags(plan: Plan, gpus: tuple[int, ...]) -> dict[str, Any]:
             "max-num-tokens": plan.max_num_tokens,
             "max-batch-size": plan.max_batch_size,
         }
+        if plan.compile_cache is not None:
+            found["compile-cache"] = plan.compile_cache
         if len(gpus) > 1:
             found |= {"tensor-parallel-size": len(gpus), "expert-parallel-size": len(gpus)}
     return found
@@ -115,6 +120,31 @@ def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str,
         "flags": flags(plan, gpus),
         "env": ENVIRONMENT | ({} if gpus else {"OMP_NUM_THREADS": "1"}),
     }
+
+
+def topology(plan: Plan, word: str) -> list[dict[str, Any]]:
+    """Return the workers of a topology: 4A (aggregated), 2P2D (prefill and decode), 2A@2 (two GPUs per worker).
+
+    Raises:
+        ValueError: the word is no topology, or it needs more GPUs than there are.
+    """
+    match = _TOPOLOGY.fullmatch(word)
+    if match is None:
+        raise ValueError(f"{word} is no topology; write, for example, 4A, 2P2D, 1P3D or 2A@2")
+    aggregated, prefill, decode, width = (int(each or 0) for each in match.groups())
+    roles = ["whole"] * aggregated + ["prefill"] * prefill + ["decode"] * decode
+    width = width or 1
+    if plan.gpus and len(roles) * width > len(plan.gpus):
+        raise ValueError(f"{word} needs {len(roles) * width} GPUs, but there are {len(plan.gpus)}")
+    return [
+        worker(
+            plan,
+            f"{role}-{number}",
+            AGGREGATED if role == "whole" else role,
+            plan.gpus[number * width : (number + 1) * width],
+        )
+        for number, role in enumerate(roles)
+    ]
 
 
 def disaggregated(plan: Plan) -> list[dict[str, Any]]:

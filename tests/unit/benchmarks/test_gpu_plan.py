@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.model import gpt_oss_config, write_model
-from benchmarks.gpu.plan import ENVIRONMENT, Plan, disaggregated, engine_arguments, replicas, server_arguments, single
+from benchmarks.gpu.plan import (
+    ENVIRONMENT,
+    Plan,
+    disaggregated,
+    engine_arguments,
+    replicas,
+    server_arguments,
+    single,
+    topology,
+)
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.vllm.args import EXTENSION
@@ -31,6 +40,22 @@ def test_roles_when_there_are_eight_gpus_then_each_has_four_with_experts_over_th
     assert devices(workers) == {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]}
     assert {worker["flags"]["tensor-parallel-size"] for worker in workers} == {4}
     assert {worker["flags"]["expert-parallel-size"] for worker in workers} == {4}
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("3A", {"whole-0": [0], "whole-1": [1], "whole-2": [2]}),
+        ("1P2D", {"prefill-0": [0], "decode-1": [1], "decode-2": [2]}),
+        ("2A@2", {"whole-0": [0, 1], "whole-1": [2, 3]}),
+        ("1P1D@2", {"prefill-0": [0, 1], "decode-1": [2, 3]}),
+    ],
+)
+def test_topology_when_it_is_a_word_then_each_worker_has_gpus_of_its_own(word: str, found: dict[str, Any]) -> None:
+    workers = topology(plan(4), word)
+    assert devices(workers) == found
+    roles = {"whole": "prefill_and_decode", "prefill": "prefill", "decode": "decode"}
+    assert all(worker["disaggregation_mode"] == roles[worker["name"].split("-")[0]] for worker in workers)
 
 
 @pytest.mark.parametrize("workers", [disaggregated(plan(2)), replicas(plan(2))])

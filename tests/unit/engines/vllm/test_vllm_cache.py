@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.vllm.compilation.cache import CompileLock, cache_folders
@@ -24,7 +25,7 @@ def test_folders_when_a_cache_is_chosen_then_all_are_in_it_and_otherwise_triton_
 
 
 @pytest.mark.parametrize("engine", ["mock", "torch"])
-def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(engine: str, tmp_path: Path) -> None:
+def test_cache_when_the_engine_compiles_nothing_then_the_flag_is_an_error(engine: EngineName, tmp_path: Path) -> None:
     config = WorkerConfig(engine=engine, model_path=str(tmp_path), compile_cache=tmp_path)
     with pytest.raises(ConfigError, match="compile-cache"):
         create_engine(config, instance_id=1)

@@ -1,0 +1,107 @@
+"""Open-loop loads: what a good request is, intervals, warm-up rounds that agree, and ladders of rates."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import open_loop
+from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, interval, kept_rates, mean, quantile
+from benchmarks.stream import RequestRecord
+
+MEAN = Slo(name="mean", ttft_s=1.0, mean_gap_s=0.02)
+WORST = Slo(name="worst", ttft_s=1.0, worst_gap_s=0.1)
+
+
+def record(*, ttft_s: float = 0.5, gaps_s: tuple[float, ...] = (0.01,) * 10, error: str = "") -> RequestRecord:
+    first = 100.0 + ttft_s
+    return RequestRecord(
+        index=1,
+        planned_s=100.0,
+        error=error,
+        first_s=first,
+        last_s=first + sum(gaps_s),
+        output_tokens=len(gaps_s) + 1,
+        gaps_s=array("d", gaps_s),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "by_mean", "by_worst"),
+    [
+        (record(), True, True),
+        (record(ttft_s=1.1), False, False),
+        (record(gaps_s=(0.01,) * 99 + (0.5,)), True, False),
+        (record(gaps_s=(0.03,) * 10), False, True),
+        (record(error="overloaded"), False, False),
+        (RequestRecord(index=1, planned_s=0.0), False, False),
+    ],
+    ids=["good", "late", "one long gap", "slow", "failed", "no token"],
+)
+def test_request_when_judged_by_mean_and_worst_gap_then_the_definitions_differ(
+    found: RequestRecord, by_mean: bool, by_worst: bool
+) -> None:
+    assert (MEAN.is_met(found), WORST.is_met(found)) == (by_mean, by_worst)
+
+
+def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and_failed_requests() -> None:
+    records = [record()] * 40 + [record(ttft_s=2.0)] * 30 + [record(error="timeout")] * 10
+    found = cell("1P1D@2", (100, 11), 4.0, records, 4, [MEAN, WORST])
+    assert found["goodput_percent"] == {"mean": 50.0, "worst": 50.0}
+    assert found["good_requests_per_s_per_gpu"] == {"mean": 0.5, "worst": 0.5}
+    low, high = found["intervals_95"]["goodput_percent"]["mean"]
+    assert 35 < low < 45 < 55 < high < 65
+    assert found["ttft_ms"] == {"p50": 500.0, "p90": 2000.0, "p99": 2000.0}
+    assert (found["requests"], found["failed"]) == (80, 10)
+
+
+def test_interval_when_values_are_more_then_narrower_and_around_the_statistic() -> None:
+    few, many = ([float(n % 100) for n in range(count)] for count in (20, 2000))
+    (low, high), (lower, higher) = interval(few, mean), interval(many, mean)
+    assert low < lower < mean(many) < higher
+    assert higher - lower < 5
+    assert high > low
+    assert math.isnan(interval([], mean)[0])
+    assert (quantile([3.0, 1.0, 2.0], 0.5), quantile([3.0, 1.0, 2.0], 0.99)) == (2.0, 3.0)
+
+
+def test_rounds_when_every_figure_is_near_then_they_agree() -> None:
+    assert agree({"a": 100.0, "b": 10.0}, {"a": 110.0, "b": 10.5}, 0.15)
+    assert not agree({"a": 100.0, "b": 10.0}, {"a": 101.0, "b": 30.0}, 0.15)
+    assert not agree({"a": math.nan}, {"a": math.nan}, 0.15), "a round without an answer says nothing"
+
+
+def test_ladder_when_rates_rise_then_the_highest_that_was_kept_counts() -> None:
+    def at(rate: float, percent: float) -> dict[str, Any]:
+        share = {"topology": "2A", "gpus": 2, "input_tokens": 8, "output_tokens": 2, "requests_per_s": rate}
+        return share | {"goodput_percent": {"worst": percent}}
+
+    assert kept_rates([at(1, 100), at(2, 91), at(4, 60)]) == [("2A", "8/2", "worst", 2, 1.0)]
+    assert kept_rates([at(1, 50)]) == [("2A", "8/2", "worst", 0.0, 0.0)]
+
+
+def test_log_when_kernels_were_compiled_then_they_are_counted() -> None:
+    line = "WARNING Triton kernel JIT compilation during inference: _topk_forward. This causes a latency spike"
+    assert compiled(["ready", line, line]) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "part"), [("2X", "is no topology"), ("0A", "is no topology"), ("3A", "needs 3 GPUs"), ("2A@2", "needs 4")]
+)
+def test_command_when_a_topology_is_wrong_then_it_says_what_is_possible(
+    word: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        open_loop.arguments(["--gpus", "0,1", "--topologies", word])
+    assert exit_.value.code == 2
+    assert part in capsys.readouterr().err
+
+
+def test_command_when_defaults_are_used_then_limits_have_the_names_that_the_pages_read(tmp_path: Path) -> None:
+    args = open_loop.arguments(["--engine", "mock", "--out", str(tmp_path / "r.json")])
+    names = {limit.name for limit in open_loop.slos(args)}
+    assert {"ttft_2s_tpot_20ms", "ttft_2s_tpot_40ms", "ttft_2s_gap_100ms"} <= names
