@@ -194,6 +194,11 @@ async def load(
     )
 
 
+def num_devices(workers: Sequence[dict[str, Any]]) -> int:
+    """Return the number of GPUs of all workers; without GPUs, the number of workers."""
+    return sum(1 if worker["devices"] == "cpu" else len(worker["devices"]) for worker in workers)
+
+
 class Ladder:
     """The loads of one command."""
 
@@ -225,7 +230,7 @@ class Ladder:
                 start = {"topology": word, "ready_s": round(deployment.started_s, 1), **phases(deployment.lines)}
                 self.result["starts"].append(start)
                 say(f"{word}: ready after {deployment.started_s:.1f} s")
-                await self._loads(word, deployment, len(workers) * max(1, len(workers[0]["devices"])))
+                await self._loads(word, deployment, num_devices(workers))
             except (NotReady, OSError) as exc:
                 self._skip(f"{word}: {type(exc).__name__}: {exc}"[-800:])
             finally:
@@ -350,7 +355,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def summary(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a line per topology, shape and definition: the highest rate of which 90% of the requests were good."""
     for word, shape, name, rate, per_gpu in kept_rates(cells):
-        kept = f"{rate:g} requests/s ({per_gpu:.2f} per GPU)" if rate else "no rate"
+        kept = f"{rate:g}/s ({per_gpu:.2f}/s per GPU)" if rate else "no rate"
         yield f"{word} {shape} {name}: {kept} with at least {_GOOD_SHARE:.0%} good"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import open_loop
-from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, interval, kept_rates, mean, quantile
+from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, interval, kept_rates, mean, num_devices, quantile
+from benchmarks.gpu.plan import Plan, topology
 from benchmarks.stream import RequestRecord
 
 MEAN = Slo(name="mean", ttft_s=1.0, mean_gap_s=0.02)
@@ -82,6 +83,11 @@ def test_ladder_when_rates_rise_then_the_highest_that_was_kept_counts() -> None:
 
     assert kept_rates([at(1, 100), at(2, 91), at(4, 60)]) == [("2A", "8/2", "worst", 2, 1.0)]
     assert kept_rates([at(1, 50)]) == [("2A", "8/2", "worst", 0.0, 0.0)]
+
+
+def test_devices_when_workers_have_several_gpus_or_none_then_all_are_counted() -> None:
+    assert num_devices(topology(Plan(engine="vllm", model="m", gpus=(0, 1, 2, 3)), "1P1D@2")) == 4
+    assert num_devices(topology(Plan(engine="mock", model="m"), "2A")) == 2
 
 
 def test_log_when_kernels_were_compiled_then_they_are_counted() -> None:

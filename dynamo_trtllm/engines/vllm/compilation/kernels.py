@@ -19,11 +19,12 @@ def token_counts(checkpoint: Checkpoint, config: Any) -> list[int]:
     Steps of up to the largest captured size are padded to a captured one. Triton compiles a kernel for each value of
     its constants, and for whether an integer argument is divisible by 16; so few counts stand for all.
     """
-    if config.device_config.device_type != "cuda":
-        return []
+    parallel = config.parallel_config
+    if config.device_config.device_type != "cuda" or int(parallel.data_parallel_size) > 1:
+        return []  # the ranks of data parallelism step together, and a pass of one could wait for the others' requests
     limit = int(config.scheduler_config.max_num_batched_tokens)
     captured = () if config.model_config.enforce_eager else config.compilation_config.cudagraph_capture_sizes or ()
-    ranks = int(config.parallel_config.tensor_parallel_size) if config.parallel_config.enable_expert_parallel else 1
+    ranks = int(parallel.tensor_parallel_size) if parallel.enable_expert_parallel else 1
     experts = checkpoint.num_experts // ranks
     seen = {
         kernel for tokens in (limit, *captured) for kernel in _kernels(tokens, experts, checkpoint.experts_per_token)
@@ -74,12 +75,12 @@ class FixedArgument(NamedTuple):
 
 # Of triton_kernels 3.5.1, which vLLM 0.24.0 contains. Both constants are the number of tokens, rounded up to 32.
 FIXED = (
-    FixedArgument("triton_kernels.topk", "_topk_forward", "stride_rn", ("n_rows", "n_rows_pad", "stride_rn")),
+    FixedArgument("triton_kernels.topk", "_topk_forward", "stride_rn", ("n_rows", "n_rows_pad")),
     FixedArgument(
         "triton_kernels.reduction_details.reduce_bitmatrix",
         "_sum_bitmatrix_rows",
         "stride_bn",
-        ("shape_bm", "stride_bn", "stride_pn", "shape_pn"),
+        ("shape_bm", "stride_pn", "shape_pn"),
     ),
 )
 

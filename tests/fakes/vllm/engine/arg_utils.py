@@ -40,6 +40,7 @@ class AsyncEngineArgs:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=get("tensor_parallel_size") or 1,
                 data_parallel_index=0,
+                data_parallel_size=get("data_parallel_size") or 1,
                 enable_expert_parallel=bool(get("enable_expert_parallel")),
             ),
             scheduler_config=SimpleNamespace(

@@ -159,13 +159,13 @@ def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> 
 CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
-def parts(limit: int, captured: list[int], *, is_eager: bool = False, device: str = "cuda") -> Any:
+def parts(limit: int, captured: list[int], *, is_eager: bool = False, device: str = "cuda", ranks: int = 1) -> Any:
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=limit),
         model_config=SimpleNamespace(enforce_eager=is_eager),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
-        parallel_config=SimpleNamespace(tensor_parallel_size=4, enable_expert_parallel=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=4, enable_expert_parallel=False, data_parallel_size=ranks),
     )
 
 
@@ -182,6 +182,7 @@ def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too()
     model = SHAPES["gpt-oss-120b"]
     assert min(kernels.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
     assert kernels.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
+    assert kernels.token_counts(model, parts(16384, CAPTURED, ranks=2)) == []
     dense = replace(model, num_experts=0)
     assert kernels.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
 
