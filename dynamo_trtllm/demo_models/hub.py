@@ -154,6 +154,8 @@ class Hub:
         known: tuple[type[Any], ...] = (HFValidationError, RuntimeError, *HfHubHTTPError.__bases__)
         try:
             yield
+        except BrokenPipeError:  # the reader of this program's output has exited
+            raise
         except known as exc:
             endpoint = self.endpoint or constants.ENDPOINT
             raise ConfigError(f"model {name}: {_reason(exc, endpoint, revision)}", field="model") from exc
@@ -188,7 +190,8 @@ def _reason(exc: Exception, endpoint: str, revision: str | None) -> str:
         case errors.HfHubHTTPError():
             return f"{endpoint} answered with status {exc.response.status_code}; try again, or pass a model folder"
         case OSError(strerror=str(text), errno=int()):
-            return f"{text}; correct this, or pass a model folder"
+            where = f"{exc.filename}: " if exc.filename else ""
+            return f"{where}{text}; correct this, or pass a model folder"
     text = " ".join(str(exc).split()) or type(exc).__name__
     return (
         f"{endpoint} can't be reached or broke off ({text}); check the network or HF_ENDPOINT, or pass a model folder"

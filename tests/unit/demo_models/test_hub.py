@@ -195,6 +195,21 @@ def test_find_when_the_model_lacks_a_file_then_it_is_refused_before_the_download
         hub.find(NAME)
 
 
+def test_download_when_the_reader_of_the_progress_has_exited_then_that_is_the_error(hub: Hub) -> None:
+    def show(line: str) -> None:
+        if line.startswith("downloaded"):
+            raise BrokenPipeError
+
+    model = hub.find(NAME)
+    with pytest.raises(BrokenPipeError):
+        hub.download(model, show)
+
+
+def test_find_when_the_cache_can_not_be_written_then_the_error_names_the_folder(server: HubServer) -> None:
+    with pytest.raises(ConfigError, match=r"/proc/none.*: No such file or directory; correct this"):
+        Hub(endpoint=server.url, cache_dir=Path("/proc/none")).find(NAME)
+
+
 def test_download_when_the_disk_is_too_small_then_nothing_is_downloaded(hub: Hub, server: HubServer) -> None:
     server.sizes = {"model.safetensors": 1 << 60}
     found = hub.find(NAME)
