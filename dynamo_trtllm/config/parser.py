@@ -6,6 +6,7 @@ It imports little, because `dynamo-trtllm --help` needs no more.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ _FAILED, _INTERRUPTED = 1, 130
 def command_streams(prog: str) -> Iterator[None]:
     """Run a command in this context, so that it ends without a traceback if its output can't be written, or by Ctrl-C.
 
-    A standard stream that is closed at the start is replaced by the null device.
+    A standard stream that is closed at the start is replaced by the null device. Characters that the encoding of stdout
+    lacks are escaped.
 
     Args:
         prog: Name of the command, for the error.
@@ -34,6 +36,8 @@ def command_streams(prog: str) -> Iterator[None]:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield

@@ -83,8 +83,17 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     """Create a temporary folder. It is deleted at the end of the context, or when this process ends or is killed.
 
     Needs a POSIX shell.
+
+    Raises:
+        ConfigError: The folder can't be created.
     """
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"no temporary folder can be created: {exc}; free space, or set TMPDIR to another folder"
+        ) from exc
+    with temporary as folder:
         # in its own process group, so that a Ctrl-C or a kill of this process's group does not reach it
         janitor = subprocess.Popen(["sh", "-c", _CLEAR_UP, folder], stdin=subprocess.PIPE, process_group=0)
         try:

@@ -138,6 +138,15 @@ def test_output_when_the_caller_has_closed_the_streams_then_the_command_runs(
         stream.close()
 
 
+def test_output_when_its_encoding_lacks_a_character_then_it_is_escaped(
+    typed: Type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert typed("chat --model \u00fcn\u00ef --print-config") == 0
+    assert b" \\xfcn\\xef " in raw.getvalue()
+
+
 def test_error_when_it_is_not_of_the_output_then_it_is_raised() -> None:
     with pytest.raises(BrokenPipeError), command_streams("x"):
         raise BrokenPipeError

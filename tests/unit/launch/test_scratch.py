@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
+from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.subprocesses.child import scratch_folder
 from tests.waiting import SOON_S
 
@@ -25,6 +29,12 @@ def test_folder_when_left_then_gone() -> None:
     with scratch_folder("scratch-test-") as folder:
         (folder / "file").write_text("x")
     assert not folder.exists()
+
+
+def test_folder_when_it_can_not_be_created_then_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(ConfigError, match=r"^no temporary folder can be created: .*; free space, or set TMPDIR"):
+        scratch_folder("scratch-test-").__enter__()
 
 
 def test_folder_when_its_process_is_killed_then_gone() -> None:
