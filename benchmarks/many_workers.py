@@ -112,13 +112,13 @@ async def ask_all(port: int, count: int, timeout_s: float) -> tuple[Counter[str]
 
 
 def explained(folder: Path, ids: list[str]) -> int:
-    """Return how many requests have a recording that tells their life from arrival to end."""
+    """Return how many requests have a recording from arrival to end."""
     recordings, count = Recordings.read(folder), 0
     for name in ids:
         for request in recordings.find(name):
-            told = {step.entry.event for step in request.steps}
+            events = {step.entry.event for step in request.steps}
             roles = {step.process.kind for step in request.steps}
-            count += {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= told and len(roles) == 1 + len(_ROLES)
+            count += {RecordedEvent.RECEIVED, RecordedEvent.FINISHED} <= events and len(roles) == 1 + len(_ROLES)
     return count
 
 
@@ -154,13 +154,13 @@ def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
         total = args.workers // args.processes * args.processes
         registered_s = wait_for_workers(port, total, args.timeout_s)
         outcomes, seconds, ids = asyncio.run(ask_all(port, args.requests, args.timeout_s))
-        told = explained(folder, ids)
+        num_explained = explained(folder, ids)
         print(f"{total} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
         print(f"{args.requests} requests at once: " + ", ".join(f"{count} {name}" for name, count in outcomes.items()))
         if seconds:
             print(f"time of a request: p50 {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
-        print(f"explained: {told}; memory of the frontend: {frontend.rss_mib():.0f} MiB")
-        return int(outcomes["complete"] != args.requests or told != args.requests)
+        print(f"explained: {num_explained}; memory of the frontend: {frontend.rss_mib():.0f} MiB")
+        return int(outcomes["complete"] != args.requests or num_explained != args.requests)
     finally:
         for host in hosts:
             host.terminate()

@@ -1,4 +1,4 @@
-"""Formats result files as Markdown tables, and updates the section of a document that is generated from them."""
+"""Prints result files as Markdown tables, one for each run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from .result import Result, Row, read
 
-BEGIN, END = "<!-- made by benchmarks.gpu.report: begin -->", "<!-- made by benchmarks.gpu.report: end -->"
 _MARKS = {True: "yes", False: "**no**", None: ""}
 
 
@@ -58,29 +57,12 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float | bool)
 
 
-def insert_section(document: str, made: str) -> str:
-    """Return the document with the text between the markers replaced. Raise ValueError if it has no markers."""
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"the document needs one line {BEGIN} and one line {END}")
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
-
-
 def main() -> None:
-    """Update the document, or check that it is up to date."""
+    """Print the results of a folder."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.report", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/gpu"), help="folder with results")
-    document = Path("docs/performance-gpu.md")
-    parser.add_argument("--document", type=Path, default=document, help=f"document to update (default: {document})")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if it is out of date")
-    args = parser.parse_args()
-    before = args.document.read_text(encoding="utf-8")
-    after = insert_section(before, section(args.results))
-    if args.check:
-        sys.stdout.write("" if before == after else f"{args.document} is out of date; run without --check\n")
-        raise SystemExit(before != after)
-    args.document.write_text(after, encoding="utf-8")
+    folder = Path("benchmarks/results/gpu")
+    parser.add_argument("--results", type=Path, default=folder, help=f"folder with runs (default: {folder})")
+    sys.stdout.write(section(parser.parse_args().results) + "\n")
 
 
 if __name__ == "__main__":
