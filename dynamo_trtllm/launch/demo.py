@@ -85,7 +85,8 @@ def report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, i
     lines.append(f"TTFT:       {stats['ttft_s'] * 1e3:.0f} ms")
     if stats["tokens_per_s"] is not None:
         lines.append(f"speed:      {stats['tokens_per_s']:.0f} tokens/s")
-    lines.append("phases:     " + ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in stats["phase_s"].items()))
+    phases = (f"{name} {s * 1e3:.0f} ms" for name, s in stats["phase_s"].items() if s >= 0.0005)
+    lines.append("phases:     " + ", ".join(phases))
     return "\n".join(lines)
 
 
