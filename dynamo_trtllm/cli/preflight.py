@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,7 +220,7 @@ def evaluate(config: PreflightConfig) -> Report:
 
 def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightConfig, target: _Target) -> RoleReport:
     """Check one role. Arguments that the release rejects are a finding, not a ConfigError of the command line."""
-    if not find_file(path).is_file():
+    if not os.path.isfile(find_file(path)):
         raise ConfigError(f"file {path} does not exist", field=str(role))
     worker = _worker(role, path, flags, config)
     gpus = [target.gpu] * 8 if target.gpu else []
@@ -311,9 +312,9 @@ def _model(name: str | None) -> Checkpoint | None:
     if name is None:
         return None
     plain = name.removeprefix("openai/")
-    if plain in SHAPES and not Path(name).is_dir():
+    if plain in SHAPES and not os.path.isdir(name):
         return SHAPES[plain]
-    return read_checkpoint(Path(name).expanduser())
+    return read_checkpoint(Path(os.path.expanduser(name)))
 
 
 def _gpu(name: str | None) -> Gpu | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,7 +207,7 @@ def find_file(path: Path) -> Path:
     ours = _alias(path)
     for candidate in dict.fromkeys((path, ours)):
         for file in (candidate, *_packaged(candidate)):
-            if file.exists():
+            if os.path.exists(file):  # pathlib's raises if the name is too long
                 if candidate != path:
                     log.info("%s does not exist; using %s", path, ours)
                 return file

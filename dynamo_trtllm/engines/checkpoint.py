@@ -6,6 +6,7 @@ Neither the weights nor an inference library are loaded.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,7 @@ def model_file(folder: Path) -> Path:
     Raises:
         ConfigError: the folder does not exist or contains neither.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(
             f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
         )
@@ -124,7 +125,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         ConfigError: names the file, and the field in it, that is missing or invalid.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(
             f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
         )

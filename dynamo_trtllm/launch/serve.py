@@ -112,7 +112,7 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
-        return str(value.expanduser().resolve())
+        return os.path.realpath(os.path.expanduser(value))
     return value.value if isinstance(value, Enum) else value
 
 
@@ -143,11 +143,12 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
         ConfigError: There is no such model, or its files can't be read.
     """
     name, hub_model = config.model, None
-    is_bundled, is_folder = name in demo_models.BUNDLED, Path(name).expanduser().is_dir()
+    path = os.path.expanduser(name)  # pathlib's raises if there is no such user
+    is_bundled, is_folder = name in demo_models.BUNDLED, os.path.isdir(path)
     is_on_hub = not is_bundled and not is_folder and demo_models.HUB_NAME.fullmatch(name) is not None
     if config.revision is not None and not is_on_hub:
         raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it", field="revision")
-    path = str(Path(name).expanduser().resolve()) if is_folder else name
+    path = os.path.realpath(path) if is_folder else name
     shown = config.served_model_name or (Path(path).name if is_folder else name)
     facts = ModelFacts(path=path, name=shown, weight_bytes=None, torch_values=None, num_heads=None)
     if config.engine == "mock":  # it needs the name only

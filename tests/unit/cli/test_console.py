@@ -174,6 +174,7 @@ def test_table_when_loaded_then_every_command_has_a_function_to_run() -> None:
         ("frontend --tp 2", "dynamo-trtllm frontend: unknown flag --tp; it is --tensor-parallel-size of dynamo-trtllm"),
         ("chat hello", "dynamo-trtllm chat: unexpected argument 'hello'"),
         ("demo a b", "dynamo-trtllm demo: 'b' is a second DEPLOYMENT; give only one\n"),
+        (f"launch {300 * 'a'}", f"dynamo-trtllm launch: {300 * 'a'}: can't be read: File name too long\n"),
         ("demo none.yaml", "dynamo-trtllm demo: none.yaml: can't be read: No such file or directory\n"),
         ("status --url x", "dynamo-trtllm status: flag --url is 'x': expected an address like http://localhost:8000\n"),
         ("completion ksh", "dynamo-trtllm completion: flag SHELL is 'ksh': should be 'bash', 'zsh' or 'fish'\n"),

@@ -202,6 +202,8 @@ def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pyte
         ([*TARGET, "--release", "new"], "Invalid TensorRT-LLM version 'new'"),
         (["--prefill", "no.yaml"], "file no.yaml does not exist"),
         ([*TARGET, "--decode-args", "--max-sequence-len 5"], "the flags of the decode worker: unknown flag"),
+        (["--agg", 300 * "a"], "does not exist"),
+        ([*TARGET, "--model-path", "~no-such-user/m"], "Model folder ~no-such-user/m does not exist"),
         ([*TARGET, "--decode-args=--engine mock"], "--engine mock can't be used here: only TensorRT-LLM is checked"),
         ([*TARGET, "--decode-args=--model /m"], "--model /m can't be used here: pass --model-path to this command"),
         ([*TARGET, "--decode-args=--is-prefill-worker"], "--prefill, --decode and --agg set the role"),

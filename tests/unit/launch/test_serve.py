@@ -87,6 +87,8 @@ def test_dry_run_when_printed_then_the_file_is_one_for_the_launcher(
     [
         ((), "MODEL is missing"),
         (("none",), "model folder none does not exist"),
+        (("~no-such-user/m",), "model folder ~no-such-user/m does not exist"),
+        ((300 * "a",), "does not exist; pass a folder or a bundled model name"),
         (("tiny-gpt-oss", "--revision", "x"), "--revision needs a model on the Hub, not tiny-gpt-oss"),
         (("tiny-gpt-oss", "--max-batch-size", "3"), "type it last, after --: -- --max-batch-size VALUE"),
         (("tiny-gpt-oss", "--", "--max-batch-sise", "3"), "did you mean --max-batch-size?"),
