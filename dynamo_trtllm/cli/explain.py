@@ -6,14 +6,16 @@ and ended processes.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from dynamo_trtllm.cli import recording_exports
-from dynamo_trtllm.cli.stuck import StuckRequest, silent_processes, stuck_requests
+from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, silent_processes, stuck_requests
 from dynamo_trtllm.config.base import format_table
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import exit_with, load, process_environment, program
@@ -70,7 +72,8 @@ def _run(config: ExplainConfig) -> int:
     if config.perfetto is not None or config.trace is not None:
         return 0
     if config.stuck:
-        text, status = stuck_text(recordings, config.older_than_s)
+        report = StuckReport.of(recordings, config.older_than_s)
+        text, status = report.json() if config.json_output else report.text(), report.exit_status
     elif config.request is not None:
         text, status = "\n".join(map(timeline, requests)), 0
     else:
@@ -200,20 +203,62 @@ def _latest(requests: Sequence[RequestRecording]) -> str:
 # --- stuck requests ------------------------------------------------------------------------------------
 
 
-def stuck_text(recordings: Recordings, older_than_s: float) -> tuple[str, int]:
-    """Return what is stuck as text, and the exit status."""
-    silent, stuck = silent_processes(recordings), stuck_requests(recordings, older_than_s)
-    lines = [f"process {each.process.header.pid}, {each.process.title}: {each.reason}" for each in silent]
-    for each in sorted(stuck, key=lambda each: -each.silent_s):
-        lines += _stuck_lines(each)
-    if not lines:
-        running = sum(not process.is_over for process in recordings.processes)
-        lines = [f"nothing is stuck: no request of {running} running processes is silent for {older_than_s:g} s"]
-        return f"{lines[0]}\n", 0
-    return "\n".join(lines) + "\n", 1
+class StuckReport(NamedTuple):
+    """What is stuck, most silent first, and the processes that do not work."""
 
+    recordings: Recordings
+    older_than_s: float
+    processes: list[SilentProcess]
+    requests: list[StuckRequest]
 
-def _stuck_lines(stuck: StuckRequest) -> Iterator[str]:
-    yield f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {stuck.holder}: {stuck.reason}"
-    for step in stuck.last_steps:
-        yield f"  {step.process.title}: {describe(step.entry, stuck.request)}, {stuck.age_s(step):.1f} s ago"
+    @classmethod
+    def of(cls, recordings: Recordings, older_than_s: float) -> StuckReport:
+        """Look for what is stuck."""
+        requests = sorted(stuck_requests(recordings, older_than_s), key=lambda each: -each.silent_s)
+        return cls(recordings, older_than_s, silent_processes(recordings), requests)
+
+    @property
+    def exit_status(self) -> int:
+        """1 if a request is stuck, or a process runs and does not work. One that was killed alone is not stuck."""
+        return 1 if self.requests or any(not each.process.is_over for each in self.processes) else 0
+
+    def text(self) -> str:
+        """Return the report as text."""
+        lines = [f"process {each.process.header.pid}, {each.process.title}: {each.reason}" for each in self.processes]
+        for stuck in self.requests:
+            lines.append(
+                f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {stuck.holder}: {stuck.reason}"
+            )
+            for step in stuck.last_steps:
+                what = describe(step.entry, stuck.request)
+                lines.append(f"  {step.process.title}: {what}, {stuck.age_s(step):.1f} s ago")
+        if not self.exit_status:
+            running = sum(not process.is_over for process in self.recordings.processes)
+            silent = f"no request of {running} running processes is silent for {self.older_than_s:g} s"
+            lines.append(f"nothing is stuck: {silent}")
+        return "\n".join(lines) + "\n"
+
+    def json(self) -> str:
+        """Return the report as JSON."""
+        processes = [
+            {"process": each.process.title, "pid": each.process.header.pid, "reason": each.reason}
+            for each in self.processes
+        ]
+        requests = [
+            {
+                "request": stuck.request.id,
+                "silent_s": stuck.silent_s,
+                "held_by": stuck.holder,
+                "reason": stuck.reason,
+                "last_events": [
+                    {
+                        "process": step.process.title,
+                        "event": describe(step.entry, stuck.request),
+                        "age_s": stuck.age_s(step),
+                    }
+                    for step in stuck.last_steps
+                ],
+            }
+            for stuck in self.requests
+        ]
+        return json.dumps({"processes": processes, "requests": requests}, indent=2) + "\n"

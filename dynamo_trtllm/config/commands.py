@@ -313,12 +313,15 @@ line
         None,
         "Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format (JSONL).",
     )
+    json_output: bool = option(PROCESS, False, "With --stuck: print JSON.", aliases=("--json",))
     recorder_dir: Annotated[str, Field(min_length=1)] | None = option(PROCESS, None, RECORDER_DIR_HELP)
 
     @model_validator(mode="after")
     def _one_question(self) -> ExplainConfig:
         if self.stuck and (self.request or self.perfetto or self.trace):
             raise ValueError("--stuck can't be combined with a request, --perfetto or --trace; run them separately")
+        if self.json_output and not self.stuck:
+            raise ValueError("--json needs --stuck; add it, or export the events with --perfetto")
         return self
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.cli.explain import stuck_text
+from dynamo_trtllm.cli.explain import StuckReport
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
 from tests.e2e.cluster import PLAIN, TINY, Cluster, Process, until
@@ -91,7 +91,7 @@ class Hanging:
 
         def is_named() -> bool:
             nonlocal last
-            last, _ = stuck_text(Recordings.read(self.folder), SILENT_S)
+            last = StuckReport.of(Recordings.read(self.folder), SILENT_S).text()
             return any(f"held by {holder}" in line and reason in line for line in last.splitlines())
 
         try:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import pytest
 
-from dynamo_trtllm.cli.explain import stuck_text, timeline
+from dynamo_trtllm.cli.explain import StuckReport, timeline
 from dynamo_trtllm.cli.recording_exports import mooncake, perfetto
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
@@ -77,7 +77,8 @@ def said(
     processes = [process("frontend", frontend, 0, states[0]), process("decode", decode, DECODE, states[2])]
     if prefill is not None:
         processes.append(process("prefill", prefill, PREFILL, states[1]))
-    return stuck_text(Recordings(processes), 10.0)
+    report = StuckReport.of(Recordings(processes), 10.0)
+    return report.text(), report.exit_status
 
 
 FROZEN_PREFILL, FROZEN_DECODE = (S.RUNNING, S.FROZEN, S.RUNNING), (S.RUNNING, S.RUNNING, S.FROZEN)
@@ -129,9 +130,8 @@ def test_stuck_when_a_request_is_silent_then_its_holder_and_the_reason(
 def test_stuck_when_a_call_is_queued_then_the_longest_prompt_before_it() -> None:
     before = process("prefill", STARTED, PREFILL, key=0xF00D)
     entries = [*before.entries, *process("prefill", RECEIVED, PREFILL).entries]
-    text, _ = stuck_text(
-        Recordings([process("frontend", SENT), dataclasses.replace(before, entries=entries)]), older_than_s=10.0
-    )
+    recordings = Recordings([process("frontend", SENT), dataclasses.replace(before, entries=entries)])
+    text = StuckReport.of(recordings, older_than_s=10.0).text()
     assert "behind 1 calls; the longest is request 000000000000f00d with 100 prompt tokens" in text
 
 
@@ -143,6 +143,19 @@ def test_stuck_when_all_has_ended_or_is_recent_then_nothing() -> None:
     running: Events = [*STREAMING, (59_000, E.PROGRESS, 900, 0, "")]
     text, status = said(running, prefill, GENERATED)
     assert (text, status) == ("nothing is stuck: no request of 3 running processes is silent for 10 s\n", 0)
+
+
+def test_stuck_when_a_process_was_killed_and_no_request_waits_then_it_is_named_and_the_status_is_0() -> None:
+    report = StuckReport.of(Recordings([process("decode", [], DECODE, S.KILLED)]), 10.0)
+    assert report.text().splitlines()[0] == "process 77, decode bbb: it was killed or crashed"
+    assert report.exit_status == 0
+
+
+def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:
+    report = StuckReport.of(Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)]), 10.0)
+    (request,) = json.loads(report.json())["requests"]
+    assert (request["request"], request["held_by"]) == ("0123456789abcdef", "prefill aaa")
+    assert [each["event"] for each in request["last_events"]] == ["call sent: prefill at aaa", "queued"]
 
 
 def test_timeline_when_processes_were_killed_then_their_events_and_that_they_were() -> None:
