@@ -91,7 +91,9 @@ class VllmLibrary:
             raise
         except Exception as exc:
             raise EngineFailed(f"vLLM's workers do not respond: {exc}") from exc
-        _log.info("kernels compiled by the warm-up, per rank: %s", ", ".join(map(str, compiled)))
+        _log.info(
+            "kernels compiled by the warm-up or loaded from the cache, per rank: %s", ", ".join(map(str, compiled))
+        )
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""

@@ -128,7 +128,7 @@ def loosen_kernels() -> None:
 
 
 class Compilations:
-    """Counts the kernels that Triton compiles in this process, in place of vLLM's monitor, which logs each."""
+    """Counts the kernels that Triton compiles or loads from its cache, in place of vLLM's monitor, which logs each."""
 
     def __init__(self) -> None:
         """Count from now on."""
