@@ -16,9 +16,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontend_step import make_exchange
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
+
+from .frontend_step import make_exchange
 
 _EVENTS = 50_000
 _STREAMS = 1_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
@@ -118,8 +119,8 @@ def _select_aggregated(
     return instances[round_robin_index % len(instances)]
 
 
-def _partners(view: ModelView, decode: Instance) -> list[int]:
-    return [p.id for p in view.prefill if view.keys[p.id] == view.keys[decode.id]]
+def _partners(view: ModelView, decode: Instance) -> Sequence[int]:
+    return view.prefill_ids.get(view.keys[decode.id], ())
 
 
 def _all_open(model: str, breakers: PairBreakers, pairs: list[Pair]) -> NoInstances:

@@ -9,11 +9,13 @@ clear a pair that gave wrong answers: the right answer to a request is not known
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
@@ -37,12 +39,19 @@ class ModelView:
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
-    keys: Mapping[int, PairingKey] = field(init=False)  # by instance id; computed per change, read per request
+    keys: Mapping[int, PairingKey] = field(default_factory=dict)  # by instance id; those that are missing are computed
+    prefill_ids: Mapping[PairingKey, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
+        """Compute per change what requests read."""
+        both = (*self.prefill, *self.decode)
+        keys = {instance.id: self.keys.get(instance.id) or pairing_key(instance) for instance in both}
         object.__setattr__(self, "keys", keys)
+        prefill_ids: defaultdict[PairingKey, tuple[int, ...]] = defaultdict(tuple)
+        for key, group in itertools.groupby(sorted(self.prefill, key=lambda i: keys[i.id]), lambda i: keys[i.id]):
+            prefill_ids[key] = tuple(instance.id for instance in group)
+        object.__setattr__(self, "prefill_ids", prefill_ids)
 
     def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances. Results are cached, because many requests exclude the same ones."""
@@ -53,7 +62,8 @@ class ModelView:
             groups = (self.prefill, self.decode, self.aggregated)
             if len(self._reduced) >= _REDUCED_VIEWS:
                 self._reduced.clear()
-            reduced = self._reduced[ids] = ModelView(*(tuple(i for i in each if i.id not in ids) for each in groups))
+            prefill, decode, aggregated = (tuple(i for i in each if i.id not in ids) for each in groups)
+            reduced = self._reduced[ids] = ModelView(prefill, decode, aggregated, self.keys)
         return reduced
 
     @property
@@ -82,14 +92,17 @@ class ClusterView:
 
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
+    _keys: dict[int, PairingKey] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next change, then replaced
 
     def add(self, instance: Instance) -> None:
         self._instances[instance.id] = instance
+        self._keys[instance.id] = pairing_key(instance)
         self._rebuild()
 
     def remove(self, instance_id: int) -> None:
         self._instances.pop(instance_id, None)
+        self._keys.pop(instance_id, None)
         self._rebuild()
 
     def notify_changed(self) -> None:
@@ -116,10 +129,11 @@ class ClusterView:
         """Rebuild the views of all models per change, so that a request costs only a dictionary look-up."""
         self.notify_changed()
         names = {i.card.name for i in self._instances.values()}
-        self._models = {name: _model_view(i for i in self.instances() if i.card.name == name) for name in names}
+        instances = self.instances()
+        self._models = {name: _model_view([i for i in instances if i.card.name == name], self._keys) for name in names}
 
 
-def _model_view(instances: Iterable[Instance]) -> ModelView:
+def _model_view(instances: Iterable[Instance], keys: Mapping[int, PairingKey]) -> ModelView:
     by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
     for instance in instances:
         by_role[instance.role].append(instance)
@@ -127,9 +141,12 @@ def _model_view(instances: Iterable[Instance]) -> ModelView:
         prefill=tuple(by_role[Role.PREFILL]),
         decode=tuple(by_role[Role.DECODE]),
         aggregated=tuple(by_role[Role.AGGREGATED]),
+        keys=keys,
     )
 
 
+MAX_PAIRS: Final = 1024  # of a model; see `pairs_of`
+_PARTNERS = 4
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 
 Pair: TypeAlias = tuple[int | None, int]
@@ -306,10 +323,24 @@ class PairBreakers:
 
 
 def pairs_of(view: ModelView) -> list[Pair]:
-    """Return all pairs of a model whose settings match, and (None, id) of instances that run aggregated requests."""
-    keys = view.keys
-    matched = [(p.id, d.id) for p in view.prefill for d in view.decode if keys[p.id] == keys[d.id]]
-    return [*matched, *((None, instance.id) for instance in view.aggregated)]
+    """Return the pairs of a model to probe, and (None, id) of instances that run aggregated requests.
+
+    They are all pairs whose settings match. Of more than MAX_PAIRS, they are a few per instance: with all of them, the
+    probes would be the load of the deployment. The others get requests without a probe of their own.
+    """
+    decodes: defaultdict[PairingKey, list[int]] = defaultdict(list)
+    for instance in view.decode:
+        decodes[view.keys[instance.id]].append(instance.id)
+    pairs: list[Pair] = []
+    for key, own in decodes.items():
+        prefills = view.prefill_ids.get(key, ())
+        if len(prefills) * len(own) <= MAX_PAIRS:
+            pairs += itertools.product(prefills, own)
+        else:
+            some = {(prefills[at % len(prefills)], own[at // _PARTNERS]) for at in range(len(own) * _PARTNERS)}
+            some |= {(prefills[at // _PARTNERS], own[at % len(own)]) for at in range(len(prefills) * _PARTNERS)}
+            pairs += sorted(some)
+    return [*pairs, *((None, instance.id) for instance in view.aggregated)]
 
 
 def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = 3) -> set[int]:

@@ -279,6 +279,7 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
 
 
 MOST_REJECTED_SHOWN: Final = 100
+_MOST_PAIRS_NAMED = 20  # in a message
 
 WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
 
@@ -292,7 +293,7 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
         return f"no prefill worker of model {name} matches a decode worker: {'; '.join(mismatches(view))}"
     if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
         return None
-    tried = [(pair, breakers.status(pair)) for pair in pairs]
+    tried = [(pair, breakers.status(pair)) for pair in pairs[:_MOST_PAIRS_NAMED]]
     each = "; ".join(
         f"{format_pair(pair)} is {status.state}" + (f" ({status.reason})" if status.reason else "")
         for pair, status in tried

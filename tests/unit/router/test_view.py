@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import ClusterView, ModelView, pairs_of
 from tests.instances import CARD, make_instance
 
 
@@ -61,3 +61,14 @@ def test_view_when_a_record_changes_its_model_then_it_is_found_there_only() -> N
     view.add(msgspec.structs.replace(make_instance(1), card=msgspec.structs.replace(CARD, name="other")))
     assert list(view.models()) == ["other"]
     assert view.model("tiny").decode == ()
+
+
+def test_pairs_when_there_are_very_many_then_each_instance_has_a_few() -> None:
+    prefills = tuple(make_instance(number) for number in range(1, 301))
+    decodes = tuple(make_instance(number, role=Role.DECODE) for number in range(1001, 1051))
+    pairs = pairs_of(ModelView(prefills, decodes))
+    assert len(pairs) < 4 * 300 + 4 * 50 < 300 * 50
+    for instance, side in ((prefills[-1], 0), (decodes[-1], 1)):
+        assert len([pair for pair in pairs if pair[side] == instance.id]) >= 4
+    few = ModelView(prefills[:20], decodes)
+    assert len(pairs_of(few)) == len(set(pairs_of(few))) == 20 * 50
