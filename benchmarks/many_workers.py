@@ -38,7 +38,7 @@ from dynamo_trtllm.worker import Worker
 from .startup import MODEL, LoggedProcess, http_request, start_servers
 
 _ROLES = (Role.PREFILL, Role.DECODE)
-_STARTING = 32  # workers of one process that start at the same time
+_STARTING = 4  # workers of one process that start in the same second
 _LEASE_TTL_S = 60.0  # thousands of leases that are renewed every 3 s would be the load that is measured
 
 
@@ -56,7 +56,7 @@ async def serve_workers(role: Role, count: int, folder: Path) -> None:
 
     async def serve(worker: Worker) -> None:
         await turns.acquire()
-        asyncio.get_running_loop().call_later(0.5, turns.release)
+        asyncio.get_running_loop().call_later(1.0, turns.release)
         await worker.serve()
 
     async with asyncio.TaskGroup() as group:
