@@ -289,6 +289,11 @@ class PairBreakers:
         """True if any pair gets no requests. Usually none does, and selection can skip the look-ups."""
         return bool(self._open or self._withheld)
 
+    @property
+    def quarantined(self) -> Collection[Pair]:
+        """The pairs whose breaker is open."""
+        return self._open
+
     def status(self, pair: Pair) -> PairStatus:
         return self._statuses.get(pair, PairStatus())
 
@@ -322,11 +327,12 @@ class PairBreakers:
             self._withheld.discard(pair)
 
 
-def pairs_of(view: ModelView) -> list[Pair]:
+def pairs_of(view: ModelView, breakers: PairBreakers | None = None) -> list[Pair]:
     """Return the pairs of a model to probe, and (None, id) of instances that run aggregated requests.
 
-    They are all pairs whose settings match. Of more than MAX_PAIRS, they are a few per instance: with all of them, the
-    probes would be the load of the deployment. The others get requests without a probe of their own.
+    They are all pairs whose settings match. Of more than MAX_PAIRS, they are a few per instance, and those that are
+    quarantined in `breakers`: with all of them, the probes would be the load of the deployment. The others get requests
+    without a probe of their own.
     """
     decodes: defaultdict[PairingKey, list[int]] = defaultdict(list)
     for instance in view.decode:
@@ -337,24 +343,14 @@ def pairs_of(view: ModelView) -> list[Pair]:
         if len(prefills) * len(own) <= MAX_PAIRS:
             pairs += itertools.product(prefills, own)
         else:
-            some = {(prefills[at % len(prefills)], own[at // _PARTNERS]) for at in range(len(own) * _PARTNERS)}
-            some |= {(prefills[at // _PARTNERS], own[at % len(own)]) for at in range(len(prefills) * _PARTNERS)}
-            pairs += sorted(some)
+            some: list[Pair] = [
+                (prefills[at % len(prefills)], own[at // _PARTNERS]) for at in range(len(own) * _PARTNERS)
+            ]
+            some += [(prefills[at // _PARTNERS], own[at % len(own)]) for at in range(len(prefills) * _PARTNERS)]
+            if breakers is not None:
+                some += [pair for pair in breakers.quarantined if pair[0] in prefills and pair[1] in own]
+            pairs += dict.fromkeys(some)
     return [*pairs, *((None, instance.id) for instance in view.aggregated)]
-
-
-def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = 3) -> set[int]:
-    """Return the instances all of whose pairs' breakers opened at least `num_openings` times in a row.
-
-    If this holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
-    """
-    prefills = {prefill for prefill, _ in pairs if prefill is not None}
-    decodes = {decode for _, decode in pairs}
-    bad = {pair for pair in pairs if breakers.status(pair).num_openings >= num_openings}
-    bad_prefills = {p for p in prefills if all(pair in bad for pair in pairs if pair[0] == p)}
-    bad_decodes = {d for d in decodes if all(pair in bad for pair in pairs if pair[1] == d)}
-    others_work = {pair[1] for pair in pairs if pair[0] is not None and pair[0] not in bad_prefills}
-    return bad_prefills | {d for d in bad_decodes if d in others_work or all(p is None for p, o in pairs if o == d)}
 
 
 def format_pair(pair: Pair) -> str:

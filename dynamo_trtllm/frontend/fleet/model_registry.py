@@ -322,7 +322,7 @@ def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRecord]:
 def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairObject]:
     """Return the state of every pair of a model. `now` is a time of the breakers' clock."""
     rows: list[PairObject] = []
-    for pair in pairs_of(view):
+    for pair in pairs_of(view, breakers):
         status, (prefill, decode) = breakers.status(pair), pair
         rows.append(
             {

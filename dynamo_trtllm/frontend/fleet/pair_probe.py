@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -40,7 +41,7 @@ from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import ClusterView, Pair, PairBreakers, format_pair, pairs_of, suspects
+from dynamo_trtllm.router.view import ClusterView, Pair, PairBreakers, format_pair, pairs_of
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class PairProbes:
                 await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
     def _pairs(self) -> dict[Pair, str]:
-        return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name))}
+        return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name), self._breakers)}
 
     def _keep_only(self, pairs: dict[Pair, str]) -> None:
         ids = {instance.id for instance in self._view.instances()}
@@ -292,3 +293,17 @@ class PairProbes:
                 log.warning(
                     "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
                 )
+
+
+def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = 3) -> set[int]:
+    """Return the instances all of whose pairs' breakers opened at least `num_openings` times in a row.
+
+    If this holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
+    """
+    good = [pair for pair in pairs if breakers.status(pair).num_openings < num_openings]
+    fetching = [(prefill, decode) for prefill, decode in pairs if prefill is not None]
+    bad_prefills = {prefill for prefill, _ in fetching} - {prefill for prefill, _ in good}
+    bad_decodes = {decode for _, decode in pairs} - {decode for _, decode in good}
+    others_work = {decode for prefill, decode in fetching if prefill not in bad_prefills}
+    alone = {decode for _, decode in pairs} - {decode for _, decode in fetching}
+    return bad_prefills | (bad_decodes & (others_work | alone))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.frontend.fleet.pair_probe import suspects
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers, PairState, format_pair, pairs_of, suspects
+from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers, PairState, format_pair, pairs_of
 from tests.instances import make_instance
 
 PAIR = (1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.view import ClusterView, ModelView, pairs_of
+from dynamo_trtllm.router.view import ClusterView, ModelView, PairBreakers, pairs_of
 from tests.instances import CARD, make_instance
 
 
@@ -70,5 +70,10 @@ def test_pairs_when_there_are_very_many_then_each_instance_has_a_few() -> None:
     assert len(pairs) < 4 * 300 + 4 * 50 < 300 * 50
     for instance, side in ((prefills[-1], 0), (decodes[-1], 1)):
         assert len([pair for pair in pairs if pair[side] == instance.id]) >= 4
+    breakers, other = PairBreakers(), (prefills[0].id, decodes[-1].id)
+    assert other not in pairs
+    for now in range(3):
+        breakers.record_failure(other, "transfer", now)
+    assert other in pairs_of(ModelView(prefills, decodes), breakers)  # a probe has to end its quarantine
     few = ModelView(prefills[:20], decodes)
     assert len(pairs_of(few)) == len(set(pairs_of(few))) == 20 * 50
