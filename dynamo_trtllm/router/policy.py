@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
-from dynamo_trtllm.router.view import ModelView, Pair, PairBreakers, pairing_key
+from dynamo_trtllm.router.view import ModelView, Pair, PairBreakers, pairing_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,6 @@ def _all_open(model: str, breakers: PairBreakers, pairs: list[Pair]) -> NoInstan
 
 def differences(a: Instance, b: Instance) -> str:
     """Return the fields in which two instances must be equal but differ, with both values, as text for people."""
-    ours, theirs = dict(pairing_key(a)), dict(pairing_key(b))
+    ours, theirs = dict(pairing_fields(a)), dict(pairing_fields(b))
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return "; ".join(f"{name} is {ours.get(name)!r} at {a.role} and {theirs.get(name)!r} at {b.role}" for name in names)

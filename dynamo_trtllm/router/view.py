@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeAlias
@@ -22,14 +23,17 @@ from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 _REDUCED_VIEWS = 16  # cached per view
 
-PairingKey: TypeAlias = tuple[tuple[str, object], ...]
 
-
-def pairing_key(instance: Instance) -> PairingKey:
+def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:
     """Return the (field, value) pairs that must be equal in two instances for KV transfer between them."""
     layout = ((f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT)
     own = sorted(instance.kv_compat.items())
     return ("engine", instance.engine), ("strategy", instance.strategy), *layout, *own
+
+
+def pairing_key(instance: Instance) -> str:
+    """Return `pairing_fields` as an interned text, which each request compares for every instance."""
+    return sys.intern(repr(pairing_fields(instance)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class ModelView:
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
-    keys: Mapping[int, PairingKey] = field(default_factory=dict)  # by instance id; those that are missing are computed
-    prefill_ids: Mapping[PairingKey, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    keys: Mapping[int, str] = field(default_factory=dict)  # by instance id; those that are missing are computed
+    prefill_ids: Mapping[str, Sequence[int]] = field(init=False, repr=False, compare=False)
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,9 +52,9 @@ class ModelView:
         both = (*self.prefill, *self.decode)
         keys = {instance.id: self.keys.get(instance.id) or pairing_key(instance) for instance in both}
         object.__setattr__(self, "keys", keys)
-        prefill_ids: defaultdict[PairingKey, tuple[int, ...]] = defaultdict(tuple)
-        for key, group in itertools.groupby(sorted(self.prefill, key=lambda i: keys[i.id]), lambda i: keys[i.id]):
-            prefill_ids[key] = tuple(instance.id for instance in group)
+        prefill_ids: defaultdict[str, list[int]] = defaultdict(list)
+        for instance in self.prefill:
+            prefill_ids[keys[instance.id]].append(instance.id)
         object.__setattr__(self, "prefill_ids", prefill_ids)
 
     def excluding(self, ids: frozenset[int]) -> ModelView:
@@ -92,7 +96,7 @@ class ClusterView:
 
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
-    _keys: dict[int, PairingKey] = field(default_factory=dict)
+    _keys: dict[int, str] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next change, then replaced
 
     def add(self, instance: Instance) -> None:
@@ -133,7 +137,7 @@ class ClusterView:
         self._models = {name: _model_view([i for i in instances if i.card.name == name], self._keys) for name in names}
 
 
-def _model_view(instances: Iterable[Instance], keys: Mapping[int, PairingKey]) -> ModelView:
+def _model_view(instances: Iterable[Instance], keys: Mapping[int, str]) -> ModelView:
     by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
     for instance in instances:
         by_role[instance.role].append(instance)
@@ -334,7 +338,7 @@ def pairs_of(view: ModelView, breakers: PairBreakers | None = None) -> list[Pair
     quarantined in `breakers`: with all of them, the probes would be the load of the deployment. The others get requests
     without a probe of their own.
     """
-    decodes: defaultdict[PairingKey, list[int]] = defaultdict(list)
+    decodes: defaultdict[str, list[int]] = defaultdict(list)
     for instance in view.decode:
         decodes[view.keys[instance.id]].append(instance.id)
     pairs: list[Pair] = []
