@@ -50,6 +50,7 @@ _CANCEL_S = 1.0  # for the cancel of a probe to arrive
 
 _MAX_CONCURRENT = 2  # probes per decode worker: one of them may wait for a prefill worker that hangs
 _PROMPTS = 3  # a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
+_SUSPECT_OPENINGS = 3  # in a row, of the breakers of all pairs of an instance: it is asked to restart
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
@@ -127,7 +128,7 @@ class PairProbes:
             async with self._slots[pair[1]]:
                 code = await self._probe_safely(pair)
             metrics.probe_finished(model=model, code=code)
-            if code not in (_PASSED, _INCONCLUSIVE):
+            if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:  # else it makes no instance a suspect
                 await self._restart_suspects(plane)
         finally:
             self._probing.discard(pair)
@@ -295,7 +296,7 @@ class PairProbes:
                 )
 
 
-def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = 3) -> set[int]:
+def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = _SUSPECT_OPENINGS) -> set[int]:
     """Return the instances all of whose pairs' breakers opened at least `num_openings` times in a row.
 
     If this holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
