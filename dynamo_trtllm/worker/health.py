@@ -75,8 +75,9 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
 
     def changing(begin: Callable[[], str]) -> Handler:
         async def change(request: HttpRequest, response: HttpResponse) -> None:
-            if not _is_local(request.client):
-                response.send_json(403, {"reason": "only processes of the worker's machine may do this"})
+            # Browsers send Origin: pages of other sites can make them ask this machine.
+            if not _is_local(request.client) or request.header(b"origin") is not None:
+                response.send_json(403, {"reason": "only processes of the worker's machine may do this, not web pages"})
                 return
             reason = begin()
             response.send_json(409 if reason else 202, {"status": health.phase, "reason": reason})

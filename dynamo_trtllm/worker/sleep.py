@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 _PROMPT = range(16)
 _ANSWER_TOKENS = 4
 _ANSWER_S = 120.0
+_CHANGE_S = 300.0  # longest change of the engine's memory; TensorRT-LLM's ranks may never answer
 
 
 class Sleeper:
@@ -74,11 +75,11 @@ class Sleeper:
         obstacle = engine.sleep_obstacle if isinstance(engine, CanSleep) else "this engine can't sleep"
         if obstacle or self._health.phase == "asleep":
             return obstacle
-        return self._begin("serving", self._fall_asleep)
+        return self._begin("serving", "draining", self._fall_asleep)
 
     def wake(self) -> str:
         """Begin to wake up, unless the worker is awake. Return why it can't, as text; "" if it can."""
-        return "" if self._health.phase == "serving" else self._begin("asleep", self._wake_up)
+        return "" if self._health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
 
     async def until_failed(self) -> None:
         """Wait until a change fails, and raise its error."""
@@ -91,9 +92,10 @@ class Sleeper:
             await asyncio.gather(self._change, return_exceptions=True)
         await self._registration.aclose()
 
-    def _begin(self, phase: str, change: Callable[[CanSleep], Coroutine[Any, Any, None]]) -> str:
+    def _begin(self, phase: str, next_phase: str, change: Callable[[CanSleep], Coroutine[Any, Any, None]]) -> str:
         if self._health.phase != phase or not isinstance(self._engine, CanSleep):
             return f"the worker is {self._health.phase}; retry later"
+        self._health.phase = next_phase
         self._change = asyncio.create_task(self._run(change(self._engine)), name="worker-sleep")
         return ""
 
@@ -106,7 +108,6 @@ class Sleeper:
             self._failed.set_exception(unexpected_error(exc, "worker-sleep"))
 
     async def _fall_asleep(self, engine: CanSleep) -> None:
-        self._health.phase = "draining"
         await self._registration.aclose()
         await drain(self._engine, self._serving, self._drain_timeout_s)
         if self._serving.running:
@@ -114,13 +115,12 @@ class Sleeper:
             await self._serve()
             return
         self._answer = await self._sample()
-        await engine.sleep()
+        await _within_limit(engine.sleep(), "fall asleep")
         self._health.phase = "asleep"
         _log.info("asleep: GPU memory was released; POST /wake restores it")
 
     async def _wake_up(self, engine: CanSleep) -> None:
-        self._health.phase = "waking"
-        await engine.wake()
+        await _within_limit(engine.wake(), "wake up")
         answer = await self._sample()
         if answer != self._answer:
             raise EngineFailed(f"the engine answers {answer} after its sleep and answered {self._answer} before")
@@ -143,3 +143,13 @@ class Sleeper:
         )
         async with aclosing(as_stream(self._engine, request)) as chunks:
             return [token async for chunk in chunks for token in chunk.token_ids]
+
+
+async def _within_limit(change: Awaitable[None], what: str) -> None:
+    try:
+        async with asyncio.timeout(_CHANGE_S):
+            await change
+    except TimeoutError:
+        raise EngineFailed(
+            f"the engine did not {what} within {_CHANGE_S:g} s; see its log for ranks that hang"
+        ) from None

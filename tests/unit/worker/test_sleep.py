@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from dynamo_trtllm.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.worker import sleep
 from dynamo_trtllm.worker.health import Health, health_app
 from dynamo_trtllm.worker.sleep import Sleeper
 from tests.inproc_plane import InprocPlane
@@ -33,6 +34,8 @@ class SleepingEngine(ChunkSource):
         self.fault: Exception | None = None  # of the next change
         self.may_end = asyncio.Event()
         self.may_end.set()
+        self.may_change = asyncio.Event()
+        self.may_change.set()
 
     async def chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         assert self.log[-1:] != ["sleep"]
@@ -59,6 +62,7 @@ class SleepingEngine(ChunkSource):
     async def _change(self, name: str) -> None:
         if self.fault is not None:
             raise self.fault
+        await self.may_change.wait()
         self.log.append(name)
 
 
@@ -92,11 +96,13 @@ class Bench:
             engine, "m", serving, registration, self.registered.register, self.health, self._drain_timeout_s
         )
 
-    async def post(self, path: str, client: str = "127.0.0.1") -> tuple[int, str]:
+    async def post(
+        self, path: str, client: str = "127.0.0.1", headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
         app = health_app(self.health, bytes, {"/sleep": self.sleeper.sleep, "/wake": self.sleeper.wake})
         transport = httpx.ASGITransport(app=asgi(app), client=(client, 9))
         async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
-            answer = await http.post(path)
+            answer = await http.post(path, headers=headers)
         return answer.status_code, answer.json()["reason"]
 
     async def until(self, phase: str) -> None:
@@ -187,10 +193,30 @@ async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
         assert bench.registered.open == 0
 
 
+async def test_wake_when_the_engine_hangs_then_the_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleep, "_CHANGE_S", 0.01)
+    async with opened() as bench:
+        await bench.post("/sleep")
+        await bench.until("asleep")
+        bench.engine.may_change.clear()
+        await bench.post("/wake")
+        with pytest.raises(EngineFailed, match=r"did not wake up within 0\.01 s"):
+            await asyncio.wait_for(bench.sleeper.until_failed(), SOON_S)
+
+
+async def test_sleep_when_asked_twice_at_once_then_it_falls_asleep_once() -> None:
+    async with opened() as bench:
+        assert (bench.sleeper.sleep(), bench.sleeper.sleep()) == ("", "the worker is draining; retry later")
+        await bench.until("asleep")
+        assert bench.engine.log == ["sleep-check", "sleep"]
+
+
 async def test_verbs_when_not_allowed_then_409_with_the_reason_or_403_from_other_machines() -> None:
     async with opened() as bench:
         bench.engine.obstacle = "set sleep_config"
         assert await bench.post("/sleep") == (409, "set sleep_config")
         for client, status in (("10.0.0.1", 403), ("2001:db8::1", 403), ("::1", 409), ("::ffff:127.0.0.1", 409)):
             assert (await bench.post("/sleep", client))[0] == status
+        # A browser sends it with every such request, and pages of all sites can make it ask this machine.
+        assert (await bench.post("/sleep", headers={"Origin": "http://a.example"}))[0] == 403
         assert bench.health.phase == "serving"
