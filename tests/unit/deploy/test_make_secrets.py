@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -18,6 +17,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import channel_credentials
 from tests.unit.deploy.recipes import ROOT, deployed, frontends
+from tests.unit.deploy.test_recipe_schemas import check
 
 PROGRAM = ROOT / "deploy" / "make_secrets"
 
@@ -57,7 +57,7 @@ def test_kubernetes_when_made_then_secrets_that_the_recipes_mount() -> None:
     docs = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
     assert set(docs) == {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}
     for doc in docs.values():
-        kubernetes_validate.validate(doc, "1.30", strict=True)
+        check(doc)
         assert doc["metadata"]["namespace"] == "demo"
     environ = {name: decoded(text) for name, text in docs["dynamo-platform"]["data"].items()}
     config = frontend(environ)
