@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo_trtllm.engines import gpu, schema
 from dynamo_trtllm.engines.external.library import construct
-from dynamo_trtllm.engines.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library_package import LibraryPackage
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
