@@ -1,8 +1,9 @@
-"""Create the KV transfer backend of an engine: the named one, or the best that is installed."""
+"""Create the KV transfer backend of an engine, the named one or the best that is installed, and its transfers."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
@@ -10,6 +11,7 @@ from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,18 @@ def create_backend(
     if name is None:
         return _best(config, checksums)
     return NixlBackend(checksums) if name == "nixl" else _tcp(config, checksums)
+
+
+def create_transfers(backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int) -> KvTransfers:
+    """Create the KV transfers of a worker's engine over a backend."""
+    return KvTransfers(
+        backend,
+        engine=engine,
+        model=config.served_model_name or Path(config.model_path).name,
+        prefill_instance_id=instance_id,
+        ttl_s=config.ticket_ttl_s,
+        timeout_s=config.handoff_timeout_s,
+    )
 
 
 def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:

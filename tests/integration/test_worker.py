@@ -279,8 +279,9 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_them_num
 ) -> None:
     gone = BlocksRemoved(hashes=(1,))
     found: asyncio.Queue[KvEvents] = asyncio.Queue()
-    monkeypatch.setattr(MockEngine, "start_kv_events", lambda _, on_events: on_events([gone, gone]), raising=False)
-    chosen = config(etcd_server, nats_server).model_copy(update={"publish_kv_events": True})
+    monkeypatch.setattr(MockEngine, "start_kv_events", lambda _, on_events: on_events([gone, gone]))
+    caching = {"publish_kv_events": True, "override_engine_args": {"enable_prefix_caching": True}}
+    chosen = config(etcd_server, nats_server).model_copy(update=caching)
     worker, transport = Worker(chosen), NatsTransport(nats_server)
     await transport.connect(SOON_S)
     subject = keys.subject(endpoint_of(chosen), worker.instance_id)

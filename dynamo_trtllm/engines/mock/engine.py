@@ -16,29 +16,23 @@ import zlib
 from array import array
 from bisect import insort
 from collections import deque
-from pathlib import Path
+from itertools import repeat
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
-from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.errors import (
-    ContextTooLong,
-    DynamoError,
-    EngineFailed,
-    Overloaded,
-    RequestRejected,
-)
+from dynamo_trtllm.engines.mock.args import mock_args, mock_info
+from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
+from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
+from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
+from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
+from dynamo_trtllm.kv_transfer.transfers import PublishedKv
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
     KvLayout,
     KvTransferParams,
-    Limits,
     Phase,
     PhaseTimings,
     ReleaseOutcome,
@@ -50,34 +44,10 @@ from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream,
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
 _MAX_SEED = 0xFFFF
-_UNSUPPORTED_FEATURES = (
-    "guided",
-    "logit_bias",
-    "logprobs",
-    "prompt_logprobs",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-)
 
 
 class _MockStream(TaskStream):
     """One request in the simulated batch: passes tokens on within the step; imports and exports its KV in a task."""
-
-    __slots__ = (
-        "_begun_s",
-        "_engine",
-        "_phases",
-        "_queued",
-        "blocks",
-        "num_output",
-        "prefill_left",
-        "recorded_wait",
-        "request",
-        "seed",
-        "wanted",
-    )
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine.tasks, engine)
@@ -85,7 +55,9 @@ class _MockStream(TaskStream):
         self._engine = engine
         self.request = request
         most_new = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens
-        self.blocks = engine.num_blocks(len(request.token_ids) + most_new)
+        self.blocks = engine.num_blocks(len(request.token_ids) + most_new)  # without those of `chain`, once admitted
+        self.chain: list[CachedBlock] = []  # its first blocks, as far as the prefix cache has them
+        self.cached_tokens = 0  # of the prompt
         self.seed = zlib.crc32(prompt) & _MAX_SEED
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
@@ -134,18 +106,20 @@ class _MockStream(TaskStream):
             self.recorded_wait = lacking
             RECORDER.record(self.request.request_id, RecordedEvent.WAITING_FOR_KV_BLOCKS)
 
+    def token(self, index: int) -> int:
+        """Return an output token of this call: the Harmony prefix first, then a function of seed and index."""
+        at = self.request.num_resumed_output_tokens + index
+        return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
+
     def step(self) -> None:
-        """Generate one token: the Harmony prefix first, then a function of seed and index."""
-        at, stats = self.request.num_resumed_output_tokens + self.num_output, None
-        if at < len(_OPENING):
-            token = _OPENING[at]
-            if self.num_output == 0:
-                self.end_phase("prefill")
-                stats = self.timings()
-            elif self.num_output == 1 and self.request.kv_params is not None:
-                self.end_phase("decode_wait")
-        else:
-            token = 1000 + (self.seed + at * 7919) % 4000
+        """Generate one token."""
+        token, stats = self.token(self.num_output), None
+        if self.num_output == 0:
+            self.end_phase("prefill")
+            self._engine.store(self)
+            stats = self.timings()
+        elif self.num_output == 1 and self.request.kv_params is not None:
+            self.end_phase("decode_wait")
         self.num_output += 1
         self.wanted -= 1
         if self.wanted:
@@ -162,33 +136,27 @@ class _MockStream(TaskStream):
 
     def timings(self) -> PhaseTimings:
         """Return the timings of the phases that have ended."""
-        return phase_timings(self._phases, self.request.kv_params)
+        return phase_timings(self._phases, self.request.kv_params, cached_tokens=self.cached_tokens)
 
     def _free(self) -> None:
         self._engine.remove(self)
 
 
 class MockEngine:
-    """An `Engine` with `KvHolder` and `HasStats` that simulates a model."""
+    """An `Engine` with `KvHolder`, `HasStats` and `HasKvEvents` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
-        self._args = args = engine_arguments(config, MockArgs, "mock")
+        self._args = args = mock_args(config)
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._transfers = KvTransfers(
-            self._backend,
-            engine="mock",
-            model=config.served_model_name or Path(config.model_path).name,
-            prefill_instance_id=instance_id,
-            ttl_s=config.ticket_ttl_s,
-            timeout_s=config.handoff_timeout_s,
-        )
+        self._transfers = create_transfers(self._backend, config, engine="mock", instance_id=instance_id)
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
         self.queue_clock = QueueClock()
         self._waiting: deque[_MockStream] = deque()
         self._running: dict[_MockStream, None] = {}
-        self._free_blocks = args.kv_cache_blocks
+        self._free_blocks = args.kv_cache_blocks  # without those that the prefix cache could evict
+        self._cache = PrefixCache(args.kv_block_size) if args.enable_prefix_caching else None
         self.work = asyncio.Event()  # set when the next step has work
         self._num_published = 0  # prompts whose KV is held
         self._idle = asyncio.Event()
@@ -199,18 +167,7 @@ class MockEngine:
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)
         self._step_task = asyncio.create_task(self._run(), name="mock-engine-steps")
-        return EngineInfo(
-            engine="mock",
-            context_length=self._args.max_seq_len,
-            vocab_size=201088,
-            eos_token_ids=(200002, 200012),
-            renderer="harmony",
-            layout=self._layout,
-            limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
-            unsupported_features=_UNSUPPORTED_FEATURES,
-            supported_features=("priority",),
-            can_aggregate=True,
-        )
+        return mock_info(self._args, self._layout)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = _MockStream(self, request, on_event)
@@ -220,6 +177,11 @@ class MockEngine:
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
         return stream
+
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """See `HasKvEvents`."""
+        if self._cache is not None:
+            self._cache.on_events = on_events
 
     # --- called by streams -------------------------------------------------------------------------------
 
@@ -250,8 +212,9 @@ class MockEngine:
         stream.wanted = stream.prefill_left = 0
         if stream in self._running:
             del self._running[stream]
-            self._free_blocks += stream.blocks
-            self.work.set()
+            if stream.num_output > 1:
+                self.store(stream)
+            self._free(stream.blocks, stream.chain)
         elif stream in self._waiting:
             self._waiting.remove(stream)
         self._note_idle()
@@ -259,6 +222,18 @@ class MockEngine:
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of KV blocks for a number of tokens."""
         return -(-num_tokens // self._args.kv_block_size)
+
+    def _free(self, blocks: int, chain: list[CachedBlock]) -> None:
+        self._free_blocks += blocks
+        if self._cache is not None:
+            self._cache.release(chain)
+        self.work.set()
+
+    def store(self, stream: _MockStream) -> None:
+        """Let the prefix cache have the full blocks of a stream. Its last output token has no KV yet."""
+        if self._cache is not None:
+            ids = stream.request.token_ids + token_ids(map(stream.token, range(stream.num_output - 1)))
+            stream.blocks -= self._cache.store(ids, stream.request.cache_salt, stream.chain, repeat(0))
 
     async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
@@ -274,20 +249,22 @@ class MockEngine:
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
         stream.end_phase("handoff")
+        self.store(stream)
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.timings())
 
     async def export_kv(self, stream: _MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        blocks = self.num_blocks(len(stream.request.token_ids))
-        kv = _kv_of(stream.seed, blocks)
+        tokens = len(stream.request.token_ids)
+        kv = _kv_of(stream.seed, self.num_blocks(tokens))
+        more = self.num_blocks(tokens + 1) - self.num_blocks(tokens)  # for the first output token
+        blocks, stream.blocks = stream.blocks - more, more  # those of the prompt stay reserved until `unpublished`
+        chain, stream.chain = stream.chain, []
 
         def unpublished(_: array[int] = kv) -> None:  # keeps the memory alive until then
             self._num_published -= 1
-            self._free_blocks += blocks
-            self.work.set()
+            self._free(blocks, chain)
             self._note_idle()
 
-        stream.blocks -= blocks  # they stay reserved until `unpublished`
         self._num_published += 1
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
         published = PublishedKv(regions, self._layout, lambda offer: offer, unpublished, stream.exported)
@@ -305,10 +282,11 @@ class MockEngine:
 
     def stats(self) -> EngineStats:
         pending = self._transfers.prompt_tokens
+        evictable = 0 if self._cache is None else self._cache.num_unused
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_blocks_used=self._args.kv_cache_blocks - self._free_blocks,
+            kv_blocks_used=self._args.kv_cache_blocks - self._free_blocks - evictable,
             kv_blocks_total=self._args.kv_cache_blocks,
             tickets_held=len(pending),
             ticket_kv_blocks=sum(map(self.num_blocks, pending)),
@@ -344,7 +322,6 @@ class MockEngine:
         lacking = ""
         while self._waiting and not (lacking := self._lacking()):
             stream = self._waiting.popleft()
-            self._free_blocks -= stream.blocks
             stream.admitted()
             self._running[stream] = None
         self.queue_clock.lack(lacking if self._waiting else "")
@@ -352,10 +329,28 @@ class MockEngine:
             self._waiting[0].record_wait(lacking)
 
     def _lacking(self) -> str:
-        """Return what the first waiting request lacks; "" if it can start."""
+        """Reserve what the first waiting request needs. Return what it lacks; "" if it can start."""
         if len(self._running) >= self._args.max_batch_size:
             return "slots"
-        return "kv_blocks" if self._waiting[0].blocks > self._free_blocks else ""
+        return "" if self._reserve(self._waiting[0]) else "kv_blocks"
+
+    def _reserve(self, stream: _MockStream) -> bool:
+        """Reserve the KV blocks of a request that the prefix cache does not have. Return False if too few are free."""
+        if self._cache is not None:
+            request = stream.request
+            prompt = token_ids() if request.kv_params else request.token_ids
+            reserved = self._cache.reserve(prompt, request.cache_salt, stream.blocks, self._free_blocks)
+            if reserved is None:
+                return False
+            self._free_blocks += len(reserved.evicted)
+            stream.chain = reserved.reused
+            stream.blocks -= len(stream.chain)
+            stream.cached_tokens = len(stream.chain) * self._args.kv_block_size
+            stream.prefill_left -= stream.cached_tokens
+        if stream.blocks > self._free_blocks:
+            return False
+        self._free_blocks -= stream.blocks
+        return True
 
     def _step(self) -> None:
         prefill_budget = self._args.prefill_tokens_per_step
@@ -381,6 +376,8 @@ class MockEngine:
         await self._idle.wait()
 
     async def aclose(self) -> None:
+        if self._cache is not None:
+            self._cache.on_events = None
         if self._step_task is not None:
             self._step_task.cancel()
             await asyncio.gather(self._step_task, return_exceptions=True)

@@ -27,8 +27,7 @@ from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
 from dynamo_trtllm.kv_transfer.base import TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, Sampling
 from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
 
@@ -106,14 +105,7 @@ class TorchEngine:
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
         self._kv_connector: KvConnector | None = None
         if backend is not None:
-            transfers = KvTransfers(
-                backend,
-                engine="torch",
-                model=self._model_name,
-                prefill_instance_id=instance_id,
-                ttl_s=config.ticket_ttl_s,
-                timeout_s=config.handoff_timeout_s,
-            )
+            transfers = create_transfers(backend, config, engine="torch", instance_id=instance_id)
             self._kv_connector = KvConnector(transfers, retire=self.retire)
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
