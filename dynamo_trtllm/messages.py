@@ -265,6 +265,19 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
 
 
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The load of one worker at one moment. Of two reports, the one with the higher number is newer."""
+
+    instance_id: int
+    number: int  # counts from 1
+    running: int  # requests in the batch
+    waiting: int  # requests queued in the engine
+    queued_prefill_tokens: int  # prompt tokens that are not computed yet
+    kv_blocks_used: int
+    kv_blocks_total: int  # 0: not reported by the engine
+    context_tokens: int  # of the requests in the batch
+
+
 class ReleaseOutcome(StrEnum):
     """The reason why a prefill worker may free the KV of a transfer."""
 

@@ -269,3 +269,4 @@ async def check_nothing_left(engine: Engine, *, leaks: bool = False) -> None:
         await engine.drain()
     leaked = stats(engine).leaked_kv_blocks if leaks else 0
     await check_stats(engine, running=0, waiting=0, kv_blocks_used=leaked, leaked_kv_blocks=leaked, tickets_held=0)
+    await check_stats(engine, queued_prefill_tokens=0, context_tokens=0)

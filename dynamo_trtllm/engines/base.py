@@ -38,7 +38,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters of an engine at one moment, read at every scrape of /metrics."""
+    """Counters of an engine at one moment, read at every scrape of /metrics and for every report of the load."""
 
     running: int  # requests in the batch
     waiting: int  # requests queued for KV blocks or a batch slot
@@ -48,6 +48,8 @@ class EngineStats:
     ticket_kv_blocks: int  # blocks of those transfers
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
     leaked_kv_blocks: int = 0  # blocks that no decode worker fetched and that the engine's library never frees
+    queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill or are in it, as far as not yet computed
+    context_tokens: int = 0  # tokens of the requests in the batch; external engines count prompts only
 
 
 NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)

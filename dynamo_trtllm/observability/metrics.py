@@ -210,6 +210,8 @@ TABLE = (
     Metric("worker", "tickets_held", "gauge", "KV transfers whose KV is held: not yet fetched, or not yet freed"),
     Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks held by these KV transfers"),
     Metric("worker", "leaked_kv_blocks", "gauge", "KV blocks that were never fetched and that the engine can't free"),
+    Metric("worker", "queued_prefill_tokens", "gauge", "Prompt tokens that wait for prefill or are in it"),
+    Metric("worker", "context_tokens", "gauge", "Tokens of the requests in the batch"),
     Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
     Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
     Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),

@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,6 +26,7 @@ from dynamo_trtllm.messages import (
     Control,
     GenerateRequest,
     Instance,
+    LoadReport,
     ReleaseKv,
     ReleaseSlot,
     decode,
@@ -44,7 +47,7 @@ from dynamo_trtllm.request_plane.frames import (
     read_batch,
 )
 from dynamo_trtllm.request_plane.server import EndpointServer, Service, control_subject
-from dynamo_trtllm.request_plane.transport import Heartbeat, Transport, Unsubscribe
+from dynamo_trtllm.request_plane.transport import Heartbeat, Transport, Unsubscribe, load_subject
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 log = logging.getLogger(__name__)
@@ -95,6 +98,7 @@ class Plane:
         self._cancelled: dict[int, None] = {}  # streams that this process closed before their last frame, latest last
         self._num_pings = 0  # sent to all workers
         self._num_unreadable = 0  # messages
+        self._on_load: Callable[[LoadReport], None] | None = None
         self._heartbeat = Heartbeat(
             transport=transport,
             interval_s=limits.ping_interval_s,
@@ -109,9 +113,14 @@ class Plane:
         transport.on_disconnect(self._inbox.fail_all)
         transport.on_disconnect(lambda error: RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "nats"))
 
-    async def serve(self, subject: str, service: Service) -> EndpointServer:
-        """Serve requests at `subject`, and control verbs at its control subject, until the server is closed."""
-        server = EndpointServer(self._transport, service, self._limits.ping_interval_s, self._tasks)
+    async def serve(
+        self, subject: str, service: Service, load: Callable[[], LoadReport] | None = None
+    ) -> EndpointServer:
+        """Serve requests at `subject`, and control verbs at its control subject, until the server is closed.
+
+        `load` returns the load that the server reports to its callers.
+        """
+        server = EndpointServer(self._transport, service, self._limits.ping_interval_s, self._tasks, load)
         self._servers.append(server)
         await server.start(subject, self._limits.ack_timeout_s)
         return server
@@ -177,6 +186,19 @@ class Plane:
     def try_publish(self, subject: str, data: bytes) -> bool:
         """Publish a message that is no part of a stream. Return False if it can't be sent now, see `Transport`."""
         return self._transport.try_publish(subject, data)
+
+    async def watch_loads(self, namespace: str, on_load: Callable[[LoadReport], None]) -> Unsubscribe:
+        """Call `on_load` with each report of the load of a namespace's workers: broadcast, or beside a stream's frames.
+
+        Return the function that ends the broadcast ones.
+        """
+
+        def receive(data: bytes, _: str) -> None:
+            with suppress(BadFrame):  # of another release; those that come with frames are skipped, too
+                on_load(decode(data, LoadReport))
+
+        self._on_load = on_load
+        return await self._transport.subscribe(load_subject(namespace), receive)
 
     def unavailable_reason(self) -> str | None:
         """Return, as text for users, why no request can be sent now. None: no reason is known."""
@@ -254,6 +276,8 @@ class Plane:
                 log.warning("unreadable message dropped (%d so far): %s", self._num_unreadable, exc.message)
             return
         self._inbox.feed(batch.frames)
+        if batch.load is not None and self._on_load is not None:
+            self._on_load(batch.load)
         if batch.report is not None:
             self._compare(batch.report)
 

@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     from_code,
 )
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, decode, encode, token_ids
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, decode, encode, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
@@ -109,10 +109,11 @@ class StreamReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One message to an inbox. A receiver of wire version 1 skips the report."""
+    """One message to an inbox. A receiver of wire version 1 skips the report, and an older one skips the load."""
 
     frames: list[Frame]
     report: StreamReport | None = None
+    load: LoadReport | None = None  # of the sender
 
 
 class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -135,7 +136,7 @@ PING = b""  # the receiver replies with the same bytes; the only ping of wire ve
 
 
 def read_batch(data: bytes) -> Batch:
-    """Decode a batch. An unreadable frame fails only its own stream.
+    """Decode a batch. An unreadable frame fails only its own stream, and the batch has no load then.
 
     Raises:
         BadFrame: the message can't be split into frames, or more than _MOST_BAD_FRAMES frames are unreadable.
@@ -173,10 +174,10 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
     return Frame(header.stream, header.number, failure=ErrorPayload.of(unreadable))
 
 
-def encode_frames(frames: list[Frame], max_message_bytes: int) -> list[bytes]:
-    """Return the frames for one inbox, in order, as encoded messages. Usually it is one message."""
+def encode_frames(frames: list[Frame], max_message_bytes: int, load: LoadReport | None = None) -> list[bytes]:
+    """Return the frames for one inbox, in order, as encoded messages. Usually it is one message, with the load."""
     try:
-        data = encode(Batch(frames))
+        data = encode(Batch(frames, None, load))
     except (TypeError, ValueError, OverflowError) as exc:  # an engine's chunk has a value that can't be encoded
         error: DynamoError = InternalError(f"a chunk can't be encoded: {exc}")
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -26,7 +27,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, Control, decode, encode, wire_mismatch
+from dynamo_trtllm.messages import Chunk, Control, LoadReport, decode, encode, wire_mismatch
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.frames import (
     PING,
@@ -42,7 +43,7 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
     encode_frames,
 )
-from dynamo_trtllm.request_plane.transport import Heartbeat, Transport, Unsubscribe
+from dynamo_trtllm.request_plane.transport import CallerLoads, Heartbeat, Transport, Unsubscribe
 from dynamo_trtllm.streams import Generator, StreamEvent, StreamHandle
 
 log = logging.getLogger(__name__)
@@ -104,9 +105,16 @@ class ServerStream:
 
 
 class EndpointServer:
-    """Server of one service at one subject. It serves after `start`."""
+    """Server of one service at one subject. It serves after `start`. `load` returns what it reports to its callers."""
 
-    def __init__(self, transport: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        service: Service,
+        ping_interval_s: float,
+        tasks: BackgroundTasks,
+        load: Callable[[], LoadReport] | None = None,
+    ) -> None:
         self._transport = transport
         self._service = service
         self._callers: dict[str, _Caller] = {}  # by inbox
@@ -124,6 +132,7 @@ class EndpointServer:
             on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
+        self._loads = None if load is None else CallerLoads(transport, load)
         self._latest_openings: dict[tuple[str, int], None] = {}  # inbox and stream, including ended ones
         self._subject = ""
         self._accepting = True
@@ -381,5 +390,6 @@ class EndpointServer:
         unsent, self._unsent = self._unsent, []
         for caller in unsent:
             frames, caller.frames = caller.frames, []
-            for message in encode_frames(frames, self._transport.max_message_bytes):
+            load = None if self._loads is None else self._loads.next(caller.inbox)
+            for message in encode_frames(frames, self._transport.max_message_bytes, load):
                 self._transport.publish(caller.inbox, message)

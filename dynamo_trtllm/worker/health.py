@@ -1,4 +1,7 @@
-"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics; and /sleep and /wake."""
+"""Serve a worker's health and metrics over HTTP: /live, /ready, /health, /metrics; and /sleep and /wake.
+
+The load of the worker, which frontends place requests by, is broadcast instead.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer, Route, Router
+from dynamo_trtllm.messages import LoadReport, encode
 from dynamo_trtllm.network.listening import listen, warn_if_exposed
 
 log = logging.getLogger(__name__)
@@ -128,3 +134,23 @@ async def health_server(
             tasks.release(task)
             server.stop()
             await asyncio.gather(task, return_exceptions=True)  # `BackgroundTasks` has reported a failure
+
+
+_BROADCAST_S = 1.0
+_UNCHANGED_BROADCASTS = 10  # that are left out, less one
+
+
+async def broadcast_load(load: Callable[[], LoadReport], publish: Callable[[bytes], object]) -> None:
+    """Publish the load every second if it has changed, and every ten seconds otherwise, until cancelled."""
+    last: LoadReport | None = None
+    skipped = 0
+    while True:
+        report = load()
+        if last is not None and msgspec.structs.replace(last, number=report.number) == report:
+            skipped = (skipped + 1) % _UNCHANGED_BROADCASTS
+        else:
+            skipped = 0
+        if not skipped:
+            publish(encode(report))
+        last = report
+        await asyncio.sleep(_BROADCAST_S)

@@ -12,9 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats
+from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineStats, HasStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
@@ -23,6 +24,7 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     GetFile,
     Instance,
+    LoadReport,
     Phase,
     ReleaseKv,
     ReleaseSlot,
@@ -233,6 +235,8 @@ class WorkerService:
         self._engine = engine
         self._max_leaked_kv_fraction = max_leaked_kv_fraction
         self._admission = admission
+        self._instance_id = instance.id
+        self._num_reports = 0
         self._model = instance.card.name
         self._role = instance.role
         self._phases = _PHASES[instance.role] | ({Phase.AGGREGATED} if instance.can_aggregate else set())
@@ -276,6 +280,22 @@ class WorkerService:
         if (request.phase is Phase.DECODE) != (request.kv_params is not None):
             has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
+
+    def load_report(self) -> LoadReport:
+        """Return the load now. An engine without statistics reports its calls only."""
+        self._num_reports += 1
+        engine, active = self._engine, self._admission.active()
+        stats = engine.stats() if isinstance(engine, HasStats) else replace(NO_STATS, running=active)
+        return LoadReport(
+            self._instance_id,
+            self._num_reports,
+            stats.running,
+            stats.waiting,
+            stats.queued_prefill_tokens,
+            stats.kv_blocks_used,
+            stats.kv_blocks_total,
+            stats.context_tokens,
+        )
 
     async def control(self, verb: Control) -> bytes:
         match verb:

@@ -36,8 +36,9 @@ from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, record
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.health import Health, health_server
+from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
 from dynamo_trtllm.worker.service import Admission, WorkerService, digest, drain
 from dynamo_trtllm.worker.sleep import Sleeper
 
@@ -240,8 +241,11 @@ class Worker:
         )
         if config.publish_kv_events and isinstance(engine, HasKvEvents):
             stack.callback(self._publish_kv_events(engine, plane, instance.subject))
-        serving = await plane.serve(instance.subject, service)
+        serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
+        broadcast = partial(plane.try_publish, load_subject(instance.namespace))
+        task = self._tasks.start(broadcast_load(service.load_report, broadcast), "load-reports")
+        stack.push_async_callback(self._tasks.cancel, task)
         register = partial(discovery.register, instance)
         name, timeout_s = instance.card.name, config.drain_timeout_s
         self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s)

@@ -14,7 +14,7 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Role
 from dynamo_trtllm.streams import as_stream
-from tests.engines import ask, check_stats, collect, make, prompt_of, started
+from tests.engines import ask, check_stats, collect, make, prompt_of, started, stats
 from tests.fakes_path import fake_tensorrt_llm, fake_vllm
 
 RANKS = {"enable_attention_dp": True, "tensor_parallel_size": 2}
@@ -55,7 +55,8 @@ async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal
                 tasks = []
                 for number, (name, priority) in enumerate(names, 1):
                     tasks.append(asyncio.create_task(run(name, priority)))
-                    await check_stats(engine, waiting=number)
+                    await check_stats(engine, waiting=number, queued_prefill_tokens=number * len(request().token_ids))
+                assert stats(engine).context_tokens >= 40
             await asyncio.gather(*tasks)
     assert order == ["first", "second", "third", "late"]
 

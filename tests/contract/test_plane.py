@@ -25,11 +25,14 @@ from dynamo_trtllm.messages import (
     FinishReason,
     GenerateRequest,
     GetFile,
+    LoadReport,
     PhaseTimings,
     ReleaseKv,
     ReleaseOutcome,
+    encode,
     token_ids,
 )
+from dynamo_trtllm.request_plane.transport import load_subject
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
@@ -40,6 +43,7 @@ from tests.contract.plane_helpers import (
     count_up,
     make_request,
     one_then_wait,
+    until,
     wait_for_ever,
 )
 from tests.streaming import call_stream
@@ -52,6 +56,28 @@ async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Pla
     assert [t for chunk in chunks for t in chunk.token_ids] == list(range(50))
     assert [chunk.finish_reason for chunk in chunks] == [None] * 49 + [FinishReason.LENGTH]
     assert chunks[-1].stats == PhaseTimings(queue_s=0.5)
+
+
+async def test_load_when_a_worker_streams_or_broadcasts_then_watching_callers_get_few_reports_and_one_after_the_end(
+    bench: PlanePair,
+) -> None:
+    service, got = ScriptedService(count_up), list[LoadReport]()
+
+    def load() -> LoadReport:
+        return LoadReport(7, 1, service.open, 0, 0, 0, 0, 0)
+
+    await bench.worker.serve(SUBJECT, service, load)
+    await collect(bench.caller, make_request(max_tokens=50))  # unwatched
+    unsubscribe = await bench.caller.watch_loads("ns", got.append)
+    assert len(await collect(bench.caller, make_request(max_tokens=50))) == 50
+    await until(lambda: bool(got) and not got[-1].running)
+    assert len(got) < 25
+    count = len(got)
+    assert bench.worker.try_publish(load_subject("ns"), b"not a report")
+    assert bench.worker.try_publish(load_subject("ns"), encode(LoadReport(8, 1, 0, 0, 0, 0, 0, 0)))
+    await until(lambda: got[-1].instance_id == 8)
+    assert len(got) <= count + 2
+    await unsubscribe()
 
 
 async def test_generate_when_request_is_large_then_it_arrives_whole(bench: PlanePair) -> None:

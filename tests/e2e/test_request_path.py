@@ -17,7 +17,7 @@ from tests.e2e.cluster import Cluster, Process, events, until
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "tests" / "e2e" / "recorded_process.py"
 MOST_FILES = 40
-BESIDE = {"discovery/etcd_store.py"}  # renews leases
+BESIDE = {"discovery/etcd_store.py", "worker/health.py"}  # renews leases; broadcasts the load
 ASKED = {"model": "mock", "stream": True, "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]}
 
 

@@ -48,15 +48,8 @@ class Runner:
     """The calls and KV transfers of one loaded library. It is the `KvHolder` of their streams."""
 
     def __init__(self, library: Library, identity: TransferIdentity, times: Times) -> None:
-        """Initialize without calls.
-
-        Args:
-            library: the loaded library.
-            identity: the worker's own fields of KV transfer parameters.
-            times: time limits of KV transfers.
-        """
-        self.library = library
-        self.times = times
+        """Initialize without calls. `identity` has the worker's own fields of KV transfer parameters."""
+        self.library, self.times = library, times
         self.transfers = PendingTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
         self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
@@ -126,8 +119,7 @@ class Runner:
     def stats(self) -> EngineStats:
         """See `HasStats`."""
         calls = len(self._inflight)
-        is_idle = not calls and not len(self.transfers) and not self.transfers.leaked_kv_blocks
-        counts = self.library.counts(is_idle=is_idle)
+        counts = self.library.counts(is_idle=not (calls or len(self.transfers) or self.transfers.leaked_kv_blocks))
         waiting = min(counts.waiting, calls)
         return EngineStats(
             running=calls - waiting,
@@ -137,6 +129,8 @@ class Runner:
             tickets_held=len(self.transfers),
             ticket_kv_blocks=self.transfers.kv_blocks,
             leaked_kv_blocks=self.transfers.leaked_kv_blocks,
+            queued_prefill_tokens=sum(call.tokens[0] for call in self._inflight),
+            context_tokens=sum(call.tokens[1] for call in self._inflight),
         )
 
     def add(self, call: ExternalCall) -> None:
@@ -223,6 +217,12 @@ class ExternalCall(Stream):
                 self.on_error(error)
         finally:
             error = None  # its traceback refers to this frame: a cycle that would keep the request in memory
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Return the number of prompt tokens that are not computed yet, and of those in the batch."""
+        count = len(self._request.token_ids)
+        return (0, count) if self._has_started else (0 if self.is_fetching else count, 0)
 
     # --- what the library says -----------------------------------------------------------------------------
 
@@ -353,8 +353,8 @@ class ExternalCall(Stream):
 
     def _due_at_deadline(self) -> None:
         def late() -> None:
-            age_s = time.monotonic() - self.created_at
-            self._pass_on(DeadlineExceeded(f"the deadline of the request passed after {age_s:.1f} s in the engine"))
+            text = f"the deadline of the request passed after {time.monotonic() - self.created_at:.1f} s in the engine"
+            self._pass_on(DeadlineExceeded(text))
 
         self._due_in(self._request.deadline - time.time(), late)
 

@@ -198,9 +198,7 @@ class MockEngine:
         if total > args.max_seq_len:
             raise ContextTooLong(f"{total} prompt and output tokens exceed the context of {args.max_seq_len}")
         if stream.blocks > args.kv_cache_blocks:
-            raise RequestRejected(
-                f"the request needs {stream.blocks} KV blocks, and the engine has {args.kv_cache_blocks}"
-            )
+            raise RequestRejected(f"the request needs {stream.blocks} KV blocks; the engine has {args.kv_cache_blocks}")
         if len(self._waiting) >= args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
         insort(self._waiting, stream, key=lambda each: each.request.priority)  # after those of equal priority
@@ -291,6 +289,8 @@ class MockEngine:
             tickets_held=len(pending),
             ticket_kv_blocks=sum(map(self.num_blocks, pending)),
             kv_checksum_mismatches=self._backend.checksums.mismatches,
+            queued_prefill_tokens=sum(stream.prefill_left for stream in (*self._waiting, *self._running)),
+            context_tokens=sum(len(each.request.token_ids) + each.num_output for each in self._running),
         )
 
     # --- the batch ---------------------------------------------------------------------------------------

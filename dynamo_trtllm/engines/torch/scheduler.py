@@ -183,10 +183,9 @@ class Scheduler:
         except Exception as exc:  # whatever it was, it ends all streams
             log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
-        awaiting_buffer = [seq for seq, _ in self._awaiting_buffer]
         try:
             queued = (*self._waiting, *self._reserved, *self._prefilling, *self._decoding)
-            for seq in (*queued, *awaiting_buffer, *self._awaiting_fetch):
+            for seq in (*queued, *(seq for seq, _ in self._awaiting_buffer), *self._awaiting_fetch):
                 self._drop(seq)
             self._publish()
         finally:  # on a broken GPU, dropping sequences raises
@@ -221,6 +220,8 @@ class Scheduler:
             kv_blocks_total=self.pool.num_blocks,
             tickets_held=len(self._awaiting_fetch),
             ticket_kv_blocks=sum(len(_blocks(seq)) for seq in self._awaiting_fetch),
+            queued_prefill_tokens=sum(seq.prefill_left for seq in (*self._waiting, *self._prefilling)),
+            context_tokens=sum(seq.num_computed_tokens for seq in self._decoding),
         )
 
     def _admit(self) -> None:
@@ -303,8 +304,7 @@ class Scheduler:
     ) -> Tensor:
         """Return for each sequence that is sampled whether its keys are finite, bool [rows] on the device."""
         written = self.pool.finite_keys(step.slots)
-        rows = [written[: len(decoding)]]
-        at = len(decoding)
+        rows, at = [written[: len(decoding)]], len(decoding)
         for seq, count in chunks:
             chunk = written[at : at + count].all(dim=0, keepdim=True)
             seq.finite = chunk if seq.finite is None else seq.finite & chunk

@@ -94,6 +94,11 @@ class TorchSequence:
         return len(self.request.token_ids)
 
     @property
+    def prefill_left(self) -> int:
+        """Return the number of prompt tokens that this engine has still to compute."""
+        return self.prompt_tokens - self.num_computed_tokens if self.request.kv_params is None else 0
+
+    @property
     def kv_tokens(self) -> int:
         """Return the number of tokens to reserve KV blocks for.
 

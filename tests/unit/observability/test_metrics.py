@@ -77,6 +77,8 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
         "ticket_kv_blocks": 6,
         "kv_checksum_mismatches": 7,
         "leaked_kv_blocks": 8,
+        "queued_prefill_tokens": 9,
+        "context_tokens": 10,
     }
     for _ in range(2):  # a counter counts nothing twice
         metrics.render(engine)

@@ -18,8 +18,9 @@ from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.http_server import server
 from dynamo_trtllm.http_server.connection import HttpConnection
+from dynamo_trtllm.messages import LoadReport, decode
 from dynamo_trtllm.worker import health
-from dynamo_trtllm.worker.health import Health, health_app, health_server
+from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from tests.memory_http import asgi
 from tests.waiting import SOON_S
 
@@ -134,3 +135,22 @@ async def test_server_when_a_client_does_not_read_its_answer_then_its_connection
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         await ended.wait()
         writer.transport.abort()
+
+
+async def test_broadcast_when_the_load_does_not_change_then_one_of_ten_seconds_is_sent_else_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "_BROADCAST_S", 0.0)
+    count, sent, done = 0, list[LoadReport](), asyncio.Event()
+
+    def load() -> LoadReport:
+        nonlocal count
+        count += 1
+        if len(sent) == 4:
+            done.set()
+        return LoadReport(7, count, max(0, count - 20), 0, 0, 0, 0, 0)  # changes from the 21st on
+
+    task = asyncio.create_task(broadcast_load(load, lambda data: sent.append(decode(data, LoadReport))))
+    await asyncio.wait_for(done.wait(), SOON_S)
+    task.cancel()
+    assert [report.number for report in sent[:4]] == [1, 11, 21, 22]
