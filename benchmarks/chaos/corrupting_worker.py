@@ -32,7 +32,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.server import Service
+from dynamo_trtllm.request_plane.transport import Service
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from dynamo_trtllm.worker.startup import live_peers

@@ -46,8 +46,8 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
     read_batch,
 )
-from dynamo_trtllm.request_plane.server import EndpointServer, Service, control_subject
-from dynamo_trtllm.request_plane.transport import Heartbeat, Transport, Unsubscribe, load_subject
+from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
+from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 log = logging.getLogger(__name__)

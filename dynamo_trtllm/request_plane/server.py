@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -27,7 +26,7 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, Control, LoadReport, decode, encode, wire_mismatch
+from dynamo_trtllm.messages import Chunk, LoadReport, decode, encode, wire_mismatch
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.frames import (
     PING,
@@ -43,34 +42,20 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
     encode_frames,
 )
-from dynamo_trtllm.request_plane.transport import CallerLoads, Heartbeat, Transport, Unsubscribe
-from dynamo_trtllm.streams import Generator, StreamEvent, StreamHandle
+from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe
+from dynamo_trtllm.streams import StreamEvent, StreamHandle
 
 log = logging.getLogger(__name__)
 
 _LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _REPORTS_SINCE = 2  # wire version
+_LOAD_EVERY_S = 0.05
 _REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
 
 
 def control_subject(subject: str) -> str:
     """Return the control subject of the instance with this generate subject."""
     return f"{subject}.control"
-
-
-class Service(Generator, Protocol):
-    """The calls that a worker answers at its subject.
-
-    The plane cancels a stream whose caller cancels it or is gone, also an ended one that still holds KV.
-    """
-
-    async def control(self, verb: Control) -> bytes:
-        """Run a control verb and return the encoded reply, whose type depends on the verb.
-
-        Raises:
-            DynamoError: the caller gets the same error.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -132,11 +117,11 @@ class EndpointServer:
             on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
-        self._loads = None if load is None else CallerLoads(transport, load)
+        self._load = load
+        self._load_reported: dict[str, bool] = {}  # callers since _LOAD_EVERY_S; True: a message without one followed
         self._latest_openings: dict[tuple[str, int], None] = {}  # inbox and stream, including ended ones
         self._subject = ""
-        self._accepting = True
-        self._is_closed = False
+        self._accepting, self._is_closed = True, False
         transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
@@ -278,8 +263,9 @@ class EndpointServer:
         if len(self._latest_openings) > _REMEMBERED_OPENINGS:
             del self._latest_openings[next(iter(self._latest_openings))]
         self._idle.clear()
+        late = DeadlineExceeded("the request's deadline passed in the worker")
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, stream)
+        stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._end, stream, late)
         try:
             stream.handle = self._service.generate(request, partial(self._on_event, stream))
         except Exception:
@@ -296,9 +282,6 @@ class EndpointServer:
         if stream.holds_kv:  # its caller is watched until the KV is fetched
             stream.caller.held[stream.number] = stream
         self._remove(stream)
-
-    def _deadline_passed(self, stream: ServerStream) -> None:
-        self._end(stream, DeadlineExceeded("the request's deadline passed in the worker"))
 
     def _end(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller."""
@@ -390,6 +373,28 @@ class EndpointServer:
         unsent, self._unsent = self._unsent, []
         for caller in unsent:
             frames, caller.frames = caller.frames, []
-            load = None if self._loads is None else self._loads.next(caller.inbox)
+            load = self._load_for(caller.inbox)
             for message in encode_frames(frames, self._transport.max_message_bytes, load):
                 self._transport.publish(caller.inbox, message)
+
+    def _load_for(self, inbox: str) -> LoadReport | None:
+        """Return the load for the next message to a caller, or None if the caller got it within _LOAD_EVERY_S.
+
+        After messages without it and then no other one, the caller gets the load in a message of its own: otherwise it
+        would take an idle worker for a busy one.
+        """
+        if inbox in self._load_reported:
+            self._load_reported[inbox] = True
+        elif self._load is not None:
+            self._load_reported[inbox] = False
+            asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
+            return self._load()
+        return None
+
+    def _load_time_over(self, inbox: str) -> None:
+        if self._load_reported.pop(inbox):
+            asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._report_load_alone, inbox)
+
+    def _report_load_alone(self, inbox: str) -> None:
+        if inbox not in self._load_reported and not self._is_closed:
+            self._transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))

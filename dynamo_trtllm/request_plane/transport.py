@@ -1,4 +1,4 @@
-"""Define the message transport that a request plane needs, the heartbeat to its peers, and their reports of load.
+"""Define the message transport below a request plane, the service above it, and the heartbeat to its peers.
 
 `nats` implements the transport. Tests have an implementation within one process, which passes the same contract tests.
 A transport delivers each message at most once, and in order per pair of sender and subscriber. `client` and `server`
@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError, Unreachable
-from dynamo_trtllm.messages import LoadReport, encode
-from dynamo_trtllm.request_plane.frames import Batch
+from dynamo_trtllm.messages import Control
+from dynamo_trtllm.streams import Generator
 
 Receive: TypeAlias = Callable[[bytes, str], None]  # data, reply subject ("" when no reply is wanted); never blocks
 OnDisconnect: TypeAlias = Callable[[DynamoError], None]
@@ -68,6 +68,21 @@ class Transport(Protocol):
 
     async def aclose(self) -> None:
         """Send the published messages if possible, then close. Idempotent."""
+        ...
+
+
+class Service(Generator, Protocol):
+    """The calls that a worker answers at its subject.
+
+    The plane cancels a stream whose caller cancels it or is gone, also an ended one that still holds KV.
+    """
+
+    async def control(self, verb: Control) -> bytes:
+        """Run a control verb and return the encoded reply, whose type depends on the verb.
+
+        Raises:
+            DynamoError: the caller gets the same error.
+        """
         ...
 
 
@@ -135,43 +150,6 @@ class Heartbeat:
         await self.tasks.cancel(self._task)
 
 
-LOAD_EVERY_S: Final = 0.05
-
-
 def load_subject(namespace: str) -> str:
     """Return the subject at which the workers of a namespace publish their load to all frontends."""
     return f"{namespace}.load"
-
-
-class CallerLoads:
-    """Reports of the worker's load to its callers, in messages that go to them anyway.
-
-    A caller gets at most one per LOAD_EVERY_S. If messages without a report followed it and then no other message, the
-    caller gets one more, in a message of its own: otherwise it would take an idle worker for a busy one.
-
-    Args:
-        transport: sends the messages.
-        load: returns the load now.
-    """
-
-    def __init__(self, transport: Transport, load: Callable[[], LoadReport]) -> None:
-        self._transport = transport
-        self._load = load
-        self._reported: dict[str, bool] = {}  # callers that got one in the last LOAD_EVERY_S; True: a message followed
-
-    def next(self, inbox: str) -> LoadReport | None:
-        """Return the load for the next message to a caller, or None if the message needs none."""
-        if inbox in self._reported:
-            self._reported[inbox] = True
-            return None
-        self._reported[inbox] = False
-        asyncio.get_running_loop().call_later(LOAD_EVERY_S, self._time_over, inbox)
-        return self._load()
-
-    def _time_over(self, inbox: str) -> None:
-        if self._reported.pop(inbox):
-            asyncio.get_running_loop().call_later(LOAD_EVERY_S, self._report_alone, inbox)
-
-    def _report_alone(self, inbox: str) -> None:
-        if inbox not in self._reported:
-            self._transport.publish(inbox, encode(Batch([], None, self.next(inbox))))

@@ -24,7 +24,7 @@ from dynamo_trtllm.messages import (
     encode,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.server import Service
+from dynamo_trtllm.request_plane.transport import Service
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 from dynamo_trtllm.worker.service import Admission, WorkerService, digest
