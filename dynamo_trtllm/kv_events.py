@@ -1,29 +1,36 @@
-"""Define the events of a worker's prefix cache, and publish them without waiting: which KV blocks can be reused there.
+"""Define the events of a worker's prefix cache, and publish its changes: which prompt prefixes can be reused there.
 
-A reader indexes the blocks of each worker by their tokens. It can miss events: when the numbers of two messages leave
-a gap, it forgets what it knows of that worker, and learns again from then on. Blocks whose parent it does not know have
-no place in its index until the engine stores the parent again.
+Engines name KV blocks by hashes of their own. The publisher replaces them with prefix hashes, which frontends compute
+from a prompt's tokens, too. Updates contain neither tokens nor text. They are numbered per worker. A reader that is new
+or that missed an update asks the worker with the control verb `ResyncKvEvents` to publish everything again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import sys
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Final, TypeAlias
 
 import msgspec
+import xxhash
 
-from dynamo_trtllm.messages import TokenIds, encode
+from dynamo_trtllm.messages import TokenIds, encode, packed
 
 _log = logging.getLogger(__name__)
 
 MAX_EVENT_TOKENS: Final = 32 << 10  # an engine reports more tokens in several events
-_MAX_BATCH_BYTES = 256 << 10
-_MAX_PENDING_BYTES = 16 << 20  # not published yet
-_BLOCK_BYTES = 24  # of a block without its tokens, and of an event without its blocks
-_TOKEN_BYTES = 4
+MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
+_MAX_REMOVALS = 256 << 10  # of blocks, not published yet
 _INTERVAL_S = 0.02
+_RESYNC_INTERVAL_S = 1.0
+_IDLE_S = 0.5  # after the last change, an empty update shows readers whether they missed one
+_HEARTBEAT_S = 10.0  # between empty updates while nothing changes
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -59,21 +66,73 @@ KvEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 OnKvEvents: TypeAlias = Callable[[Sequence[KvEvent]], None]
 
 
-class KvEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive events of one worker. The number of its first event is 0; a repeated message has known numbers."""
+class KvCacheUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Changes of one worker's prefix cache since its update before, or a part of a snapshot.
+
+    A reader applies the changes in this order: forget all blocks if `cleared`, remove `removed`, add `stored`. Only a
+    reader that is out of sync applies snapshots, from their first part on, which is `cleared`. After the last part it
+    is in sync.
+    """
 
     instance_id: int
-    first: int  # number of the first of `events`
-    events: tuple[KvEvent, ...]
+    number: int  # 0 for the worker's first update; a gap means that one was lost
+    block_tokens: int = 0  # tokens in each block; 0: no block was stored yet
+    cleared: bool = False
+    removed: bytes = b""  # prefix hashes of 64 bits, little endian; a reader may not know some
+    stored: bytes = b""
+    snapshot: int = 0  # 0: changes. n: part of a snapshot, which n - 1 more parts follow
 
 
-def kv_events_subject(subject: str) -> str:
-    """Return the request-plane subject at which the instance with this `generate` subject publishes `KvEvents`."""
-    return f"{subject}.kv_events"
+def kv_events_subject(namespace: str) -> str:
+    """Return the request-plane subject at which all workers of a namespace publish `KvCacheUpdate`."""
+    return f"{namespace}.kv_events"
+
+
+def root_hash(cache_salt: str | None) -> int:
+    """Return the hash that a prompt's first block continues. Each salt has its own, so that tenants never match."""
+    if not cache_salt:
+        return 0
+    return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=8).digest(), "little")
+
+
+def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
+    """Return the hash of each full block and of all tokens before it, of 64 bits.
+
+    Two prompts with equal hashes are taken for equal. That only decides where a request runs: engines compare tokens.
+
+    Args:
+        ids: tokens that follow `parent`.
+        parent: hash of the block before `ids`, or `root_hash`.
+    """
+    data, size, hash_of, hashes = packed(ids), 4 * block_tokens, xxhash.xxh3_64_intdigest, []
+    for begin in range(0, len(data) - size + 1, size):
+        parent = hash_of(data[begin : begin + size], parent)  # the parent is the seed
+        hashes.append(parent)
+    return hashes
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Return prefix hashes as they are sent."""
+    words = array("Q", hashes)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def unpack_hashes(data: bytes) -> list[int]:
+    """Return the prefix hashes that `pack_hashes` packed. Raises ValueError for incomplete ones."""
+    words = array("Q", data)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tolist()
 
 
 class KvEventPublisher:
-    """Numbers the events of one worker and publishes them in batches. Its memory is limited.
+    """Publishes the changes of one worker's prefix cache as prefix hashes, without waiting.
+
+    Blocks of layers with a sliding window are not published: the engine reuses a prefix only as far as the layers with
+    the largest window have it. The ranks of attention DP count as one cache. A block whose parent was never stored has
+    no prefix hash, and is skipped.
 
     Args:
         instance_id: id of the worker.
@@ -83,47 +142,167 @@ class KvEventPublisher:
     def __init__(self, instance_id: int, publish: Callable[[bytes], bool]) -> None:
         self._instance_id = instance_id
         self._publish = publish
-        self._pending: list[KvEvent] = []
-        self._pending_bytes = 0
+        self._window = 0  # the largest one seen
+        self._block_tokens = 0
+        self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # rank -> engine's hash -> prefix hash
+        self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
+        self._changes: dict[int, bool] = {}  # prefix hash -> True: stored, False: removed; since the last update
+        self._cleared = False  # before `_changes`
+        self._is_resync_due = False
+        self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
+        self._unsent: deque[bytes] = deque()
         self._next = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self.num_skipped = 0  # blocks
 
     def on_events(self, events: Iterable[KvEvent]) -> None:
-        """Publish events soon. When too many wait, drop all and tell readers to forget this worker's blocks."""
+        """Publish changes soon. While they can't be sent, only their net effect is stored."""
         for event in events:
-            self._pending.append(event)
-            self._pending_bytes += _size(event)
-        if self._pending_bytes > _MAX_PENDING_BYTES:
-            _log.warning("KV events dropped: %d could not be published; check the load of NATS", len(self._pending))
-            self._pending, self._pending_bytes = [BlocksCleared()], 0
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._flush)
+            match event:
+                case BlocksStored():
+                    self._on_stored(event)
+                case BlocksRemoved():
+                    known = self._known[event.dp_rank]
+                    for name in event.hashes if self._is_indexed(event.cache_group) else ():
+                        if (prefix := known.pop(name, None)) is not None:
+                            self._remove(prefix)
+                case BlocksCleared():
+                    self._clear()
+        if len(self._changes) > len(self._copies) + _MAX_REMOVALS:
+            self._changes, self._cleared = dict.fromkeys(self._copies, True), True
+        self._flush_at(asyncio.get_running_loop().time() + _INTERVAL_S)
+
+    def resync(self) -> None:
+        """Publish all blocks again, at most once per second for all readers together."""
+        self._is_resync_due = True
+        self._flush_at(max(asyncio.get_running_loop().time() + _INTERVAL_S, self._resync_at))
+
+    def _on_stored(self, event: BlocksStored) -> None:
+        if not event.blocks or not self._is_indexed(event.cache_group):
+            return
+        known = self._known[event.dp_rank]
+        prefix = root_hash(event.cache_salt) if event.parent is None else known.get(event.parent)
+        self._block_tokens = self._block_tokens or len(event.blocks[0].token_ids)
+        for index, block in enumerate(event.blocks):
+            if prefix is None or len(block.token_ids) != self._block_tokens:
+                self._note_skipped(len(event.blocks) - index)
+                return
+            (prefix,) = prefix_hashes(block.token_ids, self._block_tokens, prefix)
+            before = known.get(block.hash)
+            if before != prefix:
+                if before is not None:
+                    self._remove(before)
+                known[block.hash] = prefix
+                copies = self._copies[prefix] = self._copies.get(prefix, 0) + 1
+                if copies == 1:
+                    self._changes[prefix] = True
+
+    def _is_indexed(self, window: int) -> bool:
+        """Return True for blocks of the layers with the largest window so far. A larger one replaces the others."""
+        window = window or sys.maxsize
+        if window > self._window:
+            if self._known:
+                self._clear()
+            self._window = window
+        return window == self._window
+
+    def _note_skipped(self, count: int) -> None:
+        if not self.num_skipped:
+            _log.info("KV blocks are not published: the block before them is unknown, or they differ in size")
+        self.num_skipped += count
+
+    def _remove(self, prefix: int) -> None:
+        copies = self._copies[prefix] = self._copies[prefix] - 1
+        if not copies:
+            del self._copies[prefix]
+            self._changes[prefix] = False
+
+    def _clear(self) -> None:
+        self._known.clear()
+        self._copies.clear()
+        self._changes.clear()
+        self._cleared = True
+
+    def _flush_at(self, time_s: float) -> None:
+        """Send what is pending at this time of the event loop, or earlier."""
+        if self._is_closed:
+            return
+        if self._flush_timer is not None:
+            if self._flush_timer.when() <= time_s:
+                return
+            self._flush_timer.cancel()
+        self._flush_timer = asyncio.get_running_loop().call_at(time_s, self._flush)
 
     def _flush(self) -> None:
-        self._timer = None
-        while self._pending:
-            count, size = 0, 0
-            while count < len(self._pending) and (count == 0 or size < _MAX_BATCH_BYTES):
-                size += _size(self._pending[count])
-                count += 1
-            batch = tuple(self._pending[:count])
-            if not self._publish(encode(KvEvents(instance_id=self._instance_id, first=self._next, events=batch))):
-                self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._flush)
+        self._flush_timer = None
+        now = asyncio.get_running_loop().time()
+        while self._unsent or self._encode_pending(now):
+            if not self._publish(self._unsent[0]):
+                self._flush_at(now + _INTERVAL_S)
                 return
-            del self._pending[:count]
-            self._pending_bytes = max(0, self._pending_bytes - size)
-            self._next += count
+            self._unsent.popleft()
+        if self._is_resync_due:
+            self._flush_at(self._resync_at)
+        self._show_number_after(_IDLE_S)
+
+    def _encode_pending(self, now: float) -> bool:
+        """Encode the changes, then the snapshot if one is due. Return True if there is an update to send."""
+        self._encode_changes()
+        if self._is_resync_due and now >= self._resync_at:
+            self._encode_snapshot()
+            self._is_resync_due, self._resync_at = False, now + _RESYNC_INTERVAL_S
+        return bool(self._unsent)
+
+    def _encode_changes(self) -> None:
+        changes = iter(self._changes.items())
+        while (part := list(islice(changes, MAX_UPDATE_BLOCKS))) or self._cleared:
+            removed = pack_hashes(prefix for prefix, is_stored in part if not is_stored)
+            stored = pack_hashes(prefix for prefix, is_stored in part if is_stored)
+            self._encode(cleared=self._cleared, removed=removed, stored=stored)
+            self._cleared = False
+        self._changes.clear()
+
+    def _encode_snapshot(self) -> None:
+        left = max(1, -(-len(self._copies) // MAX_UPDATE_BLOCKS))
+        is_first, prefixes = True, iter(self._copies)
+        for parts in range(left, 0, -1):
+            stored = pack_hashes(islice(prefixes, MAX_UPDATE_BLOCKS))
+            self._encode(cleared=is_first, stored=stored, snapshot=parts)
+            is_first = False
+
+    def _encode(self, *, cleared: bool = False, removed: bytes = b"", stored: bytes = b"", snapshot: int = 0) -> None:
+        update = KvCacheUpdate(
+            instance_id=self._instance_id,
+            number=self._next,
+            block_tokens=self._block_tokens,
+            cleared=cleared,
+            removed=removed,
+            stored=stored,
+            snapshot=snapshot,
+        )
+        self._next += 1
+        self._unsent.append(encode(update))
+
+    def _show_number_after(self, delay_s: float) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._show_number)
+
+    def _show_number(self) -> None:
+        if not self._unsent and not self._changes and not self._cleared:
+            self._encode()
+            if self._publish(self._unsent[0]):
+                self._unsent.clear()
+            else:
+                self._flush_at(asyncio.get_running_loop().time() + _INTERVAL_S)
+        self._show_number_after(_HEARTBEAT_S)
 
     def close(self) -> None:
         """Publish nothing more. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-def _size(event: KvEvent) -> int:
-    """Return about how many bytes an event takes."""
-    if isinstance(event, BlocksStored):
-        tokens = sum(len(block.token_ids) for block in event.blocks)
-        return _BLOCK_BYTES * (1 + len(event.blocks)) + _TOKEN_BYTES * tokens
-    return _BLOCK_BYTES + (9 * len(event.hashes) if isinstance(event, BlocksRemoved) else 0)
+        self._is_closed = True
+        for timer in (self._flush_timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
+        self._flush_timer = self._idle_timer = None

@@ -263,6 +263,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
     wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
+    publishes_kv_events: bool = False  # see `kv_events`
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -326,14 +327,23 @@ class Restart(msgspec.Struct, frozen=True, tag="restart"):
     reason: str
 
 
-Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart
+class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
+    """Ask a worker to publish all blocks of its prefix cache again, see `kv_events`. The reply is empty."""
+
+
+Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart | ResyncKvEvents
 
 T = TypeVar("T")
 
 
+def packed(ids: TokenIds) -> bytes:
+    """Return token ids as they are sent."""
+    return _little_endian(ids).tobytes()
+
+
 def _pack(value: Any) -> bytes:
     if isinstance(value, array):
-        return _little_endian(value).tobytes()
+        return packed(value)
     raise TypeError(f"{type(value).__name__} has no wire form")
 
 

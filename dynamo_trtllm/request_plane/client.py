@@ -47,7 +47,14 @@ from dynamo_trtllm.request_plane.frames import (
     read_batch,
 )
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
-from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
+from dynamo_trtllm.request_plane.transport import (
+    Heartbeat,
+    Receive,
+    Service,
+    Transport,
+    Unsubscribe,
+    load_subject,
+)
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 log = logging.getLogger(__name__)
@@ -199,6 +206,10 @@ class Plane:
 
         self._on_load = on_load
         return await self._transport.subscribe(load_subject(namespace), receive)
+
+    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
+        """Receive messages that are no part of a stream, see `Transport`."""
+        return await self._transport.subscribe(subject, receive)
 
     def unavailable_reason(self) -> str | None:
         """Return, as text for users, why no request can be sent now. None: no reason is known."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineStats, HasStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
+from dynamo_trtllm.kv_events import KvEventPublisher
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
@@ -30,6 +31,7 @@ from dynamo_trtllm.messages import (
     ReleaseSlot,
     ReserveSlot,
     Restart,
+    ResyncKvEvents,
     Role,
     encode,
 )
@@ -220,6 +222,7 @@ class WorkerService:
         files: paths of the card's files by content hash.
         metrics: metrics of the worker.
         max_leaked_kv_fraction: share of the KV blocks that the engine may be unable to free.
+        kv_events: publisher of the engine's KV events, if the worker publishes them.
     """
 
     def __init__(
@@ -231,12 +234,14 @@ class WorkerService:
         files: Mapping[str, Path],
         metrics: WorkerMetrics,
         max_leaked_kv_fraction: float = 1.0,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
         self._engine = engine
         self._max_leaked_kv_fraction = max_leaked_kv_fraction
         self._admission = admission
         self._instance_id = instance.id
         self._num_reports = 0
+        self._kv_events = kv_events
         self._model = instance.card.name
         self._role = instance.role
         self._phases = _PHASES[instance.role] | ({Phase.AGGREGATED} if instance.can_aggregate else set())
@@ -310,6 +315,10 @@ class WorkerService:
                 self._admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
             case ReleaseSlot(reservation_id):
                 self._admission.unreserve(reservation_id)
+            case ResyncKvEvents():
+                if self._kv_events is None:
+                    raise InvalidRequest("this worker publishes no KV events; start it with --publish-kv-events")
+                self._kv_events.resync()
             case Restart(reason):
                 self._restart_reason = reason
                 self._restart_asked.set()

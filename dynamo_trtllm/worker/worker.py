@@ -228,9 +228,11 @@ class Worker:
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         self._health.phase = "registering"
-        instance, files = self._describe(info)
+        has_events = config.publish_kv_events and isinstance(engine, HasKvEvents)
+        instance, files = self._describe(info, publishes_kv_events=has_events)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
         admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)
+        kv_events = self._publish_kv_events(engine, plane, instance, stack)
         service = WorkerService(
             engine,
             instance,
@@ -238,9 +240,8 @@ class Worker:
             files=files,
             metrics=self._metrics,
             max_leaked_kv_fraction=config.max_leaked_kv_fraction,
+            kv_events=kv_events,
         )
-        if config.publish_kv_events and isinstance(engine, HasKvEvents):
-            stack.callback(self._publish_kv_events(engine, plane, instance.subject))
         serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
         broadcast = partial(plane.try_publish, load_subject(instance.namespace))
@@ -254,13 +255,19 @@ class Worker:
         RECORDER.record_process(RecordedEvent.READY)
         return _RunningWorker(plane, engine, service, serving, self._sleeper)
 
-    def _publish_kv_events(self, engine: HasKvEvents, plane: NatsPlane, subject: str) -> Callable[[], None]:
-        """Publish the events of the engine's prefix cache, and return the function that ends it."""
-        events = KvEventPublisher(self.instance_id, partial(plane.try_publish, kv_events_subject(subject)))
-        engine.start_kv_events(events.on_events)
-        return events.close
+    def _publish_kv_events(
+        self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
+    ) -> KvEventPublisher | None:
+        """Publish the changes of the engine's prefix cache until `stack` is closed, if the instance announces them."""
+        if not instance.publishes_kv_events or not isinstance(engine, HasKvEvents):
+            return None
+        subject = kv_events_subject(instance.namespace)
+        publisher = KvEventPublisher(self.instance_id, partial(plane.try_publish, subject))
+        stack.callback(publisher.close)
+        engine.start_kv_events(publisher.on_events)
+        return publisher
 
-    def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
+    def _describe(self, info: EngineInfo, *, publishes_kv_events: bool) -> tuple[Instance, dict[str, Path]]:
         """Return the instance to register, and the paths of the card's files by content hash."""
         config = self._config
         role = config.disaggregation_mode
@@ -294,6 +301,7 @@ class Worker:
             strategy=config.disaggregation_strategy,
             version=__version__,
             wire=WIRE_VERSION,
+            publishes_kv_events=publishes_kv_events,
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
 

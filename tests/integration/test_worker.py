@@ -23,9 +23,10 @@ from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
-from dynamo_trtllm.kv_events import BlocksRemoved, KvEvents, kv_events_subject
-from dynamo_trtllm.messages import FinishReason, Phase, Role, decode
-from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
+from dynamo_trtllm.kv_events import BlocksCleared, KvCacheUpdate, kv_events_subject
+from dynamo_trtllm.messages import FinishReason, Phase, ResyncKvEvents, Role, decode
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens
@@ -274,25 +275,35 @@ async def test_serve_when_a_background_task_dies_while_the_engine_loads_then_it_
     assert "plane-nats-writer" in worker._health.failure
 
 
-async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_them_numbered(
+async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_and_after_a_resync_a_snapshot(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = BlocksRemoved(hashes=(1,))
-    found: asyncio.Queue[KvEvents] = asyncio.Queue()
-    monkeypatch.setattr(MockEngine, "start_kv_events", lambda _, on_events: on_events([gone, gone]))
+    found: asyncio.Queue[KvCacheUpdate] = asyncio.Queue()
+    monkeypatch.setattr(MockEngine, "start_kv_events", lambda _, on_events: on_events([BlocksCleared()]))
     caching = {"publish_kv_events": True, "override_engine_args": {"enable_prefix_caching": True}}
     chosen = config(etcd_server, nats_server).model_copy(update=caching)
-    worker, transport = Worker(chosen), NatsTransport(nats_server)
-    await transport.connect(SOON_S)
-    subject = keys.subject(endpoint_of(chosen), worker.instance_id)
-    await transport.subscribe(kv_events_subject(subject), lambda data, _: found.put_nowait(decode(data, KvEvents)))
+    worker, plane = Worker(chosen), await NatsPlane.connect(nats_server, PlaneLimits())
+    discovery = EtcdDiscovery(etcd_server)
+    endpoint = endpoint_of(chosen)
+    await plane.subscribe(
+        kv_events_subject(endpoint.namespace), lambda data, _: found.put_nowait(decode(data, KvCacheUpdate))
+    )
     async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
         serving = group.create_task(worker.serve())
-        events = await found.get()
+        updates = [await found.get()]
+        async with aclosing(discovery.watch(chosen.namespace)) as events:
+            while not isinstance(await anext(events), Added):
+                pass
+        await plane.control(keys.subject(endpoint, worker.instance_id), ResyncKvEvents())
+        while not updates[-1].snapshot:
+            updates.append(await found.get())
         worker.stop()
         await serving
-    await transport.aclose()
-    assert events == KvEvents(instance_id=worker.instance_id, first=0, events=(gone, gone))
+    await plane.aclose()
+    await discovery.aclose()
+    assert updates[0] == KvCacheUpdate(instance_id=worker.instance_id, number=0, cleared=True)
+    last = KvCacheUpdate(instance_id=worker.instance_id, number=len(updates) - 1, cleared=True, snapshot=1)
+    assert updates[-1] == last
 
 
 async def test_serve_when_put_to_sleep_then_it_deregisters_and_registers_again_after_wake(
