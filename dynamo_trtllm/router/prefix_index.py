@@ -1,0 +1,345 @@
+"""Know which prompt prefixes the workers' caches have: from their KV events, or from what this frontend sent. Pure.
+
+A prefix hash stands for a block of tokens and all blocks before it, see `kv_events`. Each hash has a bit mask of the
+instances that have the block. Engines free a prefix from its end, so the masks of a prompt's blocks only lose bits from
+block to block, and a binary search finds where. Callers pass the time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.kv_events import KvCacheUpdate, prefix_hashes, root_hash, unpack_hashes
+from dynamo_trtllm.messages import GenerateRequest, Instance, Role
+
+MAX_SENT_BLOCKS: Final = 1 << 20  # as Dynamo's --router-max-tree-size
+_EXPIRED_AT_ONCE = 4  # prompts per sent prompt, so that none waits for the expiry of many
+
+
+class Level(NamedTuple):
+    """The instances that have at least the first `depth` blocks of a prompt."""
+
+    depth: int
+    mask: int
+
+
+class PrefixIndex:
+    """The blocks of instances whose blocks have equal sizes. A block of one instance takes about 150 bytes.
+
+    An instance that reports a block without those before it is taken to have those, too.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}  # prefix hash -> mask of slots
+        self._slots: dict[int, int] = {}  # instance id -> slot
+        self._bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
+        self._blocks: list[set[int]] = []  # prefix hashes of each slot
+        self._ids: list[int] = []  # instance id of each slot
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, instance_id: int) -> None:
+        """Add an instance without blocks. An instance that is there keeps its blocks."""
+        if instance_id in self._slots:
+            return
+        if self._free:
+            slot = self._free.pop()
+            self._ids[slot] = instance_id
+        else:
+            slot = len(self._ids)
+            self._ids.append(instance_id)
+            self._bits.append(1 << slot)
+            self._blocks.append(set())
+        self._slots[instance_id] = slot
+
+    def remove(self, instance_id: int) -> None:
+        """Remove an instance and its blocks, in time linear in their number. Unknown ids are ignored."""
+        if instance_id in self._slots:
+            self.clear(instance_id)
+            self._free.append(self._slots.pop(instance_id))
+
+    def clear(self, instance_id: int) -> None:
+        """Remove all blocks of an instance."""
+        self.discard(instance_id, tuple(self._blocks[self._slots[instance_id]]))
+
+    def store(self, instance_id: int, hashes: Iterable[int]) -> None:
+        """Add blocks of an instance."""
+        slot, masks = self._slots[instance_id], self._masks
+        bit, own = self._bits[slot], self._blocks[slot]
+        new = set(hashes) - own
+        own |= new
+        for prefix in new:
+            mask = masks.get(prefix)
+            masks[prefix] = bit if mask is None else mask | bit
+
+    def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
+        """Remove blocks of an instance. Unknown ones are ignored."""
+        slot, masks = self._slots[instance_id], self._masks
+        bit, own = self._bits[slot], self._blocks[slot]
+        for prefix in hashes:
+            if prefix in own:
+                own.discard(prefix)
+                if rest := masks[prefix] ^ bit:
+                    masks[prefix] = rest
+                else:
+                    del masks[prefix]
+
+    def levels(self, hashes: Sequence[int]) -> list[Level]:
+        """Return how deep instances match a prompt, the deepest first; each mask includes the one before it."""
+        if not hashes:
+            return []
+        masks, levels = self._masks, []
+        depth, mask = len(hashes), masks.get(hashes[-1], 0)
+        if mask:
+            levels.append(Level(depth, mask))
+        first = masks.get(hashes[0], 0) | mask
+        while mask != first:  # further instances have less: search for the deepest block that one of them has
+            low, low_mask, high = 1, first, depth
+            while high - low > 1:
+                middle = (low + high) // 2
+                middle_mask = masks.get(hashes[middle - 1], 0) | mask
+                if middle_mask == mask:
+                    high = middle
+                else:
+                    low, low_mask = middle, middle_mask
+            depth, mask = low, low_mask
+            levels.append(Level(depth, mask))
+            first |= mask
+        return levels
+
+    def depth(self, levels: Sequence[Level], instance_id: int) -> int:
+        """Return how many blocks of the prompt of `levels` an instance has."""
+        slot = self._slots.get(instance_id)
+        if slot is not None:
+            for depth, mask in levels:
+                if mask >> slot & 1:
+                    return depth
+        return 0
+
+    def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
+        """Return ids of at most `limit` instances of a mask. Another `turn` begins at another instance."""
+        ids = self._ids
+        found: list[int] = []
+        start = turn % len(ids)
+        above = mask >> start << start
+        for part in (above, mask ^ above):
+            left = part
+            while left and len(found) < limit:
+                bit = left & -left
+                found.append(ids[bit.bit_length() - 1])
+                left ^= bit
+        return found
+
+
+class PromptHashes:
+    """The prefix hashes of one request's prompt, computed once per block size."""
+
+    __slots__ = ("_hashes", "_request")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._hashes: dict[int, list[int]] = {}
+
+    def of(self, block_tokens: int) -> list[int]:
+        """Return the hashes of the blocks that an engine may reuse: it computes at least the last token."""
+        hashes = self._hashes.get(block_tokens)
+        if hashes is None:
+            request = self._request
+            is_scored = request.sampling.prompt_logprobs is not None  # engines then compute the whole prompt
+            ids = request.token_ids[:0] if is_scored else request.token_ids[:-1]
+            hashes = self._hashes[block_tokens] = prefix_hashes(ids, block_tokens, root_hash(request.cache_salt))
+        return hashes
+
+
+class _IndexMatch(NamedTuple):
+    blocks: PrefixIndex
+    block_tokens: int
+    levels: list[Level]
+
+
+class PrefixOverlaps(Mapping[int, int]):
+    """How many tokens at the start of a prompt each instance has in its cache. Computed per instance when asked for."""
+
+    def __init__(self, matches: Sequence[_IndexMatch], turn: int) -> None:
+        self._matches = matches
+        self._turn = turn
+
+    def __getitem__(self, instance_id: int) -> int:
+        for blocks, block_tokens, levels in self._matches:
+            if depth := blocks.depth(levels, instance_id):
+                return depth * block_tokens
+        raise KeyError(instance_id)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.deepest(sys.maxsize))
+
+    def __len__(self) -> int:
+        return sum(levels[-1].mask.bit_count() for _, _, levels in self._matches)
+
+    def deepest(self, limit: int) -> list[int]:
+        """Return at most `limit` instances per block size, those with the longest overlaps first.
+
+        Of equal ones, others come first with each request, so that they share the load.
+        """
+        found: list[int] = []
+        for blocks, _, levels in self._matches:
+            before, left = 0, limit
+            for _, mask in levels:
+                ids = blocks.ids_of(mask ^ before, left, self._turn)
+                found += ids
+                before, left = mask, left - len(ids)
+                if not left:
+                    break
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cache:
+    """What is known of one instance's prefix cache."""
+
+    model: str
+    role: Role
+    block_tokens: int
+    has_events: bool
+    next_number: int = -1  # of the instance's next update
+    is_synced: bool = False
+    reads_snapshot: bool = False
+
+
+class _Sent(NamedTuple):
+    expires_s: float
+    instance_id: int
+    hashes: Sequence[int]
+
+
+class KnownPrefixes:
+    """The prefix caches of all instances, as far as this frontend knows them.
+
+    Args:
+        reads_events: use the KV events of instances that publish them. Of the other instances, the prompts count that
+            this frontend sent them.
+        ttl_s: for how long those count.
+    """
+
+    def __init__(self, *, reads_events: bool = True, ttl_s: float = 120.0) -> None:
+        self._reads_events = reads_events
+        self._ttl_s = ttl_s
+        self._caches: dict[int, _Cache] = {}
+        self._indexes: dict[tuple[str, Role], dict[int, PrefixIndex]] = {}  # by block size
+        self._sent: deque[_Sent] = deque()
+        self._num_sent = 0  # blocks in `_sent`
+        self._expires: dict[int, dict[int, float]] = {}  # instance id -> prefix hash -> when it expires
+        self._turn = 0
+        self.unsynced: set[int] = set()  # instances that must publish everything again
+
+    def add_instance(self, instance: Instance) -> None:
+        """Add an instance. One that publishes KV events is out of sync until it has published a snapshot."""
+        self.remove_instance(instance.id)
+        has_events = self._reads_events and instance.publishes_kv_events
+        self._caches[instance.id] = _Cache(
+            model=instance.card.name,
+            role=instance.role,
+            block_tokens=instance.layout.block_tokens,
+            has_events=has_events,
+        )
+        self._index_of(instance.id).add(instance.id)
+        if has_events:
+            self.unsynced.add(instance.id)
+        else:
+            self._expires[instance.id] = {}
+
+    def remove_instance(self, instance_id: int) -> None:
+        """Remove an instance and what is known of its cache. Unknown ids are ignored."""
+        if instance_id in self._caches:
+            self._index_of(instance_id).remove(instance_id)
+            del self._caches[instance_id]
+            self.unsynced.discard(instance_id)
+            self._expires.pop(instance_id, None)
+
+    def instance_ids(self) -> Set[int]:
+        return self._caches.keys()
+
+    def forget(self, instance_id: int) -> None:
+        """Remove all blocks of an instance."""
+        self._index_of(instance_id).clear(instance_id)
+
+    def on_update(self, update: KvCacheUpdate) -> None:
+        """Apply an update of an instance. If one before it is missing, the instance is out of sync until a snapshot.
+
+        Raises:
+            ValueError: the update is malformed. The instance is out of sync.
+        """
+        cache = self._caches.get(update.instance_id)
+        if cache is None or not cache.has_events:
+            return
+        if update.number != cache.next_number:
+            cache.is_synced = cache.reads_snapshot = False
+            self.unsynced.add(update.instance_id)
+        cache.next_number = update.number + 1
+        if not update.snapshot:
+            self._apply(cache, update)
+        elif not cache.is_synced:
+            cache.reads_snapshot |= update.cleared
+            if cache.reads_snapshot:
+                self._apply(cache, update)
+                if update.snapshot == 1:
+                    cache.is_synced, cache.reads_snapshot = True, False
+                    self.unsynced.discard(update.instance_id)
+
+    def _apply(self, cache: _Cache, update: KvCacheUpdate) -> None:
+        name, expected = update.instance_id, cache.next_number
+        cache.next_number = -1  # until all of it is applied
+        if update.block_tokens not in (0, cache.block_tokens):
+            self._index_of(name).remove(name)
+            cache.block_tokens = update.block_tokens
+            self._index_of(name).add(name)
+        index = self._index_of(name)
+        if update.cleared:
+            index.clear(name)
+        index.discard(name, unpack_hashes(update.removed))
+        index.store(name, unpack_hashes(update.stored))
+        cache.next_number = expected
+
+    def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> None:
+        """Count a prompt as cached by the instance that it was sent to, unless that instance publishes KV events."""
+        expires = self._expires.get(instance_id)
+        if expires is None:
+            return
+        self._expire(now)
+        hashes = prompt.of(self._caches[instance_id].block_tokens)
+        self._index_of(instance_id).store(instance_id, hashes)
+        expires.update(dict.fromkeys(hashes, now + self._ttl_s))
+        self._sent.append(_Sent(now + self._ttl_s, instance_id, hashes))
+        self._num_sent += len(hashes)
+
+    def _expire(self, now: float) -> None:
+        for _ in range(_EXPIRED_AT_ONCE):
+            if not self._sent or (self._sent[0].expires_s > now and self._num_sent <= MAX_SENT_BLOCKS):
+                return
+            sent = self._sent.popleft()
+            self._num_sent -= len(sent.hashes)
+            expires = self._expires.get(sent.instance_id)
+            if expires is not None:  # the instance is still there
+                old = [each for each in sent.hashes if expires.get(each, now) <= sent.expires_s]
+                for each in old:
+                    expires.pop(each, None)
+                self._index_of(sent.instance_id).discard(sent.instance_id, old)
+
+    def overlaps(self, prompt: PromptHashes, model: str, role: Role) -> PrefixOverlaps:
+        """Return what the instances of a model and role have of a prompt."""
+        self._turn += 1
+        matches = []
+        for block_tokens, index in self._indexes.get((model, role), {}).items():
+            if levels := index.levels(prompt.of(block_tokens)):
+                matches.append(_IndexMatch(index, block_tokens, levels))
+        return PrefixOverlaps(matches, self._turn)
+
+    def _index_of(self, instance_id: int) -> PrefixIndex:
+        cache = self._caches[instance_id]
+        return self._indexes.setdefault((cache.model, cache.role), {}).setdefault(cache.block_tokens, PrefixIndex())
