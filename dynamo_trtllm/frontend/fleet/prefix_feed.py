@@ -1,0 +1,117 @@
+"""Keep the router's knowledge of prefix caches up to date: follow the instances and read their KV events.
+
+A frontend that is new, or that missed an update of a worker, asks the worker to publish everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo_trtllm.background import first_of
+from dynamo_trtllm.errors import BadFrame, DynamoError
+from dynamo_trtllm.kv_events import KvCacheUpdate, kv_events_subject
+from dynamo_trtllm.messages import Instance, ResyncKvEvents, decode
+from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.router.prefix_index import KnownPrefixes
+from dynamo_trtllm.router.view import ClusterView
+
+_log = logging.getLogger(__name__)
+
+PAUSE_S: Final = 2.0  # after the first request for a snapshot; each one after it waits twice as long
+_LONGEST_PAUSE_S = 30.0
+_TIMEOUT_S = 2.0
+_AT_ONCE = 32
+_UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
+
+
+@dataclass(slots=True)
+class _Resync:
+    """The requests to one worker for a snapshot."""
+
+    due_s: float
+    count: int = 0
+    failure: str = ""
+    task: asyncio.Task[None] | None = None
+
+
+class PrefixFeed:
+    """Updates `known` from the instances of `view` and, if `reads_events`, from the KV events of their namespace."""
+
+    def __init__(
+        self, known: KnownPrefixes, view: ClusterView, plane: Plane, namespace: str, *, pause_s: float = PAUSE_S
+    ) -> None:
+        self._known = known
+        self._view = view
+        self._plane = plane
+        self._namespace = namespace
+        self._pause_s = pause_s
+        self._instances: dict[int, Instance] = {}
+        self._resyncs: dict[int, _Resync] = {}
+        self._wake = asyncio.Event()
+        self._num_unreadable = 0  # messages
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        unsubscribe = await self._plane.subscribe(kv_events_subject(self._namespace), self._on_message)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    changed = self._view.changed
+                    self._wake.clear()
+                    self._follow_instances()
+                    wait_s = self._ask(group)
+                    await first_of(changed.wait(), self._wake.wait(), timeout_s=wait_s)
+        finally:
+            await unsubscribe()
+
+    def _follow_instances(self) -> None:
+        now = {instance.id: instance for instance in self._view.instances()}
+        for instance_id in self._instances.keys() - now.keys():
+            self._known.remove_instance(instance_id)
+        for instance_id in now.keys() - self._instances.keys():
+            self._known.add_instance(now[instance_id])
+        self._instances = now
+
+    def _on_message(self, data: bytes, _reply: str) -> None:
+        try:
+            update = decode(data, KvCacheUpdate)
+            self._known.on_update(update)
+        except (BadFrame, ValueError) as exc:
+            self._num_unreadable += 1
+            if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
+                _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
+            return
+        if update.instance_id in self._known.unsynced and update.instance_id not in self._resyncs:
+            self._wake.set()
+
+    def _ask(self, group: asyncio.TaskGroup) -> float | None:
+        """Start the requests for snapshots that are due. Return the seconds until the next one is due."""
+        now, unsynced = asyncio.get_running_loop().time(), self._known.unsynced
+        for instance_id in self._resyncs.keys() - unsynced:
+            del self._resyncs[instance_id]
+        for instance_id in unsynced - self._resyncs.keys():
+            self._resyncs[instance_id] = _Resync(now)
+        waiting = [(name, each) for name, each in self._resyncs.items() if each.task is None]
+        due = [(name, each) for name, each in waiting if each.due_s <= now]
+        for name, resync in due[: _AT_ONCE - (len(self._resyncs) - len(waiting))]:
+            resync.task = group.create_task(self._request(self._instances[name], resync), name=f"kv-resync-{name:x}")
+        return min((max(each.due_s - now, self._pause_s / 8) for _, each in waiting), default=None)
+
+    async def _request(self, instance: Instance, resync: _Resync) -> None:
+        if resync.count == _UNANSWERED:
+            reason = resync.failure or "it accepts requests but publishes nothing"
+            _log.warning("worker %x does not publish its prefix cache again: %s", instance.id, reason)
+            if instance.id in self._known.unsynced:
+                self._known.forget(instance.id)
+        resync.failure = ""
+        try:
+            await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
+        except DynamoError as exc:
+            resync.failure = f"{exc.code}: {exc.message}"
+        pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2**resync.count)
+        resync.count, resync.due_s = resync.count + 1, asyncio.get_running_loop().time() + pause_s
+        resync.task = None
+        self._wake.set()

@@ -1,0 +1,134 @@
+"""The feed of KV events into the router's knowledge of prefix caches, in one process with real publishers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from dynamo_trtllm import kv_events
+from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
+from dynamo_trtllm.kv_events import BlocksStored, KvBlock, KvEventPublisher, kv_events_subject
+from dynamo_trtllm.messages import GenerateRequest, Role, Sampling, token_ids
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker.service import Admission, WorkerService
+from tests.inproc_plane import InprocPlane
+from tests.instances import make_instance
+from tests.unit.frontend.registry_helpers import NoEngine, until
+
+TOKENS = token_ids(range(32))
+FIRST = BlocksStored(blocks=(KvBlock(1, TOKENS[:16]),))
+SECOND = BlocksStored(blocks=(KvBlock(2, TOKENS[16:]),), parent=1)
+
+
+class Publisher(KvEventPublisher):
+    """A publisher that ignores requests for snapshots while `is_deaf`."""
+
+    is_deaf = False
+
+    def resync(self) -> None:
+        if not self.is_deaf:
+            super().resync()
+
+
+class Frontend:
+    """A feed, and workers without engines that publish events on its plane."""
+
+    def __init__(self, plane: Plane, pause_s: float) -> None:
+        self.plane = plane
+        self.view = ClusterView()
+        self.known = KnownPrefixes()
+        self.feed = PrefixFeed(self.known, self.view, self.plane, "dynamo", pause_s=pause_s)
+        self.num_lost = 0  # of the next messages
+
+    async def worker(self, instance_id: int) -> Publisher:
+        instance = msgspec.structs.replace(make_instance(instance_id), publishes_kv_events=True)
+        publisher = Publisher(instance_id, self._publish)
+        metrics = WorkerMetrics()
+        service = WorkerService(NoEngine(), instance, Admission(), files={}, metrics=metrics, kv_events=publisher)
+        await self.plane.serve(instance.subject, service)
+        self.view.add(instance)
+        return publisher
+
+    def _publish(self, data: bytes) -> bool:
+        if self.num_lost:
+            self.num_lost -= 1
+            return True
+        return self.plane.try_publish(kv_events_subject("dynamo"), data)
+
+    def overlap(self, instance_id: int) -> int:
+        request = GenerateRequest(
+            request_id="r", model="tiny", token_ids=TOKENS + TOKENS, sampling=Sampling(max_tokens=1), deadline=0.0
+        )
+        return self.known.overlaps(PromptHashes(request), "tiny", Role.DECODE).get(instance_id, 0)
+
+
+@asynccontextmanager
+async def running(pause_s: float = 0.05) -> AsyncIterator[Frontend]:
+    plane = InprocPlane()
+    frontend = Frontend(plane, pause_s)
+    task = asyncio.create_task(frontend.feed.run())
+    yield frontend
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await plane.aclose()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_INTERVAL_S", "_RESYNC_INTERVAL_S", "_IDLE_S"):
+        monkeypatch.setattr(kv_events, name, 0.005)
+
+
+async def test_feed_when_a_worker_had_blocks_before_then_it_asks_for_them_and_follows_the_changes() -> None:
+    async with running() as frontend:
+        publisher = await frontend.worker(1)
+        frontend.num_lost = 1
+        publisher.on_events([FIRST])
+        await until(lambda: frontend.overlap(1) == 16)
+        publisher.on_events([SECOND])
+        await until(lambda: frontend.overlap(1) == 32)
+        frontend.view.remove(1)
+        await until(lambda: frontend.overlap(1) == 0)
+        publisher.close()
+
+
+async def test_feed_when_the_last_message_is_lost_then_the_next_number_shows_it() -> None:
+    async with running() as frontend:
+        publisher = await frontend.worker(1)
+        await until(lambda: not frontend.known.unsynced)
+        frontend.num_lost = 1
+        publisher.on_events([FIRST, SECOND])
+        await until(lambda: frontend.overlap(1) == 32)
+        publisher.close()
+
+
+async def test_feed_when_a_message_is_malformed_then_it_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as frontend:
+        publisher = await frontend.worker(1)
+        frontend.plane.try_publish(kv_events_subject("dynamo"), b"?")
+        publisher.on_events([FIRST])
+        await until(lambda: frontend.overlap(1) == 16)
+        publisher.close()
+    assert "unreadable KV events dropped (1 so far)" in caplog.text
+
+
+async def test_feed_when_a_worker_does_not_answer_then_its_blocks_are_forgotten_and_it_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(pause_s=0.01) as frontend:
+        publisher = await frontend.worker(1)
+        publisher.is_deaf = True
+        publisher.on_events([FIRST])
+        await until(lambda: frontend.overlap(1) == 16)  # of use until it is known to be outdated
+        await until(lambda: frontend.overlap(1) == 0)
+        publisher.is_deaf = False
+        await until(lambda: frontend.overlap(1) == 16)
+        publisher.close()
+    assert "worker 1 does not publish its prefix cache again: it accepts requests but publishes nothing" in caplog.text
