@@ -15,8 +15,8 @@ from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.streams import as_stream, unexpected_error
+from dynamo_trtllm.worker.drain import drain
 from dynamo_trtllm.worker.health import Health
-from dynamo_trtllm.worker.service import drain
 
 _log = logging.getLogger(__name__)
 

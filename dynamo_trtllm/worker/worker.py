@@ -38,8 +38,9 @@ from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.drain import drain
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
-from dynamo_trtllm.worker.service import Admission, WorkerService, digest, drain
+from dynamo_trtllm.worker.service import Admission, WorkerService, digest
 from dynamo_trtllm.worker.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -192,16 +193,12 @@ class Worker:
             await self._drain(parts)
 
     async def _start(self, stack: AsyncExitStack) -> _RunningWorker:
-        model, namespace = self._config.model_path, endpoint_of(self._config).namespace
+        namespace = endpoint_of(self._config).namespace
         folder = recorder_folder(self._config.recorder_dir, process_environment())
         kind = str(self._config.disaggregation_mode)
         RECORDER.start(folder, namespace=namespace, kind=kind, instance_id=self.instance_id)
         stack.callback(RECORDER.stop)
-        self._config = config = await asyncio.to_thread(_resolved, self._config)
-        self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
-        check_model_name(self._model_name())
-        await asyncio.to_thread(startup.check_flags, config)
-        self._config = config = await asyncio.to_thread(_with_kv_transfer_host, config)
+        config = await self._configure()
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(
@@ -254,6 +251,20 @@ class Worker:
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
         return _RunningWorker(plane, engine, service, serving, self._sleeper)
+
+    async def _configure(self) -> WorkerConfig:
+        """Check and complete the configuration.
+
+        Raises:
+            ConfigError: see `_resolved`, `check_flags` and `_with_kv_transfer_host`.
+        """
+        model = self._config.model_path
+        self._config = config = await asyncio.to_thread(_resolved, self._config)
+        self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
+        check_model_name(self._model_name())
+        await asyncio.to_thread(startup.check_flags, config)
+        self._config = await asyncio.to_thread(_with_kv_transfer_host, config)
+        return self._config
 
     def _publish_kv_events(
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
