@@ -75,7 +75,7 @@ def test_chat_when_streamed_over_prefill_and_decode_then_it_passes_few_files(
             executed = cluster.passed(client) & cluster.passed(client) - BESIDE
     finally:
         cluster.stop()
-    assert len(executed) <= MOST_FILES, sorted(executed)
+    assert len(executed) <= MOST_FILES, "\n".join(sorted(executed))
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     path = page.partition("## Life of a request")[2].partition("\n## ")[0]
     named = re.findall(r"^\d+\. `([\w/]+\.py)`", path, re.MULTILINE)
