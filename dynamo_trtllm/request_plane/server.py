@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 _LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _REPORTS_SINCE = 2  # wire version
 _LOAD_EVERY_S = 0.05
+_LATE = "the request's deadline passed in the worker"
 _REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
 
 
@@ -263,9 +264,10 @@ class EndpointServer:
         if len(self._latest_openings) > _REMEMBERED_OPENINGS:
             del self._latest_openings[next(iter(self._latest_openings))]
         self._idle.clear()
-        late = DeadlineExceeded("the request's deadline passed in the worker")
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._end, stream, late)
+        stream.deadline = asyncio.get_running_loop().call_later(
+            opening.left_s, lambda: self._end(stream, DeadlineExceeded(_LATE))
+        )
         try:
             stream.handle = self._service.generate(request, partial(self._on_event, stream))
         except Exception:
