@@ -1,14 +1,254 @@
-"""Select the instances of a request. Pure: the same arguments give the same selection."""
+"""Select the instances of a request, by round robin over the pairs whose circuit breaker is closed.
+
+After some failures in a row the breaker of a pair opens, and the pair gets no requests. When the open time is over, one
+probe is sent. It closes the breaker or opens it for longer. With probes, a new pair gets no requests before its first
+probe, and only a probe can clear a pair that gave wrong answers: the right answer to a request is not known. Callers
+pass the time.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Mapping, Set
 from dataclasses import dataclass
+from enum import StrEnum
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
-from dynamo_trtllm.router.view import ModelView, Pair, PairBreakers, pairing_fields
+from dynamo_trtllm.router.view import ModelView, Pair, PairGroup, excluding, pairing_fields, pairs_of, position
+
+_NO_GROUP = PairGroup()
+_MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
+_MOST_REASONS_FROM = 100  # pairs whose reasons an error names
+
+
+class PairState(StrEnum):
+    UNTRIED = "untried"
+    WORKING = "working"
+    FAILING = "failing"  # failed recently, and still gets requests
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerLimits:
+    """The limits that open a breaker, and for how long."""
+
+    failures: int = 3  # in a row, until the breaker opens
+    open_s: float = 5.0  # doubled each time it opens again
+    max_open_s: float = 120.0
+
+
+@dataclass(slots=True)
+class PairStatus:
+    """The status of one pair. Times are seconds of the callers' clock."""
+
+    state: PairState = PairState.UNTRIED
+    reason: str = ""
+    seen_at: float = 0.0  # time of the last outcome
+    failures: int = 0  # in a row
+    num_openings: int = 0  # since it last worked
+    open_until: float = 0.0
+    is_wrong: bool = False  # its last answers to a probe were wrong: only a probe can clear it
+    is_proven: bool = False  # a probe has passed since the pair was last wrong
+    tried_at: float = 0.0  # while it works but is not proven: time of the last probe, or when it began to work
+
+
+class PairBreakers:
+    """The breakers of all pairs. The pipeline and the probes write them; selection, health and readiness read them."""
+
+    def __init__(self, limits: BreakerLimits | None = None) -> None:
+        self._limits = limits or BreakerLimits()
+        self._statuses: dict[Pair, PairStatus] = {}
+        self._open: set[Pair] = set()
+        self._withheld: set[Pair] = set()  # new pairs that wait for a probe
+        self._known: defaultdict[int, set[Pair]] = defaultdict(set)  # by instance id: its pairs of the three above
+        self._open_partners: dict[int, set[int | None]] = {}
+        self._half_open_at = math.inf  # no breaker of `_open` may become half open earlier
+        self.revision = object()  # another one after each change of `open_partners`
+        self.rescheduled: set[Pair] = set()  # pairs that may be due earlier than before; the probes empty it
+
+    @property
+    def open_partners(self) -> Mapping[int, Set[int | None]]:
+        """By decode or aggregated instance: the first ids of its pairs that get no requests."""
+        return self._open_partners
+
+    def withhold(self, pairs: Iterable[Pair]) -> None:
+        """Send no requests to the unknown ones of `pairs` until a probe has tested them."""
+        for pair in pairs:
+            if pair not in self._statuses and pair not in self._withheld:
+                self._withheld.add(pair)
+                self._index(pair)
+                self._update(pair)
+
+    def admit(self, view: ModelView) -> None:
+        """Let requests test the new pairs of a model, because their probes take long."""
+        if not self._withheld:
+            return
+        for pair in self._withheld.intersection(pairs_of(view)):
+            self._withheld.discard(pair)
+            self._status(pair)  # a known pair is not withheld again
+            self._update(pair)
+
+    def _status(self, pair: Pair) -> PairStatus:
+        """Return the status of a pair, which is known from now on."""
+        status = self._statuses.get(pair)
+        if status is None:
+            status = self._statuses[pair] = PairStatus()
+            self._index(pair)
+        return status
+
+    def _index(self, pair: Pair) -> None:
+        for instance_id in pair:
+            if instance_id is not None:
+                self._known[instance_id].add(pair)
+
+    def _update(self, pair: Pair) -> None:
+        """Update `open_partners` after a change of a pair."""
+        prefill, decode = pair
+        partners = self._open_partners.setdefault(decode, set())
+        if self.is_open(pair) != (prefill in partners):
+            self.revision = object()
+            partners ^= {prefill}
+        if not partners:
+            del self._open_partners[decode]
+
+    def record_success(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
+        """Record that a KV transfer succeeded, for a request or, with `is_probe`, for a probe.
+
+        `note` is what the probe could not detect, shown as the reason. Return True if the pair did not work before.
+        """
+        status = self._statuses.get(pair)
+        if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
+            return False  # the request began before the pair was withheld or wrong, and its answer may be wrong
+        status = status or self._status(pair)
+        changed = status.state is not PairState.WORKING
+        if changed:
+            status.state, status.reason, status.failures, status.num_openings = PairState.WORKING, "", 0, 0
+            status.tried_at = now
+            self._open.discard(pair)
+            self._withheld.discard(pair)
+            self._update(pair)
+            self.rescheduled.add(pair)
+        if is_probe:
+            status.is_proven, status.is_wrong, status.reason = True, False, note
+        status.seen_at = now
+        return changed
+
+    def record_failure(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
+        """Record a failure. With `is_wrong` the pair gave wrong answers, which opens the breaker at once.
+
+        Return True if this opened the breaker for the first time since the pair worked.
+        """
+        self.rescheduled.add(pair)
+        limits, status = self._limits, self._status(pair)
+        status.reason, status.seen_at = reason, now
+        self._withheld.discard(pair)
+        self._update(pair)
+        if is_wrong:
+            status.is_wrong, status.is_proven = True, False
+        if status.state is PairState.QUARANTINED and now < status.open_until:
+            return False  # the call began before the quarantine; many such calls must not count as failed probes
+        status.failures += 1
+        if not is_wrong and status.failures < limits.failures and status.state is not PairState.QUARANTINED:
+            status.state = PairState.FAILING
+            return False
+        status.state = PairState.QUARANTINED
+        status.open_until = now + min(limits.max_open_s, limits.open_s * 2 ** min(status.num_openings, _MOST_DOUBLINGS))
+        status.num_openings += 1
+        self._half_open_at = min(self._half_open_at, status.open_until)
+        self._open.add(pair)
+        self._update(pair)
+        return status.num_openings == 1
+
+    def record_unreachable(self, pair: Pair, reason: str, now: float) -> bool:
+        """Record that a call was not accepted or lost its connection. Return True if the pair worked before.
+
+        The breaker does not count this, because it says nothing about KV transfers. The next successful transfer makes
+        the pair working again.
+        """
+        status = self._status(pair)
+        worked = status.state is PairState.WORKING
+        status.seen_at = now
+        self.rescheduled.add(pair)
+        if status.state is PairState.QUARANTINED:
+            status.open_until = max(status.open_until, now + self._limits.open_s)
+        else:
+            status.state, status.reason = PairState.FAILING, reason
+        return worked
+
+    def pairs_with(self, instance_id: int) -> list[Pair]:
+        """Return the known pairs of an instance."""
+        return [pair for pair in self._known.get(instance_id, ()) if pair in self._statuses]
+
+    def defer(self, pair: Pair, now: float) -> None:
+        """Record that the pair was too busy for a probe, which leaves its state unchanged.
+
+        A new pair gets requests from now on: otherwise workers that are always too busy for a probe would get none.
+        """
+        status = self._status(pair)
+        status.seen_at = status.tried_at = now
+        self._withheld.discard(pair)
+        self._update(pair)
+        if status.state is PairState.QUARANTINED:
+            status.open_until = now + self._limits.open_s
+
+    def half_open(self, now: float) -> None:
+        """Without probes: send requests again to pairs whose open time is over. Their outcome decides."""
+        if now < self._half_open_at:
+            return  # this is called per request
+        for pair in [pair for pair in self._open if self._statuses[pair].open_until <= now]:
+            self._open.discard(pair)
+            self._update(pair)
+        self._half_open_at = min((self._statuses[pair].open_until for pair in self._open), default=math.inf)
+
+    def is_open(self, pair: Pair) -> bool:
+        """Return True if this pair gets no requests."""
+        return pair in self._open or pair in self._withheld
+
+    @property
+    def any_open(self) -> bool:
+        """True if any pair gets no requests. Usually none does, and selection can skip the look-ups."""
+        return bool(self._open or self._withheld)
+
+    @property
+    def quarantined(self) -> Collection[Pair]:
+        """The pairs whose breaker is open."""
+        return self._open
+
+    def status(self, pair: Pair) -> PairStatus:
+        return self._statuses.get(pair, PairStatus())
+
+    def due_at(self, pair: Pair, interval_s: float) -> float:
+        """Return when the pair is to be probed: a new pair at once, a quarantined one after its open time.
+
+        An idle pair is due after `interval_s`, and one that works for requests but has not passed a probe soon.
+        """
+        status = self._statuses.get(pair)
+        if status is None:
+            return 0.0
+        if status.state is PairState.QUARANTINED:
+            return status.open_until
+        if status.state is not PairState.WORKING:
+            return status.seen_at + min(1.0, interval_s)
+        return status.seen_at + interval_s if status.is_proven else status.tried_at + min(1.0, interval_s)
+
+    def keep_only(self, ids: Container[int]) -> None:
+        """Drop the pairs of instances that are not in `ids`."""
+        for instance_id in [each for each in self._known if each not in ids]:
+            self._forget(instance_id)
+
+    def _forget(self, instance_id: int) -> None:
+        for pair in self._known.pop(instance_id, ()):
+            self._statuses.pop(pair, None)
+            self._open.discard(pair)
+            self._withheld.discard(pair)
+            self.rescheduled.discard(pair)
+            self._update(pair)
+            for other in pair:
+                if other is not None and other in self._known:
+                    self._known[other].discard(pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +286,53 @@ def select(
         return WorkerSelection(
             None, _select_aggregated(view, model, round_robin_index, breakers, decode_fallback=decode_fallback)
         )
-    keys = view.keys
-    available = {keys[p.id] for p in view.prefill}
-    decodes = [d for d in view.decode if keys[d.id] in available]
-    if not decodes:
+    if not view.paired:
         why = differences(view.prefill[0], view.decode[0])
         raise TransferMismatch(f"no prefill worker of model {model!r} matches a decode worker: {why}")
+    usable = view
     if breakers.any_open:
-        decodes = [d for d in decodes if any(not breakers.is_open((p, d.id)) for p in _partners(view, d))]
-        if not decodes:
-            raise _all_open(model, breakers, [(p, d.id) for d in view.decode for p in _partners(view, d)])
+        usable = view.excluding(_blocked(view, breakers))
+        if not usable.paired:
+            pairs = ((p.id, d.id) for d in view.paired for p in view.groups[view.keys[d.id]].prefill)
+            raise _all_open(model, breakers, pairs)
     if avoid is not None:  # a decode instance that works only with this prefill instance would use it again
-        decodes = [
-            d for d in decodes if any(p != avoid and not breakers.is_open((p, d.id)) for p in _partners(view, d))
-        ] or decodes
-    decode = decodes[round_robin_index % len(decodes)]
-    prefills = [p for p in view.prefill if keys[p.id] == keys[decode.id] and not breakers.is_open((p.id, decode.id))]
-    prefills = [p for p in prefills if p.id != avoid] or prefills
+        others = usable.excluding(_blocked_without(usable, breakers, avoid))
+        usable = others if others.paired else usable
+    decode = usable.paired[round_robin_index % len(usable.paired)]
+    group = usable.groups[usable.keys[decode.id]]
+    prefills = excluding(group.prefill, breakers.open_partners.get(decode.id, ()))
+    if avoid is not None:
+        prefills = excluding(prefills, (avoid,)) or prefills
     # Requests are counted per key: an index over the decodes of all keys would skip prefills of this key.
-    peers = [d for d in decodes if keys[d.id] == keys[decode.id]]
-    index_in_key = round_robin_index // len(decodes) * len(peers) + peers.index(decode)
+    num_peers = len(group.decode)
+    index_in_key = round_robin_index // len(usable.paired) * num_peers + position(group.decode, decode.id)
     # After each full cycle of decodes and prefills, shift by one: otherwise two and two would use two of four pairs.
-    shifted = index_in_key + index_in_key // math.lcm(len(peers), len(prefills))
+    shifted = index_in_key + index_in_key // math.lcm(num_peers, len(prefills))
     return WorkerSelection(prefills[shifted % len(prefills)], decode)
+
+
+def _blocked(view: ModelView, breakers: PairBreakers) -> frozenset[int]:
+    """Return the decode instances that get no requests because the breakers of all their pairs are open.
+
+    The result is cached until a breaker opens or closes.
+    """
+    cached: tuple[object, frozenset[int]] | None = view.cache.get("blocked")
+    if cached is None or cached[0] is not breakers.revision:
+        cached = view.cache["blocked"] = breakers.revision, _blocked_without(view, breakers, None)
+    return cached[1]
+
+
+def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None) -> frozenset[int]:
+    """Return the decode instances that would get no requests without the prefill instance `avoid`."""
+    blocked: set[int] = set()
+    for group in view.groups.values():
+        if len(group.prefill) == 1 and group.prefill[0].id == avoid:
+            blocked.update(decode.id for decode in group.decode)
+    for decode_id, partners in breakers.open_partners.items():
+        group = view.groups.get(view.keys.get(decode_id, ""), _NO_GROUP)
+        if len(partners) + 1 >= len(group.prefill) and all(p.id in partners or p.id == avoid for p in group.prefill):
+            blocked.add(decode_id)
+    return frozenset(blocked)
 
 
 def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
@@ -115,16 +379,13 @@ def _select_aggregated(
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
     instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
     if not instances:
-        raise _all_open(model, breakers, [(None, instance.id) for instance in candidates])
+        raise _all_open(model, breakers, ((None, instance.id) for instance in candidates))
     return instances[round_robin_index % len(instances)]
 
 
-def _partners(view: ModelView, decode: Instance) -> Sequence[int]:
-    return view.prefill_ids.get(view.keys[decode.id], ())
-
-
-def _all_open(model: str, breakers: PairBreakers, pairs: list[Pair]) -> NoInstances:
-    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in pairs)
+def _all_open(model: str, breakers: PairBreakers, pairs: Iterable[Pair]) -> NoInstances:
+    some = itertools.islice(pairs, _MOST_REASONS_FROM)
+    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in some)
     return NoInstances(
         f"every pair (or aggregated worker) of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health"
     )

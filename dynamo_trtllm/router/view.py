@@ -1,27 +1,25 @@
-"""Hold the router's view of the cluster: instances by model and role, and for which pairs KV transfer works.
+"""Hold the router's view of the cluster: instances by model, role and pairing key, and the pairs of them to probe.
 
-A pair is (prefill, decode), or (None, id) for an instance that runs aggregated requests. After some failures in a row
-its circuit breaker opens, and the pair gets no requests. When the open time is over, one probe is sent. It closes the
-breaker or opens it for longer. With probes, a new pair gets no requests before its first probe, and only a probe can
-clear a pair that gave wrong answers: the right answer to a request is not known. Callers pass the time.
+A pair is (prefill, decode), or (None, id) for an instance that runs aggregated requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import bisect
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Final, TypeAlias
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 _REDUCED_VIEWS = 16  # cached per view
+_id = attrgetter("id")
 
 
 def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:
@@ -37,25 +35,63 @@ def pairing_key(instance: Instance) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PairGroup:
+    """The instances with one pairing key, sorted by id. KV transfer is possible between all of them."""
+
+    prefill: tuple[Instance, ...] = ()
+    decode: tuple[Instance, ...] = ()
+
+    def including(self, instance: Instance) -> PairGroup:
+        if instance.role is Role.PREFILL:
+            return PairGroup(_including(self.prefill, instance), self.decode)
+        return PairGroup(self.prefill, _including(self.decode, instance))
+
+    def excluding(self, ids: Collection[int]) -> PairGroup:
+        return PairGroup(excluding(self.prefill, ids), excluding(self.decode, ids))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelView:
-    """The instances of one model, sorted by id so that all frontends count alike."""
+    """The instances of one model, sorted by id so that all frontends count alike.
+
+    A changed view shares what did not change, so that a change costs microseconds with thousands of instances.
+    """
 
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
-    keys: Mapping[int, str] = field(default_factory=dict)  # by instance id; those that are missing are computed
-    prefill_ids: Mapping[str, Sequence[int]] = field(init=False, repr=False, compare=False)
+    keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
+    groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key; both are computed if missing
+    paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)  # decode instances that have a partner
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
+    cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of the readers
 
     def __post_init__(self) -> None:
         """Compute per change what requests read."""
-        both = (*self.prefill, *self.decode)
-        keys = {instance.id: self.keys.get(instance.id) or pairing_key(instance) for instance in both}
-        object.__setattr__(self, "keys", keys)
-        prefill_ids: defaultdict[str, list[int]] = defaultdict(list)
-        for instance in self.prefill:
-            prefill_ids[keys[instance.id]].append(instance.id)
-        object.__setattr__(self, "prefill_ids", prefill_ids)
+        if not self.groups:
+            groups: defaultdict[str, PairGroup] = defaultdict(PairGroup)
+            keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
+            for instance in (*self.prefill, *self.decode):
+                groups[keys[instance.id]] = groups[keys[instance.id]].including(instance)
+            object.__setattr__(self, "keys", keys)
+            object.__setattr__(self, "groups", dict(groups))
+        matching = {key: group for key, group in self.groups.items() if group.prefill and group.decode}
+        if len(matching) == 1:
+            (paired,) = (group.decode for group in matching.values())
+        else:
+            paired = tuple(decode for decode in self.decode if self.keys[decode.id] in matching) if matching else ()
+        object.__setattr__(self, "paired", paired)
+
+    def including(self, instance: Instance) -> ModelView:
+        """Return the view with one more instance."""
+        if instance.role is Role.AGGREGATED:
+            return replace(self, aggregated=_including(self.aggregated, instance))
+        key = pairing_key(instance)
+        keys = {**self.keys, instance.id: key}
+        groups = {**self.groups, key: self.groups.get(key, PairGroup()).including(instance)}
+        if instance.role is Role.PREFILL:
+            return replace(self, prefill=_including(self.prefill, instance), keys=keys, groups=groups)
+        return replace(self, decode=_including(self.decode, instance), keys=keys, groups=groups)
 
     def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances. Results are cached, because many requests exclude the same ones."""
@@ -63,21 +99,33 @@ class ModelView:
             return self
         reduced = self._reduced.get(ids)
         if reduced is None:
-            groups = (self.prefill, self.decode, self.aggregated)
             if len(self._reduced) >= _REDUCED_VIEWS:
                 self._reduced.clear()
-            prefill, decode, aggregated = (tuple(i for i in each if i.id not in ids) for each in groups)
-            reduced = self._reduced[ids] = ModelView(prefill, decode, aggregated, self.keys)
+            keys, groups = dict(self.keys), dict(self.groups)
+            for key in {key for id_ in ids if (key := keys.pop(id_, None)) is not None}:
+                groups[key] = groups[key].excluding(ids)
+                if not groups[key].prefill and not groups[key].decode:
+                    del groups[key]
+            prefill, decode, aggregated = (
+                excluding(each, ids) for each in (self.prefill, self.decode, self.aggregated)
+            )
+            reduced = self._reduced[ids] = ModelView(prefill, decode, aggregated, keys, groups)
         return reduced
 
     @property
     def is_complete(self) -> bool:
-        """True if a request can run: there is an aggregated worker, or a prefill and a decode worker that match.
+        """True if a request can run: there is an aggregated worker, or a prefill and a decode worker that match."""
+        return bool(self.aggregated or self.paired)
 
-        The time is linear in the number of instances, not of pairs.
+    @property
+    def card(self) -> ModelDeploymentCard | None:
+        """The card in use; None if there is no instance.
+
+        The cards of decode and aggregated instances take precedence over those of prefill instances, because their
+        context length limits prompt and output together. Among equals, the lowest id takes precedence.
         """
-        keys = [{self.keys[instance.id] for instance in role} for role in (self.prefill, self.decode)]
-        return bool(self.aggregated) or not keys[0].isdisjoint(keys[1])
+        firsts = (*self.decode[:1], *self.aggregated[:1]) or self.prefill[:1]
+        return min(firsts, key=_id).card if firsts else None
 
     def missing_roles(self) -> list[Role]:
         """Return the roles that lack an instance; empty if requests of this model can run."""
@@ -88,26 +136,66 @@ class ModelView:
 
 
 _NO_INSTANCES = ModelView()
+_NO_GROUP = PairGroup()
+
+
+class Change(NamedTuple):
+    """An instance that was added or removed. A changed record is a removal and an addition."""
+
+    instance: Instance
+    is_added: bool
 
 
 @dataclass(slots=True)
 class ClusterView:
-    """All live instances. Only the frontend's watch writes it; readers use `model()`."""
+    """All live instances. Only the frontend's watch writes it; readers use `model()`.
+
+    A change costs what copying references to the instances of its model costs.
+    """
 
     _instances: dict[int, Instance] = field(default_factory=dict)
+    _sorted: list[Instance] = field(default_factory=list)
     _models: dict[str, ModelView] = field(default_factory=dict)
-    _keys: dict[int, str] = field(default_factory=dict)
+    _cards: dict[str, ModelDeploymentCard] = field(default_factory=dict)
+    _subscribers: list[deque[Change]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next change, then replaced
 
+    def subscribe(self) -> deque[Change]:
+        """Return a queue that gets every change from now on, first the instances that are there. The caller empties it.
+
+        Thus the cost of a change does not depend on the number of instances.
+        """
+        changes = deque(Change(instance, is_added=True) for instance in self._sorted)
+        self._subscribers.append(changes)
+        return changes
+
     def add(self, instance: Instance) -> None:
+        self._remove(instance.id)  # its role, model or layout may have changed
         self._instances[instance.id] = instance
-        self._keys[instance.id] = pairing_key(instance)
-        self._rebuild()
+        bisect.insort(self._sorted, instance, key=_id)
+        name = instance.card.name
+        self._put(name, self._models.get(name, _NO_INSTANCES).including(instance), Change(instance, is_added=True))
+        self.notify_changed()
 
     def remove(self, instance_id: int) -> None:
-        self._instances.pop(instance_id, None)
-        self._keys.pop(instance_id, None)
-        self._rebuild()
+        self._remove(instance_id)
+        self.notify_changed()
+
+    def _remove(self, instance_id: int) -> None:
+        instance = self._instances.pop(instance_id, None)
+        if instance is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, instance_id, key=_id)]
+            name = instance.card.name
+            view = self._models[name].excluding(frozenset((instance_id,)))
+            self._put(name, view, Change(instance, is_added=False))
+
+    def _put(self, name: str, view: ModelView, change: Change) -> None:
+        if view.card is None:
+            del self._models[name], self._cards[name]
+        else:
+            self._models[name], self._cards[name] = view, view.card
+        for changes in self._subscribers:
+            changes.append(change)
 
     def notify_changed(self) -> None:
         """Wake the tasks that wait for a change. Called also if only breakers changed, which changes selections."""
@@ -117,244 +205,129 @@ class ClusterView:
     def model(self, name: str) -> ModelView:
         return self._models.get(name, _NO_INSTANCES)
 
-    def models(self) -> dict[str, ModelDeploymentCard]:
-        """Return the card in use by model name, for every model that has an instance.
+    def models(self) -> Mapping[str, ModelDeploymentCard]:
+        """Return the card in use by model name, for every model that has an instance."""
+        return self._cards
 
-        The cards of decode and aggregated instances take precedence over those of prefill instances, because their
-        context length limits prompt and output together. Among equals, the lowest id takes precedence.
-        """
-        last_counts = sorted(self._instances.values(), key=lambda i: (i.role is not Role.PREFILL, -i.id))
-        return {instance.card.name: instance.card for instance in last_counts}
+    def instance(self, instance_id: int) -> Instance | None:
+        return self._instances.get(instance_id)
+
+    def ids(self) -> Set[int]:
+        return self._instances.keys()
 
     def instances(self) -> list[Instance]:
-        return sorted(self._instances.values(), key=lambda i: i.id)
-
-    def _rebuild(self) -> None:
-        """Rebuild the views of all models per change, so that a request costs only a dictionary look-up."""
-        self.notify_changed()
-        names = {i.card.name for i in self._instances.values()}
-        instances = self.instances()
-        self._models = {name: _model_view([i for i in instances if i.card.name == name], self._keys) for name in names}
+        """Return all instances, sorted by id."""
+        return self._sorted.copy()
 
 
-def _model_view(instances: Iterable[Instance], keys: Mapping[int, str]) -> ModelView:
-    by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
-    for instance in instances:
-        by_role[instance.role].append(instance)
-    return ModelView(
-        prefill=tuple(by_role[Role.PREFILL]),
-        decode=tuple(by_role[Role.DECODE]),
-        aggregated=tuple(by_role[Role.AGGREGATED]),
-        keys=keys,
-    )
+def position(instances: tuple[Instance, ...], instance_id: int) -> int:
+    """Return the index of the first instance whose id is not lower than `instance_id`."""
+    return bisect.bisect_left(instances, instance_id, key=_id)
 
 
-MAX_PAIRS: Final = 1024  # of a model; see `pairs_of`
-_PARTNERS = 4
-_MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
+def _including(instances: tuple[Instance, ...], instance: Instance) -> tuple[Instance, ...]:
+    at = position(instances, instance.id)
+    return (*instances[:at], instance, *instances[at:])
+
+
+def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:
+    """Return the instances without those of `ids`. Slices are copied, because a look at each would take longer."""
+    left: list[Instance] = []
+    begin = 0
+    for instance_id in sorted(each for each in ids if each is not None):
+        at = position(instances, instance_id)
+        if at < len(instances) and instances[at].id == instance_id:
+            left += instances[begin:at]
+            begin = at + 1
+    return (*left, *instances[begin:]) if begin else instances
+
+
+MAX_PAIRS: Final = 1024  # of a pairing key; see `pairs_of`
+PARTNERS: Final = 4
 
 Pair: TypeAlias = tuple[int | None, int]
 
 
-class PairState(StrEnum):
-    UNTRIED = "untried"
-    WORKING = "working"
-    FAILING = "failing"  # failed recently, and still gets requests
-    QUARANTINED = "quarantined"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakerLimits:
-    """The limits that open a breaker, and for how long."""
-
-    failures: int = 3  # in a row, until the breaker opens
-    open_s: float = 5.0  # doubled each time it opens again
-    max_open_s: float = 120.0
-
-
-@dataclass(slots=True)
-class PairStatus:
-    """The status of one pair. Times are seconds of the callers' clock."""
-
-    state: PairState = PairState.UNTRIED
-    reason: str = ""
-    seen_at: float = 0.0  # time of the last outcome
-    failures: int = 0  # in a row
-    num_openings: int = 0  # since it last worked
-    open_until: float = 0.0
-    is_wrong: bool = False  # its last answers to a probe were wrong: only a probe can clear it
-    is_proven: bool = False  # a probe has passed since the pair was last wrong
-    tried_at: float = 0.0  # while it works but is not proven: time of the last probe, or when it began to work
-
-
-class PairBreakers:
-    """The breakers of all pairs. The pipeline and the probes write them; selection, health and readiness read them."""
-
-    def __init__(self, limits: BreakerLimits | None = None) -> None:
-        self._limits = limits or BreakerLimits()
-        self._statuses: dict[Pair, PairStatus] = {}
-        self._open: set[Pair] = set()
-        self._withheld: set[Pair] = set()  # new pairs that wait for a probe
-
-    def withhold(self, pairs: Iterable[Pair]) -> None:
-        """Send no requests to the unknown ones of `pairs` until a probe has tested them."""
-        self._withheld.update(pair for pair in pairs if pair not in self._statuses)
-
-    def admit(self, pairs: Iterable[Pair]) -> bool:
-        """Let requests test new pairs whose probe takes long. Return True if any of `pairs` was withheld."""
-        overdue = self._withheld.intersection(pairs)
-        self._withheld -= overdue
-        for pair in overdue:  # a known pair is not withheld again
-            self._statuses.setdefault(pair, PairStatus())
-        return bool(overdue)
-
-    def record_success(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
-        """Record that a KV transfer succeeded, for a request or, with `is_probe`, for a probe.
-
-        `note` is what the probe could not detect, shown as the reason. Return True if the pair did not work before.
-        """
-        status = self._statuses.get(pair)
-        if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
-            return False  # the request began before the pair was withheld or wrong, and its answer may be wrong
-        status = status or self._statuses.setdefault(pair, PairStatus())
-        changed = status.state is not PairState.WORKING
-        if changed:
-            status.state, status.reason, status.failures, status.num_openings = PairState.WORKING, "", 0, 0
-            status.tried_at = now
-            self._open.discard(pair)
-            self._withheld.discard(pair)
-        if is_probe:
-            status.is_proven, status.is_wrong, status.reason = True, False, note
-        status.seen_at = now
-        return changed
-
-    def record_failure(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
-        """Record a failure. With `is_wrong` the pair gave wrong answers, which opens the breaker at once.
-
-        Return True if this opened the breaker for the first time since the pair worked.
-        """
-        limits, status = self._limits, self._statuses.setdefault(pair, PairStatus())
-        status.reason, status.seen_at = reason, now
-        self._withheld.discard(pair)
-        if is_wrong:
-            status.is_wrong, status.is_proven = True, False
-        if status.state is PairState.QUARANTINED and now < status.open_until:
-            return False  # the call began before the quarantine; many such calls must not count as failed probes
-        status.failures += 1
-        if not is_wrong and status.failures < limits.failures and status.state is not PairState.QUARANTINED:
-            status.state = PairState.FAILING
-            return False
-        status.state = PairState.QUARANTINED
-        status.open_until = now + min(limits.max_open_s, limits.open_s * 2 ** min(status.num_openings, _MOST_DOUBLINGS))
-        status.num_openings += 1
-        self._open.add(pair)
-        return status.num_openings == 1
-
-    def record_unreachable(self, pair: Pair, reason: str, now: float) -> bool:
-        """Record that a call was not accepted or lost its connection. Return True if the pair worked before.
-
-        The breaker does not count this, because it says nothing about KV transfers. The next successful transfer makes
-        the pair working again.
-        """
-        status = self._statuses.setdefault(pair, PairStatus())
-        worked = status.state is PairState.WORKING
-        status.seen_at = now
-        if status.state is PairState.QUARANTINED:
-            status.open_until = max(status.open_until, now + self._limits.open_s)
-        else:
-            status.state, status.reason = PairState.FAILING, reason
-        return worked
-
-    def pairs_with(self, instance_id: int) -> list[Pair]:
-        """Return the known pairs of an instance."""
-        return [pair for pair in self._statuses if instance_id in pair]
-
-    def defer(self, pair: Pair, now: float) -> None:
-        """Record that the pair was too busy for a probe, which leaves its state unchanged.
-
-        A new pair gets requests from now on: otherwise workers that are always too busy for a probe would get none.
-        """
-        status = self._statuses.setdefault(pair, PairStatus())
-        status.seen_at = status.tried_at = now
-        self._withheld.discard(pair)
-        if status.state is PairState.QUARANTINED:
-            status.open_until = now + self._limits.open_s
-
-    def half_open(self, now: float) -> None:
-        """Without probes: send requests again to pairs whose open time is over. Their outcome decides."""
-        self._open -= {pair for pair in self._open if self._statuses[pair].open_until <= now}
-
-    def is_open(self, pair: Pair) -> bool:
-        """Return True if this pair gets no requests."""
-        return pair in self._open or pair in self._withheld
-
-    @property
-    def any_open(self) -> bool:
-        """True if any pair gets no requests. Usually none does, and selection can skip the look-ups."""
-        return bool(self._open or self._withheld)
-
-    @property
-    def quarantined(self) -> Collection[Pair]:
-        """The pairs whose breaker is open."""
-        return self._open
-
-    def status(self, pair: Pair) -> PairStatus:
-        return self._statuses.get(pair, PairStatus())
-
-    def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
-        """Return the pairs to probe now.
-
-        These are new and idle pairs, quarantined pairs whose open time is over, and pairs that work for requests but
-        have not passed a probe.
-        """
-        return [pair for pair in pairs if now >= self._due_at(pair, interval_s)]
-
-    def next_due_at(self, pairs: Iterable[Pair], interval_s: float) -> float | None:
-        return min((self._due_at(pair, interval_s) for pair in pairs), default=None)
-
-    def _due_at(self, pair: Pair, interval_s: float) -> float:
-        status = self._statuses.get(pair)
-        if status is None:
-            return 0.0
-        if status.state is PairState.QUARANTINED:
-            return status.open_until
-        if status.state is not PairState.WORKING:
-            return status.seen_at + min(1.0, interval_s)
-        return status.seen_at + interval_s if status.is_proven else status.tried_at + min(1.0, interval_s)
-
-    def keep_only(self, ids: Collection[int]) -> None:
-        """Drop the pairs of instances that are not in `ids`."""
-        gone = [pair for pair in (*self._statuses, *self._withheld) if not all(i is None or i in ids for i in pair)]
-        for pair in gone:
-            self._statuses.pop(pair, None)
-            self._open.discard(pair)
-            self._withheld.discard(pair)
-
-
-def pairs_of(view: ModelView, breakers: PairBreakers | None = None) -> list[Pair]:
+def pairs_of(view: ModelView, quarantined: Iterable[Pair] = ()) -> list[Pair]:
     """Return the pairs of a model to probe, and (None, id) of instances that run aggregated requests.
 
-    They are all pairs whose settings match. Of more than MAX_PAIRS, they are a few per instance, and those that are
-    quarantined in `breakers`: with all of them, the probes would be the load of the deployment. The others get requests
-    without a probe of their own.
+    They are all pairs whose settings match. Of more than MAX_PAIRS of one pairing key, they are a few per instance, and
+    those that are `quarantined`: with all of them, the probes would be the load of the deployment. The others get
+    requests without a probe of their own.
     """
-    decodes: defaultdict[str, list[int]] = defaultdict(list)
-    for instance in view.decode:
-        decodes[view.keys[instance.id]].append(instance.id)
-    pairs: list[Pair] = []
-    for key, own in decodes.items():
-        prefills = view.prefill_ids.get(key, ())
-        if len(prefills) * len(own) <= MAX_PAIRS:
-            pairs += itertools.product(prefills, own)
-        else:
-            some: list[Pair] = [
-                (prefills[at % len(prefills)], own[at // _PARTNERS]) for at in range(len(own) * _PARTNERS)
-            ]
-            some += [(prefills[at // _PARTNERS], own[at % len(own)]) for at in range(len(prefills) * _PARTNERS)]
-            if breakers is not None:
-                some += [pair for pair in breakers.quarantined if pair[0] in prefills and pair[1] in own]
-            pairs += dict.fromkeys(some)
-    return [*pairs, *((None, instance.id) for instance in view.aggregated)]
+    pairs: dict[Pair, None] | None = view.cache.get("pairs")
+    if pairs is None:
+        every = (*view.prefill, *view.decode, *view.aggregated)
+        pairs = view.cache["pairs"] = dict.fromkeys(pair for each in every for pair in pairs_with(view, each))
+    return [*pairs, *(pair for pair in quarantined if pair not in pairs and _is_pair_of(view, pair))]
+
+
+def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
+    """Return the pairs to probe of one instance of the view."""
+    if instance.role is Role.AGGREGATED:
+        return [(None, instance.id)]
+    prefill, decode = (group := view.groups[view.keys[instance.id]]).prefill, group.decode
+    if instance.role is Role.PREFILL:
+        decodes = (*_partners(instance.id, decode, prefill), *_choosers(instance.id, prefill, decode))
+        return list(dict.fromkeys((instance.id, each.id) for each in decodes))
+    prefills = (*_partners(instance.id, prefill, decode), *_choosers(instance.id, decode, prefill))
+    return list(dict.fromkeys((each.id, instance.id) for each in prefills))
+
+
+def new_pairs(view: ModelView, change: Change) -> list[Pair]:
+    """Return the pairs to probe that a change may have added to the view. Later changes may be in the view as well."""
+    instance = change.instance
+    if change.is_added:
+        is_present = instance.id in view.keys or instance in view.aggregated
+        return pairs_with(view, instance) if is_present else []
+    group = view.groups.get(pairing_key(instance), PairGroup())
+    if instance.role is Role.PREFILL:
+        others = _choosers(instance.id, group.prefill, group.decode)
+    else:
+        others = _choosers(instance.id, group.decode, group.prefill)
+    return [pair for other in others for pair in pairs_with(view, other)]
+
+
+def is_probed(view: ModelView, pair: Pair, quarantined: Collection[Pair]) -> bool:
+    """Return True if `pairs_of` contains the pair."""
+    prefill, decode = pair
+    if prefill is None:
+        return excluding(view.aggregated, (decode,)) is not view.aggregated
+    if not _is_pair_of(view, pair):
+        return False
+    group = view.groups[view.keys[decode]]
+    return (
+        len(group.prefill) * len(group.decode) <= MAX_PAIRS
+        or any(each.id == prefill for each in _partners(decode, group.prefill, group.decode))
+        or any(each.id == decode for each in _partners(prefill, group.decode, group.prefill))
+        or pair in quarantined
+    )
+
+
+def _is_pair_of(view: ModelView, pair: Pair) -> bool:
+    prefill, decode = pair
+    return prefill is not None and decode in view.keys and view.keys[decode] == view.keys.get(prefill)
+
+
+def _partners(instance_id: int, others: tuple[Instance, ...], peers: tuple[Instance, ...]) -> tuple[Instance, ...]:
+    """Return the instances of the other role with which this one chooses to be probed.
+
+    Of too many pairs they are those whose ids follow its own. Ids are random, so this spreads the probes evenly, and an
+    instance that joins or leaves changes a few pairs only.
+    """
+    if len(others) * len(peers) <= MAX_PAIRS or len(others) <= PARTNERS:
+        return others
+    begin = position(others, instance_id)
+    return others[begin : begin + PARTNERS] + others[: max(0, begin + PARTNERS - len(others))]
+
+
+def _choosers(instance_id: int, peers: tuple[Instance, ...], others: tuple[Instance, ...]) -> tuple[Instance, ...]:
+    """Return the instances of the other role that choose this one, or chose it before it left `peers`."""
+    if len(others) * len(peers) <= MAX_PAIRS or len(peers) <= PARTNERS:
+        return others
+    before = peers[position(peers, instance_id) - PARTNERS].id
+    begin, end = position(others, before), position(others, instance_id)
+    return others[begin:end] if before < instance_id else others[begin:] + others[:end]
 
 
 def format_pair(pair: Pair) -> str:

@@ -29,7 +29,8 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.server import EndpointServer
-from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance

@@ -19,8 +19,8 @@ from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Sy
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.router.policy import differences
-from dynamo_trtllm.router.view import ClusterView, ModelView, PairBreakers, PairState, format_pair, pairs_of
+from dynamo_trtllm.router.policy import PairBreakers, PairState, differences
+from dynamo_trtllm.router.view import ClusterView, ModelView, format_pair, pairs_of
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRecord]:
 def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairObject]:
     """Return the state of every pair of a model. `now` is a time of the breakers' clock."""
     rows: list[PairObject] = []
-    for pair in pairs_of(view, breakers):
+    for pair in pairs_of(view, breakers.quarantined):
         status, (prefill, decode) = breakers.status(pair), pair
         rows.append(
             {

@@ -8,12 +8,14 @@ worker is asked to restart when none of its pairs works any more while other pai
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -38,10 +40,10 @@ from dynamo_trtllm.frontend.fleet.known_answers import (
 )
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Restart, Sampling, TokenIds
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.router.policy import WorkerSelection
-from dynamo_trtllm.router.view import ClusterView, Pair, PairBreakers, format_pair, pairs_of
+from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
+from dynamo_trtllm.router.view import ClusterView, Pair, format_pair, is_probed, new_pairs, pairs_with
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,9 @@ class PairProbes:
         self._unexpected_failures: set[Pair] = set()
         self._inconclusive: set[str] = set()  # models for which this was logged
         self._probing: set[Pair] = set()
+        self._changes = view.subscribe()
+        self._queue: list[tuple[float, int, Pair]] = []  # a heap by the time at which a pair is due
+        self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
         self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _MAX_CONCURRENT))
         self._probed = asyncio.Event()
 
@@ -101,25 +106,59 @@ class PairProbes:
             while True:
                 changed = self._view.changed
                 self._probed.clear()
-                models = self._pairs()
-                self._keep_only(models)
-                idle = [pair for pair in models if pair not in self._probing]
-                for pair in self._breakers.due(idle, time.monotonic(), self._options.interval_s):
+                self._schedule_changed()
+                now = time.monotonic()
+                for pair, model in self._pop_due(now):
                     self._probing.add(pair)
-                    group.create_task(self._probe_one(pair, models[pair], plane, metrics), name="pair probe")
-                waiting = [pair for pair in idle if pair not in self._probing]
-                next_at = self._breakers.next_due_at(waiting, self._options.interval_s)
-                timeout_s = None if next_at is None else max(0.0, next_at - time.monotonic())
+                    group.create_task(self._probe_one(pair, model, plane, metrics), name="pair probe")
+                timeout_s = max(0.0, self._queue[0][0] - now) if self._queue else None
                 await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
-    def _pairs(self) -> dict[Pair, str]:
-        return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name), self._breakers)}
+    def _schedule_changed(self) -> None:
+        """Schedule the pairs that are new or may be due earlier than before, and drop instances that are gone."""
+        self._pipeline.update_breakers()  # new pairs get no requests before their probe
+        if not all(change.is_added for change in self._changes):
+            self._keep_only(self._view.ids())
+        while self._changes:
+            change = self._changes.popleft()
+            for pair in new_pairs(self._view.model(change.instance.card.name), change):
+                self._schedule(pair)
+        while self._breakers.rescheduled:
+            self._schedule(self._breakers.rescheduled.pop())
 
-    def _keep_only(self, pairs: dict[Pair, str]) -> None:
-        ids = {instance.id for instance in self._view.instances()}
+    def _schedule(self, pair: Pair) -> None:
+        due_at = self._breakers.due_at(pair, self._options.interval_s)
+        if pair not in self._probing and due_at < self._due_at.get(pair, math.inf):
+            self._due_at[pair] = due_at
+            heapq.heappush(self._queue, (due_at, next(self._numbers), pair))
+
+    def _pop_due(self, now: float) -> Iterator[tuple[Pair, str]]:
+        """Yield the pairs to probe now with their models.
+
+        A pair that was seen since it was scheduled is due later. One that is not to be probed any more is dropped.
+        """
+        while self._queue and self._queue[0][0] <= now:
+            at, _, pair = heapq.heappop(self._queue)
+            if self._due_at.get(pair) != at:
+                continue  # it was scheduled for an earlier time, too
+            del self._due_at[pair]
+            selection = self._selection(pair)
+            if selection is None:
+                continue
+            model = selection.decode.card.name
+            if not is_probed(self._view.model(model), pair, self._breakers.quarantined):
+                continue
+            if self._breakers.due_at(pair, self._options.interval_s) > now:
+                self._schedule(pair)
+            else:
+                yield pair, model
+
+    def _keep_only(self, ids: Collection[int]) -> None:
         self._known_answers.keep_only(ids)
-        self._asked_to_restart &= ids
-        self._unexpected_failures.intersection_update(pairs)
+        self._asked_to_restart &= set(ids)
+        self._unexpected_failures = {
+            pair for pair in self._unexpected_failures if all(each is None or each in ids for each in pair)
+        }
         for decode in [decode for decode in self._slots if decode not in ids]:
             del self._slots[decode]
 
@@ -129,9 +168,10 @@ class PairProbes:
                 code = await self._probe_safely(pair)
             metrics.probe_finished(model=model, code=code)
             if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:  # else it makes no instance a suspect
-                await self._restart_suspects(plane)
+                await self._restart_suspects(pair, plane)
         finally:
             self._probing.discard(pair)
+            self._schedule(pair)
             self._probed.set()
 
     async def _probe_safely(self, pair: Pair) -> str:
@@ -268,8 +308,7 @@ class PairProbes:
             log.info("probes cannot detect wrong KV for model %s: %s", model, text)
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
-        by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
-        prefill, decode = by_id.get(pair[0]), by_id.get(pair[1])
+        prefill, decode = (None if each is None else self._view.instance(each) for each in pair)
         if decode is None or (prefill is None and pair[0] is not None):
             return None
         return WorkerSelection(prefill, decode)
@@ -278,11 +317,11 @@ class PairProbes:
         if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
             log.error("%s quarantined: %s", format_pair(pair), reason)
 
-    async def _restart_suspects(self, plane: Plane) -> None:
-        by_id = {instance.id: instance for instance in self._view.instances()}
-        for instance_id in suspects(self._breakers, list(self._pairs())) - self._asked_to_restart:
+    async def _restart_suspects(self, pair: Pair, plane: Plane) -> None:
+        """Ask the instances of a failing pair to restart if they are suspects."""
+        for instance_id in (self._suspects(pair) & set(pair)) - self._asked_to_restart:
             self._asked_to_restart.add(instance_id)
-            instance = by_id.get(instance_id)
+            instance = self._view.instance(instance_id)
             if instance is None:
                 continue
             log.error("%s worker %x fails with every peer; requesting restart", instance.role, instance_id)
@@ -294,6 +333,17 @@ class PairProbes:
                 log.warning(
                     "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
                 )
+
+    def _suspects(self, pair: Pair) -> set[int]:
+        """Return the suspects, judged by the pairs of both instances and of all partners of the decode instance."""
+        selection = self._selection(pair)
+        if selection is None:
+            return set()
+        view = self._view.model(selection.decode.card.name)
+        own = pairs_with(view, selection.decode)
+        prefills = [instance for prefill, _ in own if (instance := self._view.instance(prefill or 0)) is not None]
+        others = [pair for prefill in prefills for pair in pairs_with(view, prefill)]
+        return suspects(self._breakers, {*own, *others})
 
 
 def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = _SUSPECT_OPENINGS) -> set[int]:

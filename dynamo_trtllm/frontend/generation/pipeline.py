@@ -7,7 +7,7 @@ import contextvars
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -34,16 +34,16 @@ from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
-from dynamo_trtllm.router.policy import WorkerSelection, incapable, select
+from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
 from dynamo_trtllm.router.view import (
+    Change,
     ClusterView,
     Cooldown,
     Pair,
-    PairBreakers,
-    PairState,
+    PairGroup,
     format_pair,
+    new_pairs,
     pairing_key,
-    pairs_of,
 )
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, unexpected_error
 
@@ -71,7 +71,8 @@ class Pipeline:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self.background_control = BackgroundControl(plane)
-        self._withheld_for_change: asyncio.Event | None = None  # the view's `changed` when new pairs were last withheld
+        # Changes whose new pairs are not withheld yet.
+        self._changes = view.subscribe() if self._options.has_probes else deque[Change]()
 
     def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
         """Start a request as `streams.Generator.generate` does. Failed calls are retried or continued by other workers.
@@ -106,8 +107,8 @@ class Pipeline:
         """
         model, excluded = request.model, action.excluded | incapable(self.view.model(request.model), request)
         if action.is_last_resort:
-            self._breakers.admit(pairs_of(self.view.model(model)))
-        self._update_breakers()
+            self._breakers.admit(self.view.model(model))
+        self.update_breakers()
         cooling_down = self._cooldown.ids(time.monotonic())
         if cooling_down:
             try:
@@ -126,23 +127,24 @@ class Pipeline:
         self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
     ) -> Instance | None:
         """Return an untried decode instance that can fetch this prefill instance's KV; None if there is none."""
-        self._update_breakers()
+        self.update_breakers()
         model, tried = prefill.card.name, tried | incapable(self.view.model(prefill.card.name), request)
-        view, key = self.view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried), pairing_key(prefill)
-        candidates = [
-            d for d in view.decode if view.keys[d.id] == key and not self._breakers.is_open((prefill.id, d.id))
-        ]
-        return candidates[self.new_round_robin_index(model) % len(candidates)] if candidates else None
+        view = self.view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried)
+        candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
+        begin = self.new_round_robin_index(model) % max(1, len(candidates))
+        return next(
+            (d for d in candidates[begin:] + candidates[:begin] if not self._breakers.is_open((prefill.id, d.id))), None
+        )
 
-    def _update_breakers(self) -> None:
-        """Update which pairs get no requests. Called before a pair is selected."""
+    def update_breakers(self) -> None:
+        """Update which pairs get no requests. Called before a pair is selected or probed."""
         if not self._options.has_probes:
             if self._breakers.any_open:
                 self._breakers.half_open(time.monotonic())
-        elif self._withheld_for_change is not self.view.changed:
-            self._withheld_for_change = self.view.changed
-            for name in self.view.models():
-                self._breakers.withhold(pairs_of(self.view.model(name)))
+        while self._changes:
+            change = self._changes.popleft()
+            if change.is_added:
+                self._breakers.withhold(new_pairs(self.view.model(change.instance.card.name), change))
 
     def record_unreachable(self, instance_id: int, error: DynamoError) -> None:
         """Avoid an instance for a while if it did not accept a call, and mark its pairs as not working."""

@@ -27,7 +27,8 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
-from dynamo_trtllm.router.view import ClusterView, PairBreakers
+from dynamo_trtllm.router.policy import PairBreakers
+from dynamo_trtllm.router.view import ClusterView
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
@@ -121,9 +122,12 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
 
 async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
     """Drop the breakers of pairs whose instances are gone, until cancelled."""
+    changes = view.subscribe()
     while True:
         changed = view.changed
-        breakers.keep_only({instance.id for instance in view.instances()})
+        if not all(change.is_added for change in changes):
+            breakers.keep_only(view.ids())
+        changes.clear()
         await changed.wait()
 
 

@@ -34,7 +34,7 @@ from dynamo_trtllm.messages import (
     StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.router.view import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
 from tests.streaming import pipeline_stream
 from tests.unit.frontend.pipeline_helpers import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
@@ -332,7 +332,9 @@ async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_d
         await cluster.tokens()
     with pytest.raises(NoInstances, match="quarantined"):
         await cluster.tokens()
-    breakers.status((1, 2)).open_until = 0.0
+    breakers.keep_only(())
+    breakers.record_failure((1, 2), "for now", time.monotonic() - 61.0)
+    assert breakers.is_open((1, 2))
     assert await cluster.tokens() == [10, 11, 12, 13]
 
 

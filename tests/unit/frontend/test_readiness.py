@@ -6,7 +6,8 @@ import msgspec
 
 from dynamo_trtllm.frontend.fleet.model_registry import mismatches, not_ready_reason, pair_rows, rejected_rows
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance
 
 PREFILL, DECODE = make_instance(0xA, role=Role.PREFILL), make_instance(0xB)

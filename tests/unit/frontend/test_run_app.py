@@ -6,7 +6,8 @@ import asyncio
 
 from dynamo_trtllm.frontend.process.run_app import prune_breakers
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.view import BreakerLimits, ClusterView, PairBreakers
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -10,8 +12,8 @@ import pytest
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
-from dynamo_trtllm.router.policy import incapable, select
-from dynamo_trtllm.router.view import BreakerLimits, ModelView, PairBreakers
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, incapable, select
+from dynamo_trtllm.router.view import ClusterView, ModelView, pairing_key
 from tests.instances import LAYOUT, make_instance
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
@@ -135,6 +137,53 @@ def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
 def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:
     view = ModelView(aggregated=some(Role.AGGREGATED, 21, 22))
     assert {d for _, d in served(view, 4, shut((None, 21)))} == {22}
+
+
+def reference(view: ModelView, index: int, breakers: PairBreakers, avoid: int | None) -> tuple[int, int] | None:
+    """Select as `select` does, but look at every instance. None: it raises an error."""
+    keys = {each.id: pairing_key(each) for each in (*view.prefill, *view.decode)}
+
+    def closed(decode: Instance) -> list[int]:
+        partners = [p.id for p in view.prefill if keys[p.id] == keys[decode.id]]
+        return [p for p in partners if not breakers.is_open((p, decode.id))]
+
+    decodes = [d for d in view.decode if closed(d)]
+    if not decodes:
+        return None
+    decodes = [d for d in decodes if any(p != avoid for p in closed(d))] or decodes
+    decode = decodes[index % len(decodes)]
+    prefills = [p for p in closed(decode) if p != avoid] or closed(decode)
+    peers = [d for d in decodes if keys[d.id] == keys[decode.id]]
+    index_in_key = index // len(decodes) * len(peers) + peers.index(decode)
+    return prefills[(index_in_key + index_in_key // math.lcm(len(peers), len(prefills))) % len(prefills)], decode.id
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_select_when_views_and_breakers_are_random_then_it_equals_a_look_at_every_instance(seed: int) -> None:
+    dice = random.Random(seed)
+    view, breakers = ClusterView(), PairBreakers(BreakerLimits(failures=1))
+    for number in range(dice.randrange(2, 24)):
+        role, layout = dice.choice([Role.PREFILL, Role.DECODE]), dice.choice([LAYOUT, LAYOUT, OTHER])
+        view.add(msgspec.structs.replace(make_instance(number, role=role), layout=layout))
+    for index in range(60):
+        model = view.model("tiny").excluding(frozenset(dice.sample(range(24), dice.choice([0, 0, 1, 5]))))
+        if model.prefill and model.decode:
+            pair = (dice.choice(model.prefill).id, dice.choice(model.decode).id)
+            match dice.randrange(8):
+                case 0:
+                    breakers.withhold([pair])
+                case 1:
+                    breakers.record_success(pair, 0.0, is_probe=True)
+                case 2 | 3:
+                    breakers.record_failure(pair, "x", 0.0)
+        avoid = dice.choice([None, dice.randrange(24)])
+        try:
+            chosen = select(model, "tiny", index, breakers, avoid=avoid)
+        except (NoInstances, TransferMismatch):
+            assert reference(model, index, breakers, avoid) is None
+            continue
+        assert chosen.prefill is not None
+        assert (chosen.prefill.id, chosen.decode.id) == reference(model, index, breakers, avoid)
 
 
 def asked(**fields: Any) -> GenerateRequest:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+import random
+from collections import Counter
 
-from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.view import ClusterView, ModelView, PairBreakers, pairs_of
-from tests.instances import CARD, make_instance
+import msgspec
+import pytest
+
+from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.router.view import ClusterView, ModelView, is_probed, new_pairs, pairs_of, pairs_with
+from tests.instances import CARD, LAYOUT, make_instance
 
 
 def test_view_when_instances_come_in_any_order_then_they_are_kept_by_id_and_role() -> None:
@@ -63,17 +67,81 @@ def test_view_when_a_record_changes_its_model_then_it_is_found_there_only() -> N
     assert view.model("tiny").decode == ()
 
 
+def many(seed: int, num_prefill: int, num_decode: int) -> tuple[list[Instance], list[Instance]]:
+    """Return workers with random ids, as real ones have."""
+    ids = random.Random(seed).sample(range(1 << 40), num_prefill + num_decode)
+    prefills = [make_instance(number, role=Role.PREFILL) for number in ids[:num_prefill]]
+    return prefills, [make_instance(number) for number in ids[num_prefill:]]
+
+
+def cluster_of(*instances: Instance) -> ClusterView:
+    view = ClusterView()
+    for instance in instances:
+        view.add(instance)
+    return view
+
+
 def test_pairs_when_there_are_very_many_then_each_instance_has_a_few() -> None:
-    prefills = tuple(make_instance(number) for number in range(1, 301))
-    decodes = tuple(make_instance(number, role=Role.DECODE) for number in range(1001, 1051))
-    pairs = pairs_of(ModelView(prefills, decodes))
-    assert len(pairs) < 4 * 300 + 4 * 50 < 300 * 50
-    for instance, side in ((prefills[-1], 0), (decodes[-1], 1)):
-        assert len([pair for pair in pairs if pair[side] == instance.id]) >= 4
-    breakers, other = PairBreakers(), (prefills[0].id, decodes[-1].id)
-    assert other not in pairs
-    for now in range(3):
-        breakers.record_failure(other, "transfer", now)
-    assert other in pairs_of(ModelView(prefills, decodes), breakers)  # a probe has to end its quarantine
-    few = ModelView(prefills[:20], decodes)
+    prefills, decodes = many(1, 300, 50)
+    view = cluster_of(*prefills, *decodes).model("tiny")
+    pairs = pairs_of(view)
+    assert len(pairs) == len(set(pairs)) <= 4 * 300 + 4 * 50 < 300 * 50
+    of_instance = Counter(each for pair in pairs for each in pair)
+    assert min(of_instance.values()) >= 4
+    assert max(of_instance[prefill.id] for prefill in prefills) <= 12
+    assert all(is_probed(view, pair, ()) for pair in pairs)
+    other = next((p.id, d.id) for p in prefills for d in decodes if (p.id, d.id) not in pairs)
+    assert other in pairs_of(view, [other])  # a probe has to end its quarantine
+    assert (is_probed(view, other, ()), is_probed(view, other, [other])) == (False, True)
+    few = cluster_of(*prefills[:20], *decodes).model("tiny")
     assert len(pairs_of(few)) == len(set(pairs_of(few))) == 20 * 50
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(3, 4), (33, 31), (60, 30), (3, 345)])
+def test_new_pairs_when_workers_come_and_go_then_they_are_those_that_pairs_of_gained(
+    num_prefill: int, num_decode: int
+) -> None:
+    prefills, decodes = many(2, num_prefill, num_decode)
+    view, dice = cluster_of(*prefills, *decodes), random.Random(3)
+    changes = view.subscribe()
+    changes.clear()
+    present = [*prefills, *decodes]
+    for number in range(12):
+        before = set(pairs_of(view.model("tiny")))
+        if number % 3:
+            instance = make_instance(dice.randrange(1 << 40), role=dice.choice([Role.PREFILL, Role.DECODE]))
+            present.append(instance)
+            view.add(instance)
+        else:
+            view.remove(present.pop(dice.randrange(len(present))).id)
+        pairs = set(pairs_of(view.model("tiny")))
+        assert pairs == {pair for each in present for pair in pairs_with(view.model("tiny"), each)}
+        found = set(new_pairs(view.model("tiny"), changes.popleft()))
+        assert pairs - before <= found <= pairs
+        assert not changes
+
+
+def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_once() -> None:
+    dice = random.Random(4)
+    view, present = ClusterView(), dict[int, Instance]()
+    for _ in range(100):
+        number = dice.randrange(30)
+        if number in present and dice.random() < 0.5:
+            view.remove(number)
+            del present[number]
+        else:
+            layout = msgspec.structs.replace(LAYOUT, block_tokens=dice.choice([16, 64]))
+            present[number] = msgspec.structs.replace(make_instance(number, role=dice.choice([*Role])), layout=layout)
+            view.add(present[number])
+        model, instances = view.model("tiny"), sorted(present.values(), key=lambda instance: instance.id)
+        roles = [
+            tuple(each for each in instances if each.role is role)
+            for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+        ]
+        built = ModelView(roles[0], roles[1], roles[2])
+        assert (model, model.paired) == (built, built.paired)
+        gone = frozenset(dice.sample(range(30), 10))
+        left = [tuple(each for each in role if each.id not in gone) for role in (model.prefill, model.decode)]
+        reduced = model.excluding(gone)
+        assert [reduced.prefill, reduced.decode] == left
+        assert reduced.groups == ModelView(left[0], left[1]).groups
