@@ -37,6 +37,7 @@ _MESSAGE_CHARS = 300  # longest error message in the log line
 _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choose their names
 _ALWAYS_SHOWN = ("queue", "prefill", "handoff", "decode_wait")  # phases
 _CALLS = ("prefill", "first_token")  # phases that begin with a call
+_SHOWN_S = 0.0001  # shorter times are not in the log line
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
@@ -312,7 +313,7 @@ class RequestContext:
             "queued": _seconds(phases.get("frontend_queue", 0.0)),
             "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
             "tpot": _seconds(len(self.choices) / rate) if rate else None,
-            "phases": ",".join(f"{name}:{text}" for name, s in phases.items() if (text := _seconds(s))),
+            "phases": ",".join([f"{name}:{s:.4f}s" for name, s in phases.items() if s >= _SHOWN_S]),
             "finish": (self._finishes() or "ok") if outcome == "ok" else _format_outcome(outcome),
         }
         return " ".join(f"{name}={value}" for name, value in known.items() if value)
@@ -353,7 +354,7 @@ def _by_name(phases: PhaseSeconds) -> dict[str, float]:
 
 def _seconds(value: float) -> str | None:
     """Format a time in seconds; None if it rounds to zero."""
-    return f"{value:.4f}s" if value >= 0.0001 else None
+    return f"{value:.4f}s" if value >= _SHOWN_S else None
 
 
 def _joined(instances: Iterable[int | None]) -> str | None:
