@@ -334,11 +334,15 @@ class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
 Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart | ResyncKvEvents
 
 T = TypeVar("T")
+_SWAPS = sys.byteorder == "big"
 
 
 def packed(ids: TokenIds) -> bytes:
     """Return token ids as they are sent."""
-    return _little_endian(ids).tobytes()
+    if _SWAPS:
+        ids = array("I", ids)
+        ids.byteswap()
+    return ids.tobytes()
 
 
 def _pack(value: Any) -> bytes:
@@ -349,15 +353,11 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(wanted: Any, value: Any) -> Any:
     if wanted is array:
-        return _little_endian(array("I", value))  # ValueError unless whole 32-bit words
+        ids = array("I", value)  # ValueError unless whole 32-bit words
+        if _SWAPS:
+            ids.byteswap()
+        return ids
     raise TypeError(f"{wanted} has no wire form")
-
-
-def _little_endian(ids: TokenIds) -> TokenIds:
-    if sys.byteorder == "big":
-        ids = array("I", ids)
-        ids.byteswap()
-    return ids
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)

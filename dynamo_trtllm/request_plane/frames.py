@@ -250,13 +250,17 @@ class StreamReceiver(TaskStream):
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
-        if self.has_ended or frame.number < self._next_number:
+        on_event, chunk = self._on_event, frame.chunk
+        if on_event is None or frame.number < self._next_number:
             return
         if frame.number > self._next_number:
             self.emit(StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
-        elif frame.chunk is not None and frame.failure is None:
+        elif chunk is not None and frame.failure is None:
             self._next_number += 1
-            self.emit(frame.chunk)
+            if chunk.finish_reason is None:  # nearly all: `emit` would do the same, one call later
+                on_event(chunk)
+            else:
+                self.emit(chunk)
         elif frame.failure is not None:
             self.emit(frame.failure.error())
         else:

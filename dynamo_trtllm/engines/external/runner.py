@@ -241,7 +241,7 @@ class ExternalCall(Stream):
             self._note_started()
         event: StreamEvent | None = None
         finish: str | None = None
-        has_ended = self.has_ended
+        has_ended = self._on_event is None
         try:
             finish = result.outputs[0].finish_reason
             if not has_ended:

@@ -144,10 +144,10 @@ class GenerationFlow:
 
         Only the last action can have an answer at once. After the end, events cause nothing.
         """
-        if isinstance(event, Chunk):  # tests the class of most events first
-            return self._on_chunk(event)
         if self.state is State.ENDED:
             return ()
+        if isinstance(event, Chunk):
+            return self._on_chunk(event)
         if isinstance(event, DynamoError):
             return self._on_error(event)
         if isinstance(event, WorkerSelection):
@@ -155,6 +155,14 @@ class GenerationFlow:
         if isinstance(event, Instance):
             return self._change_decode(event)
         return self._on_signal(event)
+
+    def passes(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is only passed on to the client, as nearly all are. If so, `on` need not be called."""
+        attempt = self._attempt
+        if attempt is None or not attempt.has_begun or chunk.finish_reason is not None or chunk.stats is not None:
+            return False
+        self._sent_ids.extend(chunk.token_ids)
+        return True
 
     def _on_signal(self, signal: Signal) -> Sequence[Action]:
         match signal:
@@ -255,13 +263,10 @@ class GenerationFlow:
 
     def _on_chunk(self, chunk: Chunk) -> Sequence[Action]:
         attempt = self._attempt
-        if attempt is None:
-            return ()  # the flow has ended
+        assert attempt is not None
         if self.state is State.PREFILL:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
-        if attempt.has_begun and chunk.finish_reason is None and chunk.stats is None:
-            return (chunk,)  # nearly all
         actions: list[Action] = []
         if not attempt.has_begun:  # the first chunk shows that the KV has arrived
             actions += _free_kv(attempt, ReleaseOutcome.FETCHED)
@@ -343,8 +348,7 @@ class GenerationFlow:
         if not self._sent_ids:
             self._trace.retries += counts
             self._num_transfer_failures += isinstance(error, KvTransferError)
-            is_over = self._trace.retries > self._options.retries or self._num_transfer_failures > 1
-            return error if is_over else None
+            return error if self._trace.retries > self._options.retries or self._num_transfer_failures > 1 else None
         history = _token_dependence(self.request.sampling)
         if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
             return _migration_failed(error, f"its engine cannot resume {history}; retry, or send the request without")
@@ -371,9 +375,7 @@ def _free_slot(attempt: _Attempt) -> Sequence[Action]:
 
 def _free_kv(attempt: _Attempt, outcome: ReleaseOutcome) -> Sequence[Action]:
     prefill, params, attempt.params = attempt.prefill, attempt.params, None
-    if prefill is None or params is None:
-        return ()
-    return (SendControl(prefill, ReleaseKv(params.transfer_id, outcome)),)
+    return () if prefill is None or params is None else (SendControl(prefill, ReleaseKv(params.transfer_id, outcome)),)
 
 
 def is_not_accepted(error: DynamoError) -> bool:

@@ -218,10 +218,13 @@ class _RunningRequest(Stream):
         """Pass an event to the flow and perform its actions, until none has an answer at once."""
         answer: FlowEvent | None = event
         try:
+            if isinstance(event, Chunk) and self._flow.passes(event):  # nearly all events
+                self.emit(event)
+                return
             while answer is not None:
                 actions, answer = self._flow.on(answer), None
                 for action in actions:
-                    if isinstance(action, Chunk | DynamoError):  # nearly all
+                    if isinstance(action, Chunk | DynamoError):
                         self.emit(action)
                     else:
                         answer = self._context.run(self._perform, action)
