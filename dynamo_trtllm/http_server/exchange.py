@@ -16,6 +16,7 @@ from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, Requ
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, to_response
 
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
+_FLUSH_BYTES = 32 << 10
 JSON = "application/json"
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
@@ -168,6 +169,7 @@ class HttpResponse:
         self.keeps_alive = keeps_alive
         self.headers: dict[str, str] = {}  # sent in addition to those of the handler
         self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
 
     def cancel_on_disconnect(self) -> None:
         """Let a disconnect cancel the current task until the response has ended. Raises ClientDisconnected."""
@@ -206,11 +208,14 @@ class HttpResponse:
         self.is_writable = not (self._is_paused or self._is_lost)
 
     def write(self, events: bytes) -> None:
-        """Send events at the end of the loop's turn. They must not be empty. Called only while `is_writable`."""
+        """Send events, not empty, at the turn's end. Called while `is_writable`, or right after `start_events`."""
         self._put(self._chunk(events))
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. Waits while the client reads slowly; disconnects it if it reads too slowly for too long."""
+        """Send events as `write` does, the last ones at once.
+
+        Waits while the client reads slowly; disconnects it if it reads too slowly for too long.
+        """
         if self._is_paused:
             await self._until_resumed()
         data = self._chunk(events) if events else b""
@@ -218,7 +223,8 @@ class HttpResponse:
             self._end(data + b"0\r\n\r\n" if self._is_chunked else data)
         else:
             self._put(data)
-            self.flush()
+            if self._unsent_bytes >= _FLUSH_BYTES:  # so that a client that reads slowly is noticed
+                self.flush()
 
     def fail(self, error: DynamoError) -> None:
         """End a response that its handler has not ended: send an error, or close the connection."""
@@ -235,6 +241,7 @@ class HttpResponse:
         if self._unsent:
             data = b"".join(self._unsent)
             self._unsent.clear()
+            self._unsent_bytes = 0
             if not (self._is_lost or self._transport.is_closing()):
                 self._transport.write(data)
 
@@ -277,6 +284,7 @@ class HttpResponse:
         if not self._unsent:
             self._batch.add(self)
         self._unsent.append(data)
+        self._unsent_bytes += len(data)
 
     def _end(self, data: bytes) -> None:
         if self.ended:

@@ -219,25 +219,29 @@ class GenerateEndpoint(Generic[B]):
         """Run all choices. Yield their deltas that were not written at once; the first error ends all choices.
 
         A delta is written within the call that has its tokens. It waits to be yielded while the client reads slowly,
-        behind earlier ones, and if it is the first or the last of the response.
+        behind earlier ones or an error, and if it is the last of its choice.
         """
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
         limit, num_pending = MAX_PENDING_TOKENS * len(context.choices), 0  # tokens and deltas that are not sent yet
-        encode = None if context.encoder is None else context.encoder.delta
-        observe, write = context.observe, response.write
+        encoder, observe, write = context.encoder, context.observe, response.write
 
         def deliver(item: ChoiceDelta | DynamoError) -> None:
             nonlocal num_pending
             if isinstance(item, ChoiceDelta):
                 observe(item)
-                if not num_pending and encode is not None and item.finish is None and response.is_writable:
-                    if data := encode(item):
-                        write(data)
-                    return
+                if not num_pending and encoder is not None and item.finish is None:
+                    if not response.started:  # in a task, it would be later, and all deltas until then would wait
+                        _start(context, response, encoder)
+                    if response.is_writable:
+                        if data := encoder.delta(item):
+                            write(data)
+                        return
                 num_pending += item.tokens + 1
                 if num_pending > limit:
                     context.cancel()
                     item = Overloaded(f"the client reads too slowly: over {limit} tokens are pending")
+            else:
+                num_pending += 1  # no delta overtakes the error
             arrived.put_nowait(item)
 
         num_running = len(context.choices)
@@ -265,11 +269,9 @@ class GenerateEndpoint(Generic[B]):
         num_unfinished = plan.num_answers
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
-                if response.started:
-                    data = encoder.delta(delta)
-                else:
-                    data = encoder.start() + encoder.delta(delta)
-                    response.start_events(context.served_by())
+                if not response.started:
+                    _start(context, response, encoder)
+                data = encoder.delta(delta)
                 if delta.finish is not None:
                     num_unfinished -= 1
                     if not num_unfinished:
@@ -301,3 +303,10 @@ class GenerateEndpoint(Generic[B]):
         else:
             is_overloaded = isinstance(error, Overloaded)
             response.send_error(error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S)
+
+
+def _start(context: RequestContext, response: HttpResponse, encoder: SseEncoder) -> None:
+    """Send what precedes the first delta."""
+    response.start_events(context.served_by())
+    if data := encoder.start():
+        response.write(data)

@@ -116,8 +116,23 @@ async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_di
     )
     wire = Wire(1)
     await served.app(post("/v1/completions", prompt="hi", stream_options={"include_usage": True}), wire)
-    assert wire.written == 1
+    assert wire.written == 2
     assert '"completion_tokens":4' in wire.body()
+
+
+async def test_stream_when_its_first_tokens_come_at_once_then_all_but_the_last_are_written_within_the_call() -> None:
+    script = [chunk("a"), chunk("b"), chunk("c"), chunk("d", finish=FinishReason.LENGTH)]
+    served, wire = FakeFrontend(AtOnce([*script]), FrontendConfig()), Gated()
+    wire.gate.set()
+    await served.app(post("/v1/completions", prompt="hi"), wire)
+    assert (wire.written, wire.texts()) == (3, "abcd")
+    assert len(wire.transport.sent) <= 2
+
+
+async def test_stream_when_a_choice_fails_before_another_begins_then_the_answer_is_an_http_error() -> None:
+    served, wire = FakeFrontend(OneFails([])), Wire(1)
+    await served.app(post("/v1/completions", prompt="hi", n=2), wire)
+    assert wire.status == 429
 
 
 @pytest.mark.parametrize("fields", [{"stop": ["lo"]}, {"parallel_tool_calls": False}, {"n": 2}])
@@ -139,6 +154,16 @@ class AtOnce(ScriptedPipeline):
             else:
                 assert isinstance(step, Chunk)
                 on_chunk(step)
+
+
+class OneFails(ScriptedPipeline):
+    """The first choice fails, and the second one has its first token in the same step."""
+
+    async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
+        if request.request_id.endswith("-0"):
+            raise Overloaded("full")
+        on_chunk(chunk("a"))
+        on_chunk(stop())
 
 
 class Gated(Wire):

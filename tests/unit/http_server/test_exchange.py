@@ -28,16 +28,27 @@ class Sent(HttpResponse):
         return self
 
 
-async def test_head_when_events_follow_then_both_leave_at_once_and_the_rest_by_itself() -> None:
+async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_the_rest_by_itself() -> None:
     response = Sent()
     response.start_events({"X-Some": "value"})
-    assert response.transport.sent == []
     await response.send_events(b"data: x\n\n")
     await response.send_events(b"y")
-    head, events = response.transport.sent[0].split(b"\r\n\r\n")
+    assert response.transport.sent == []
+    await asyncio.sleep(0)
+    head, _, events = response.transport.sent[0].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"X-Some: value" in head
-    assert (events, response.transport.sent[1:]) == (b"9\r\ndata: x\n\n\r\n", [b"1\r\ny\r\n"])
+    assert events == b"9\r\ndata: x\n\n\r\n1\r\ny\r\n"
+    await response.send_events(b"z")
+    await asyncio.sleep(0)
+    assert response.transport.sent[1:] == [b"1\r\nz\r\n"]
+
+
+async def test_send_events_when_much_comes_in_a_turn_then_it_leaves_before_the_turn_ends() -> None:
+    response = Sent().started_events()
+    for _ in range(4):
+        await response.send_events(b"y" * 10_000)
+    assert [len(each) > 30_000 for each in response.transport.sent] == [True]
 
 
 async def test_head_when_nothing_follows_in_this_turn_then_it_leaves_alone() -> None:
@@ -130,6 +141,7 @@ async def test_send_events_when_the_client_does_not_read_then_they_wait_until_it
     assert response.transport.sent == []
     response.resume()
     await sending
+    await asyncio.sleep(0)
     assert response.transport.sent == [b"1\r\ny\r\n"]
 
 
