@@ -1,0 +1,92 @@
+"""What two frontends know of the prefix caches of mock workers, over real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
+from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.kv_events import KvCacheUpdate
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from tests.integration.worker_helpers import (
+    FrontendSide,
+    RunningWorkers,
+    config,
+    frontend_side,
+    request,
+    start_pairs,
+    until,
+)
+from tests.streaming import pipeline_stream
+from tests.waiting import SOON_S
+
+BLOCK = 32  # tokens, of the mock engine
+
+
+class LossyPrefixes(KnownPrefixes):
+    """Loses the next update with blocks if `loses` is set."""
+
+    loses = False
+
+    def on_update(self, update: KvCacheUpdate) -> None:
+        if self.loses and update.stored:
+            self.loses = False
+        else:
+            super().on_update(update)
+
+
+class Follower:
+    """A frontend that follows the prefix caches."""
+
+    def __init__(self, side: FrontendSide) -> None:
+        self.side = side
+        self.known = LossyPrefixes()
+
+    async def ask(self, prompt: int) -> None:
+        asked = request(max_tokens=3, prompt=prompt)
+        async for _ in pipeline_stream(self.side.pipeline, asked, RouteTrace()):
+            pass
+
+    def overlaps(self, prompt: int) -> list[list[int]]:
+        """Return the overlaps of the prefill and of the decode workers, without those that have none."""
+        asked = PromptHashes(request(max_tokens=3, prompt=prompt))
+        return [list(self.known.overlaps(asked, "tiny", role).values()) for role in (Role.PREFILL, Role.DECODE)]
+
+    async def until_overlaps(self, prompt: int, expected: list[list[int]]) -> None:
+        await until(lambda: self.overlaps(prompt) == expected, SOON_S, lambda: self.overlaps(prompt))
+
+
+@asynccontextmanager
+async def follower(chosen: WorkerConfig) -> AsyncIterator[Follower]:
+    async with frontend_side(chosen) as side:
+        made = Follower(side)
+        await side.until_instances(2)
+        task = asyncio.create_task(PrefixFeed(made.known, side.view, side.plane, chosen.namespace).run())
+        try:
+            yield made
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_overlaps_when_a_frontend_is_late_or_loses_an_update_then_both_know_the_same(
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
+) -> None:
+    caching = {"enable_prefix_caching": True, "kv_block_size": BLOCK}
+    chosen = config(etcd_server, nats_server, publish_kv_events=True, override_engine_args=caching)
+    start_pairs(chosen, running_workers)
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(follower(chosen))
+        await first.ask(100)
+        await first.until_overlaps(400, [[96], [96]])
+        late = await stack.enter_async_context(follower(chosen))
+        await late.until_overlaps(400, [[96], [96]])
+        first.known.loses = True
+        await first.ask(200)
+        await late.until_overlaps(400, [[192], [192]])
+        await first.until_overlaps(400, [[192], [192]])
+        assert not first.known.loses
