@@ -100,9 +100,9 @@ def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens
         prompt.of(block_tokens)
 
     def look_up(turn: int) -> None:
-        found = known.overlaps(prompts[turn % len(prompts)], "model", Role.DECODE)
-        for instance_id in found.deepest(_CANDIDATES):
-            found.get(instance_id, 0)
+        for found in known.overlaps(prompts[turn % len(prompts)]).values():
+            for instance_id in found.deepest(_CANDIDATES):
+                found.get(instance_id)
 
     return sorted(_times(look_up, _LOOKUPS))
 

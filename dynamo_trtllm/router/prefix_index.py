@@ -7,9 +7,8 @@ block to block, and a binary search finds where. Callers pass the time.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -146,6 +145,10 @@ class PromptHashes:
         self._request = request
         self._hashes: dict[int, list[int]] = {}
 
+    @property
+    def model(self) -> str:
+        return self._request.model
+
     def of(self, block_tokens: int) -> list[int]:
         """Return the hashes of the blocks that an engine may reuse: it computes at least the last token."""
         hashes = self._hashes.get(block_tokens)
@@ -163,24 +166,21 @@ class _IndexMatch(NamedTuple):
     levels: list[Level]
 
 
-class PrefixOverlaps(Mapping[int, int]):
-    """How many tokens at the start of a prompt each instance has in its cache. Computed per instance when asked for."""
+class PrefixOverlaps:
+    """How many tokens at the start of a prompt the instances of one role have in their caches."""
+
+    __slots__ = ("_matches", "_turn")
 
     def __init__(self, matches: Sequence[_IndexMatch], turn: int) -> None:
         self._matches = matches
         self._turn = turn
 
-    def __getitem__(self, instance_id: int) -> int:
+    def get(self, instance_id: int, default: int = 0, /) -> int:
+        """Return the overlap of an instance, or `default` if it has none."""
         for blocks, block_tokens, levels in self._matches:
             if depth := blocks.depth(levels, instance_id):
                 return depth * block_tokens
-        raise KeyError(instance_id)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.deepest(sys.maxsize))
-
-    def __len__(self) -> int:
-        return sum(levels[-1].mask.bit_count() for _, _, levels in self._matches)
+        return default
 
     def deepest(self, limit: int) -> list[int]:
         """Return at most `limit` instances per block size, those with the longest overlaps first.
@@ -231,7 +231,7 @@ class KnownPrefixes:
         self._reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _Cache] = {}
-        self._indexes: dict[tuple[str, Role], dict[int, PrefixIndex]] = {}  # by block size
+        self._indexes: dict[str, dict[Role, dict[int, PrefixIndex]]] = {}  # by model, role and block size
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
         self._expires: dict[int, dict[int, float]] = {}  # instance id -> prefix hash -> when it expires
@@ -331,15 +331,24 @@ class KnownPrefixes:
                     expires.pop(each, None)
                 self._index_of(sent.instance_id).discard(sent.instance_id, old)
 
-    def overlaps(self, prompt: PromptHashes, model: str, role: Role) -> PrefixOverlaps:
-        """Return what the instances of a model and role have of a prompt."""
+    def overlaps(self, prompt: PromptHashes) -> dict[Role, PrefixOverlaps]:
+        """Return what the instances of the prompt's model have of it, by role. Roles without any are left out."""
         self._turn += 1
-        matches = []
-        for block_tokens, index in self._indexes.get((model, role), {}).items():
-            if levels := index.levels(prompt.of(block_tokens)):
-                matches.append(_IndexMatch(index, block_tokens, levels))
-        return PrefixOverlaps(matches, self._turn)
+        found = {}
+        for role, indexes in self._indexes.get(prompt.model, {}).items():
+            matches = [
+                _IndexMatch(index, block_tokens, levels)
+                for block_tokens, index in indexes.items()
+                if len(index) and (levels := index.levels(prompt.of(block_tokens)))
+            ]
+            if matches:
+                found[role] = PrefixOverlaps(matches, self._turn)
+        return found
 
     def _index_of(self, instance_id: int) -> PrefixIndex:
         cache = self._caches[instance_id]
-        return self._indexes.setdefault((cache.model, cache.role), {}).setdefault(cache.block_tokens, PrefixIndex())
+        indexes = self._indexes.setdefault(cache.model, {}).setdefault(cache.role, {})
+        index = indexes.get(cache.block_tokens)
+        if index is None:
+            index = indexes[cache.block_tokens] = PrefixIndex()
+        return index

@@ -51,12 +51,13 @@ class Follower:
         async for _ in pipeline_stream(self.side.pipeline, asked, RouteTrace()):
             pass
 
-    def overlaps(self, prompt: int) -> list[list[int]]:
-        """Return the overlaps of the prefill and of the decode workers, without those that have none."""
-        asked = PromptHashes(request(max_tokens=3, prompt=prompt))
-        return [list(self.known.overlaps(asked, "tiny", role).values()) for role in (Role.PREFILL, Role.DECODE)]
+    def overlaps(self, prompt: int) -> dict[Role, list[int]]:
+        """Return the overlaps of the workers by role, without those that have none."""
+        found = self.known.overlaps(PromptHashes(request(max_tokens=3, prompt=prompt)))
+        return {role: [each.get(name) for name in each.deepest(9)] for role, each in found.items()}
 
-    async def until_overlaps(self, prompt: int, expected: list[list[int]]) -> None:
+    async def until_overlaps(self, prompt: int, tokens: int) -> None:
+        expected = {Role.PREFILL: [tokens], Role.DECODE: [tokens]}
         await until(lambda: self.overlaps(prompt) == expected, SOON_S, lambda: self.overlaps(prompt))
 
 
@@ -82,11 +83,11 @@ async def test_overlaps_when_a_frontend_is_late_or_loses_an_update_then_both_kno
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(follower(chosen))
         await first.ask(100)
-        await first.until_overlaps(400, [[96], [96]])
+        await first.until_overlaps(400, 96)
         late = await stack.enter_async_context(follower(chosen))
-        await late.until_overlaps(400, [[96], [96]])
+        await late.until_overlaps(400, 96)
         first.known.loses = True
         await first.ask(200)
-        await late.until_overlaps(400, [[192], [192]])
-        await first.until_overlaps(400, [[192], [192]])
+        await late.until_overlaps(400, 192)
+        await first.until_overlaps(400, 192)
         assert not first.known.loses

@@ -66,7 +66,8 @@ class Frontend:
         request = GenerateRequest(
             request_id="r", model="tiny", token_ids=TOKENS + TOKENS, sampling=Sampling(max_tokens=1), deadline=0.0
         )
-        return self.known.overlaps(PromptHashes(request), "tiny", Role.DECODE).get(instance_id, 0)
+        found = self.known.overlaps(PromptHashes(request)).get(Role.DECODE)
+        return 0 if found is None else found.get(instance_id)
 
 
 @asynccontextmanager

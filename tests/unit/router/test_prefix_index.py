@@ -43,8 +43,13 @@ def prompt(blocks: list[int], *, salt: str | None = None, scores: int | None = N
     )
 
 
+def overlaps_of(known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE) -> dict[int, int]:
+    found = known.overlaps(asked).get(role)
+    return {} if found is None else {name: found.get(name) for name in found.deepest(100)}
+
+
 def overlaps(known: KnownPrefixes, blocks: list[int], role: Role = Role.DECODE) -> dict[int, int]:
-    return dict(known.overlaps(prompt(blocks), MODEL, role))
+    return overlaps_of(known, prompt(blocks), role)
 
 
 def snapshot(instance_id: int, blocks: list[int], number: int = 0, block: int = BLOCK) -> KvCacheUpdate:
@@ -173,7 +178,7 @@ def test_overlaps_when_salts_differ_or_the_prompt_is_scored_then_there_are_none(
     known.on_update(snapshot(1, [1, 2]))
     assert overlaps(known, [1, 2, 3]) == {1: 2 * BLOCK}
     for asked in (prompt([1, 2], salt="tenant"), prompt([1, 2], scores=0)):
-        assert dict(known.overlaps(asked, MODEL, Role.DECODE)) == {}
+        assert overlaps_of(known, asked) == {}
 
 
 def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_corrects_the_size() -> None:
@@ -183,7 +188,7 @@ def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_
     known.on_update(snapshot(1, [1, 2, 3]))
     known.on_update(snapshot(2, [1, 2, 3], block=2 * BLOCK))
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 2 * BLOCK}
-    assert known.overlaps(prompt([1, 2, 3]), MODEL, Role.DECODE).get(3, 0) == 0
+    assert known.overlaps(prompt([1, 2, 3]))[Role.DECODE].get(3, -1) == -1
 
 
 def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
@@ -212,11 +217,11 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
     for name in range(1, 9):
         known.add_instance(instance(name))
         known.on_update(snapshot(name, [1, 2] if name == 5 else [1]))
-    found = [known.overlaps(prompt([1, 2, 3]), MODEL, Role.DECODE).deepest(3) for _ in range(8)]
+    found = [known.overlaps(prompt([1, 2, 3]))[Role.DECODE].deepest(3) for _ in range(8)]
     assert {each[0] for each in found} == {5}
     assert {name for each in found for name in each[1:]} == {1, 2, 3, 4, 6, 7, 8}
     assert all(len(each) == 3 for each in found)
-    assert len(known.overlaps(prompt([1]), MODEL, Role.DECODE)) == 8
+    assert len(overlaps(known, [1])) == 8
 
 
 def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> None:
