@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 _LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _REPORTS_SINCE = 2  # wire version
 _LOAD_EVERY_S = 0.05
-_LATE = "the request's deadline passed in the worker"
 _REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
 
 
@@ -251,8 +250,7 @@ class EndpointServer:
 
     def _heard_from(self, inbox: str) -> int:
         """Return a number that changes whenever the caller is heard from."""
-        caller = self._callers.get(inbox)
-        return 0 if caller is None else caller.num_messages
+        return self._callers[inbox].num_messages if inbox in self._callers else 0
 
     # --- streams ---------------------------------------------------------------------------------------
 
@@ -265,9 +263,7 @@ class EndpointServer:
             del self._latest_openings[next(iter(self._latest_openings))]
         self._idle.clear()
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        stream.deadline = asyncio.get_running_loop().call_later(
-            opening.left_s, lambda: self._end(stream, DeadlineExceeded(_LATE))
-        )
+        stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._late, stream)
         try:
             stream.handle = self._service.generate(request, partial(self._on_event, stream))
         except Exception:
@@ -284,6 +280,9 @@ class EndpointServer:
         if stream.holds_kv:  # its caller is watched until the KV is fetched
             stream.caller.held[stream.number] = stream
         self._remove(stream)
+
+    def _late(self, stream: ServerStream) -> None:
+        self._end(stream, DeadlineExceeded("the request's deadline passed in the worker"))
 
     def _end(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller."""
@@ -308,8 +307,7 @@ class EndpointServer:
             del self._callers[caller.inbox]
 
     def _cancel(self, caller: _Caller, number: int) -> None:
-        stream = caller.running.get(number)
-        if stream is not None:
+        if (stream := caller.running.get(number)) is not None:
             self._close(stream)
         else:
             self._abort_held(caller, number)  # a cancel shows that the caller did not receive the terminal chunk

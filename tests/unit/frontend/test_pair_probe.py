@@ -39,7 +39,6 @@ from tests.unit.frontend.pipeline_helpers import request
 from tests.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
-
 HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t"))
 
 
@@ -55,8 +54,8 @@ def alike(request: GenerateRequest) -> list[int]:
 
 def right(request: GenerateRequest) -> list[int]:
     """Other tokens after every prompt."""
-    resumed = request.num_resumed_output_tokens
-    seed = zlib.crc32(request.token_ids[: len(request.token_ids) - resumed]) + resumed
+    resumed, length = request.num_resumed_output_tokens, len(request.token_ids)
+    seed = zlib.crc32(request.token_ids[: length - resumed]) + resumed
     return [(seed + at) % 1_000_000 for at in range(request.sampling.max_tokens)]
 
 
@@ -383,8 +382,8 @@ async def test_run_when_not_every_worker_does_whole_requests_then_another_one_gi
 async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_share_one_wait() -> None:
     bench = Bench(timeout_s=0.2)
     async with bench.running():
-        await bench.add(1, Role.PREFILL, right)
-        await bench.add(3, Role.PREFILL, right)
+        for prefill in (1, 3):
+            await bench.add(prefill, Role.PREFILL, right)
         decode = await bench.add(2, Role.DECODE, None, whole=True)
         await bench.until(lambda: bench.codes["canary"] == 2)
         assert decode.phases() == {Phase.AGGREGATED: 1}
