@@ -236,6 +236,9 @@ class WorkerService:
         kv_events: KvEventPublisher | None = None,
     ) -> None:
         self._engine = engine
+        # tested once, because the test for a protocol visits all its attributes
+        self._stats_source = engine if isinstance(engine, HasStats) else None
+        self._kv_holder = engine if isinstance(engine, KvHolder) else None
         self._max_leaked_kv_fraction = max_leaked_kv_fraction
         self._admission = admission
         self._instance_id = instance.id
@@ -272,9 +275,10 @@ class WorkerService:
 
     def _stats(self, request: GenerateRequest) -> EngineStats | None:
         """Return the engine's statistics for a prefill call, else None."""
-        if request.phase is Phase.PREFILL and isinstance(self._engine, HasStats):
-            return self._engine.stats()
-        return None
+        return self._engine_stats() if request.phase is Phase.PREFILL else None
+
+    def _engine_stats(self) -> EngineStats | None:
+        return None if self._stats_source is None else self._stats_source.stats()
 
     def _check(self, request: GenerateRequest) -> None:
         if request.model != self._model:
@@ -306,8 +310,8 @@ class WorkerService:
             case GetFile(sha256, offset):
                 return encode(self._file_chunk(sha256, offset))
             case ReleaseKv(transfer_id, outcome):
-                if isinstance(self._engine, KvHolder):
-                    self._engine.release(transfer_id, outcome)
+                if self._kv_holder is not None:
+                    self._kv_holder.release(transfer_id, outcome)
             case ReserveSlot(reservation_id, expires_at, left_s):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
@@ -334,7 +338,7 @@ class WorkerService:
         raise EngineFailed(f"restart requested: {self._restart_reason}")
 
     def _check_leaked_kv(self) -> None:
-        stats = self._engine.stats() if isinstance(self._engine, HasStats) else None
+        stats = self._engine_stats()
         if stats is None or not stats.kv_blocks_total:  # 0: not reported by the engine
             return
         if stats.leaked_kv_blocks > self._max_leaked_kv_fraction * stats.kv_blocks_total:

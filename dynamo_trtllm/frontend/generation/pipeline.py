@@ -219,7 +219,8 @@ class _RunningRequest(Stream):
         answer: FlowEvent | None = event
         try:
             if isinstance(event, Chunk) and self._flow.passes(event):  # nearly all events
-                self.emit(event)
+                if self._on_event is not None:
+                    self._on_event(event)
                 return
             while answer is not None:
                 actions, answer = self._flow.on(answer), None

@@ -189,6 +189,10 @@ class BodyBudget:
         Raises:
             Overloaded: the bytes were not free in time.
         """
+        if not self._waiting and body.in_use + count <= SMALL_BODY_BYTES and self.in_use + count <= self.limit:
+            self.in_use += count
+            body.in_use += count
+            return
         granted = asyncio.get_running_loop().create_future()
         self._waiting[body] = count, granted
         self._grant()
@@ -210,7 +214,8 @@ class BodyBudget:
         body.in_use = 0
         if self._favored is body:
             self._favored = None
-        self._grant()
+        if self._waiting:
+            self._grant()
 
     def _grant(self) -> None:
         for body in sorted(self._waiting, key=lambda each: each.number):
@@ -326,6 +331,8 @@ async def read_body(
     declared = request.header(b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    if request.is_complete:
+        return await _receive_body(request, max_bytes, reserve)
     try:
         async with asyncio.timeout(within_s):
             return await _receive_body(request, max_bytes, reserve)
