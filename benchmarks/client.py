@@ -35,6 +35,8 @@ _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
     "not what all were we when your can said there use an each which she do how their if will up other about out many"
 ).split()
+_BLOCK_WORDS = 64
+_NUM_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class Client:
         self._until_s = math.inf
         self.is_stopped = False
         self._random = random.Random(load.seed or time.time_ns())
+        self._blocks = [" ".join(self._random.choices(_WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)]
         at = urlsplit(load.url)
         self._host, self._port = at.hostname or "localhost", at.port or 80
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
@@ -166,10 +169,19 @@ class Client:
             await asyncio.sleep(0.05)  # limits the rate of attempts
             return None
 
+    def _prompt(self) -> str:
+        """Return random words: first single ones, so that no two prompts begin alike, then blocks of words.
+
+        8192 single words would take the client as much CPU time as the request takes the server.
+        """
+        blocks = max(0, self._load.isl // _BLOCK_WORDS - 1)
+        words = self._random.choices(_WORDS, k=self._load.isl - blocks * _BLOCK_WORDS)
+        return " ".join(words + self._random.choices(self._blocks, k=blocks))
+
     def _request(self, index: int) -> bytes:
         load = self._load
         prompts = load.prompts
-        prompt = prompts[(index - 1) % len(prompts)] if prompts else " ".join(self._random.choices(_WORDS, k=load.isl))
+        prompt = prompts[(index - 1) % len(prompts)] if prompts else self._prompt()
         body: dict[str, Any] = {
             "model": load.model,
             "messages": [{"role": "user", "content": prompt}],
