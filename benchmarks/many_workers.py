@@ -20,14 +20,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import uvloop
 
+from dynamo_trtllm.background import first_of
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RecordedEvent
@@ -37,31 +39,61 @@ from dynamo_trtllm.worker import Worker
 
 from .startup import MODEL, LoggedProcess, http_request, start_servers
 
+log = logging.getLogger(__name__)
+
 _ROLES = (Role.PREFILL, Role.DECODE)
-_STARTING = 4  # workers of one process that start in the same second
+_STARTING = 2  # workers of one process that start at the same time
+_RESTART_S = 1.0
 _LEASE_TTL_S = 60.0  # thousands of leases that are renewed every 3 s would be the load that is measured
 
 
 async def serve_workers(role: Role, count: int, folder: Path) -> None:
     """Serve many workers in this process until SIGTERM."""
-    turns = asyncio.Semaphore(_STARTING)
-    workers = [Worker(_config(role, folder)) for _ in range(count)]
+    turns, stopped, workers = asyncio.Semaphore(_STARTING), asyncio.Event(), dict[int, Worker]()
+    registered = _Registered()
+    logging.getLogger("dynamo_trtllm.worker.worker").addHandler(registered)
 
     def stop_all() -> None:
-        for worker in workers:
+        stopped.set()
+        for worker in workers.values():
             worker.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_all)
 
-    async def serve(worker: Worker) -> None:
-        await turns.acquire()
-        asyncio.get_running_loop().call_later(1.0, turns.release)
-        await worker.serve()
+    async def serve() -> None:
+        """Serve one worker. Start it again if it fails, as a supervisor would."""
+        while not stopped.is_set():
+            async with turns:
+                worker = Worker(_config(role, folder))
+                workers[worker.instance_id] = worker
+                serving = asyncio.create_task(worker.serve())
+                await first_of(registered.event(worker.instance_id).wait(), asyncio.wait([serving]))
+            try:
+                await serving
+            except DynamoError as exc:
+                log.warning("worker %x ended, starting another one (%s): %s", worker.instance_id, exc.code, exc.message)
+                await first_of(stopped.wait(), timeout_s=_RESTART_S)
+            del workers[worker.instance_id]
 
     async with asyncio.TaskGroup() as group:
-        for worker in workers:
-            group.create_task(serve(worker))
+        for _ in range(count):
+            group.create_task(serve())
+
+
+class _Registered(logging.Handler):
+    """The workers of this process that have logged that they serve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: defaultdict[object, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def event(self, instance_id: int) -> asyncio.Event:
+        return self._events[instance_id]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple) and record.msg.startswith("serving as instance"):
+            self._events[record.args[0]].set()
 
 
 def _config(role: Role, folder: Path) -> WorkerConfig:
@@ -187,7 +219,8 @@ def main() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if args.serve is not None:
-        logging.basicConfig(level=logging.WARNING)
+        logging.basicConfig(level=logging.INFO)
+        logging.getLogger().handlers[0].setLevel(logging.WARNING)
         uvloop.run(serve_workers(Role(args.serve), args.workers, args.recorder_dir))
         return 0
     with scratch_folder("dynamo-many-") as folder, start_servers() as env:

@@ -43,7 +43,7 @@ from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
-from dynamo_trtllm.router.view import ClusterView, Pair, format_pair, is_probed, new_pairs, pairs_with
+from dynamo_trtllm.router.view import MAX_PAIRS, ClusterView, Pair, format_pair, is_probed, new_pairs, pairs_with
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class _ProbeResult(NamedTuple):
 class PairProbeOptions:
     """The timing of probes."""
 
-    interval_s: float = 30.0  # between probes of an idle pair
+    interval_s: float = 30.0  # between probes of an idle pair, of at most MAX_PAIRS
     timeout_s: float = 10.0  # for each request of a probe
 
 
@@ -114,6 +114,11 @@ class PairProbes:
                 timeout_s = max(0.0, self._queue[0][0] - now) if self._queue else None
                 await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
+    @property
+    def _interval_s(self) -> float:
+        """Time between probes of an idle pair: longer with many pairs, so that probes are never most of the load."""
+        return self._options.interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
+
     def _schedule_changed(self) -> None:
         """Schedule the pairs that are new or may be due earlier than before, and drop instances that are gone."""
         self._pipeline.update_breakers()  # new pairs get no requests before their probe
@@ -127,7 +132,7 @@ class PairProbes:
             self._schedule(self._breakers.rescheduled.pop())
 
     def _schedule(self, pair: Pair) -> None:
-        due_at = self._breakers.due_at(pair, self._options.interval_s)
+        due_at = self._breakers.due_at(pair, self._interval_s)
         if pair not in self._probing and due_at < self._due_at.get(pair, math.inf):
             self._due_at[pair] = due_at
             heapq.heappush(self._queue, (due_at, next(self._numbers), pair))
@@ -148,7 +153,7 @@ class PairProbes:
             model = selection.decode.card.name
             if not is_probed(self._view.model(model), pair, self._breakers.quarantined):
                 continue
-            if self._breakers.due_at(pair, self._options.interval_s) > now:
+            if self._breakers.due_at(pair, self._interval_s) > now:
                 self._schedule(pair)
             else:
                 yield pair, model
