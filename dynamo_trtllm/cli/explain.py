@@ -23,6 +23,7 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import RecordedEvent, recorder_folder
 from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
+from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
@@ -157,6 +158,11 @@ def describe(entry: Entry, request: RequestRecording) -> str:
     return f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
 
 
+def _costs(number: int) -> str:
+    costs = Costs.unpacked(number)
+    return f"{costs.selected} (next {'none' if costs.second < 0 else costs.second})"
+
+
 def _values(entry: Entry) -> str:
     a, b, reason = entry.a, entry.b, entry.reason
     match entry.event:
@@ -164,6 +170,9 @@ def _values(entry: Entry) -> str:
             return f": {a} prompt tokens, at most {b} output tokens"
         case RecordedEvent.PLACED:
             return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
+        case RecordedEvent.PLACED_BY_COST:
+            costs = [("prefill", a), ("decode" if a else "aggregated", b)]
+            return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
         case RecordedEvent.RESERVING_SLOT:
             return f": at {a:x}"
         case RecordedEvent.CALL_SENT:

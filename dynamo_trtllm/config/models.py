@@ -247,8 +247,12 @@ class FrontendConfig(ProcessConfig):
         "Unknown fields of requests: reject (status 400), warn (ignore them, list them in the response header "
         "x-dynamo-ignored-fields and log new ones), ignore.",
     )
-    router_mode: Literal["round-robin"] = option(
-        HTTP, "round-robin", "Load-balancing policy. There is only round-robin so far."
+    router_mode: Literal["round-robin", "random", "least-loaded"] = option(
+        HTTP,
+        "round-robin",
+        "How workers are selected: round-robin (equal requests and equal workers), random, least-loaded (prompts of "
+        "different lengths or workers of different speed: the worker with the fewest prompt tokens to compute, and the "
+        "one with the fewest tokens in its KV cache).",
     )
     request_timeout_s: PositiveFloat = option(
         HTTP, 600.0, "Maximum seconds of a request. A request can set a shorter limit with `timeout`."

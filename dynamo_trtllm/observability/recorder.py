@@ -77,6 +77,7 @@ class RecordedEvent(IntEnum):
     PROGRESS = 44  # a: tokens so far; also of a call in a worker
     LAST_TOKEN = 45  # a: tokens
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
+    PLACED_BY_COST = 47  # a, b: costs of prefill and decode, see `router.placement.Costs`; reason: router mode
     # of a call in a worker
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase
     QUEUED = 65  # in the engine
@@ -202,7 +203,7 @@ class Recorder:
             a: first value, an unsigned integer of 64 bits, as the next two.
             b: second value.
             c: third value.
-            reason: an error code, finish reason or phase.
+            reason: an error code, finish reason, phase or router mode.
         """
         ring = self._ring
         if ring is not None:
@@ -222,10 +223,8 @@ class Recorder:
         hashes = block_hashes(token_ids)
         self.record(request_id, RecordedEvent.TOKENIZED, len(token_ids), max_tokens, hashes[0] | hashes[1] << 32)
         for at in range(2, len(hashes), 6):
-            h = hashes[at : at + 6]
-            self.record(
-                request_id, RecordedEvent.PROMPT_HASHES, h[0] | h[1] << 32, h[2] | h[3] << 32, h[4] | h[5] << 32
-            )
+            a, b, c = (hashes[i] | hashes[i + 1] << 32 for i in range(at, at + 6, 2))
+            self.record(request_id, RecordedEvent.PROMPT_HASHES, a, b, c)
 
     def follow(self, stream: RecordedStream) -> None:
         """Record the progress of a running stream, at most once a second, until `unfollow`."""

@@ -294,16 +294,9 @@ class WorkerService:
         self._num_reports += 1
         engine, active = self._engine, self._admission.active()
         stats = engine.stats() if isinstance(engine, HasStats) else replace(NO_STATS, running=active)
-        return LoadReport(
-            self._instance_id,
-            self._num_reports,
-            stats.running,
-            stats.waiting,
-            stats.queued_prefill_tokens,
-            stats.kv_blocks_used,
-            stats.kv_blocks_total,
-            stats.context_tokens,
-        )
+        work = stats.running, stats.waiting, stats.queued_prefill_tokens
+        kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
+        return LoadReport(self._instance_id, self._num_reports, *work, *kv)
 
     async def control(self, verb: Control) -> bytes:
         match verb:

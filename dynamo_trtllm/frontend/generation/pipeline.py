@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import itertools
 import logging
+import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Coroutine
@@ -34,6 +35,8 @@ from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
+from dynamo_trtllm.router.load import PlacedRequest
+from dynamo_trtllm.router.placement import CostSelection, Placement
 from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
 from dynamo_trtllm.router.view import (
     Change,
@@ -50,6 +53,7 @@ from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, un
 log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
+_COST_MODES = ("least-loaded",)  # of --router-mode
 _RESERVED_S = 60.0  # expiry of a slot, in case this frontend dies; a decode call without a slot is queued
 
 
@@ -68,6 +72,9 @@ class Pipeline:
         self.plane = plane
         self._breakers = breakers or PairBreakers()
         self._options = options or PipelineOptions()
+        # Selects by cost; None: round robin or random.
+        mode = self._options.router_mode
+        self.placement = Placement(mode) if mode in _COST_MODES else None
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self.background_control = BackgroundControl(plane)
@@ -95,8 +102,8 @@ class Pipeline:
         return _RunningRequest(self, GenerationFlow(request, trace, self._options, selection), trace, on_event)
 
     def new_round_robin_index(self, model: str) -> int:
-        """Return how many attempts of a model were begun before this one."""
-        return next(self._round_robin[model])
+        """Return how many attempts of a model were begun before this one, or in random mode a random number."""
+        return random.getrandbits(30) if self._options.router_mode == "random" else next(self._round_robin[model])
 
     def select(self, request: GenerateRequest, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
         """Select the workers of an attempt.
@@ -112,16 +119,21 @@ class Pipeline:
         cooling_down = self._cooldown.ids(time.monotonic())
         if cooling_down:
             try:
-                return self._select_excluding(cooling_down | excluded, model, action, round_robin_index)
+                return self._select_excluding(cooling_down | excluded, request, action, round_robin_index)
             except NoInstances:
                 pass  # a cooling instance, which may be back, is better than none
-        return self._select_excluding(excluded, model, action, round_robin_index)
+        return self._select_excluding(excluded, request, action, round_robin_index)
 
     def _select_excluding(
-        self, ids: frozenset[int], model: str, action: SelectWorkers, round_robin_index: int
+        self, ids: frozenset[int], request: GenerateRequest, action: SelectWorkers, round_robin_index: int
     ) -> WorkerSelection:
+        model, breakers, avoid = request.model, self._breakers, action.avoid
         view, fallback = self.view.model(model).excluding(ids), self._options.decode_fallback
-        return select(view, model, round_robin_index, self._breakers, avoid=action.avoid, decode_fallback=fallback)
+        if self.placement is not None:
+            best = self.placement.select(view, request, breakers, time.monotonic(), avoid=avoid)
+            if best is not None:
+                return best
+        return select(view, model, round_robin_index, breakers, avoid=avoid, decode_fallback=fallback)
 
     def select_other_decode(
         self, request: GenerateRequest, prefill: Instance, tried: frozenset[int]
@@ -197,6 +209,7 @@ class _RunningRequest(Stream):
         "_context",
         "_flow",
         "_pipeline",
+        "_placed",
         "_round_robin_index",
         "_task",
         "_trace",
@@ -210,8 +223,8 @@ class _RunningRequest(Stream):
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next three belong
         self._attempt_span = 0  # the index of its first span
-        self._begun_s = 0.0
-        self._round_robin_index = 0
+        self._begun_s, self._round_robin_index = 0.0, 0
+        self._placed: PlacedRequest | None = None  # counts the request in the loads of its workers
         asyncio.get_running_loop().call_soon(self._on, Signal.START)
 
     def _on(self, event: FlowEvent) -> None:
@@ -251,19 +264,19 @@ class _RunningRequest(Stream):
                 scores_prompt = action.request.sampling.prompt_logprobs is not None and action.request.kv_params is None
                 if scores_prompt:
                     self._trace.prompt_logprobs.clear()
-                is_prefill = action.request.phase is Phase.PREFILL
-                self._enter("prefill" if is_prefill else "first_token", action.worker.role)
-                on_event = self._on_prompt if scores_prompt else self._on
                 phase = action.request.phase
+                self._enter("prefill" if phase is Phase.PREFILL else "first_token", action.worker.role)
+                on_event = self._on_prompt if scores_prompt else self._on
                 RECORDER.record(request.request_id, Recorded.CALL_SENT, action.worker.id, reason=phase)
+                if self._placed is not None:
+                    self._placed.sent(action.worker.id, phase, time.monotonic())
                 self._call = pipeline.plane.generate(action.worker.subject, action.request, on_event)
             case SelectWorkers():
                 return self._select(action)
             case SelectOtherDecode():
                 return pipeline.select_other_decode(request, action.prefill, action.tried) or Signal.NO_OTHER_DECODE
             case WaitForWorkers():
-                left_s = self._begun_s + action.limit_s - time.monotonic()
-                left_s = min(left_s, request.deadline - time.time())
+                left_s = min(self._begun_s + action.limit_s - time.monotonic(), request.deadline - time.time())
                 if left_s <= 0:
                     return Signal.WAIT_TIMED_OUT
                 RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS)
@@ -277,37 +290,44 @@ class _RunningRequest(Stream):
             case RecordTransfer():
                 if action.error is None:  # the first chunk of the decode call
                     self._enter("decode", self._trace.spans[-1].role)
+                    if self._placed is not None:
+                        self._placed.prefilled()
                 pipeline.record_transfer(action.pair, action.error)
             case RecordFailure():
                 pipeline.record_unreachable(action.worker.id, action.error)
-                goes_on, code = bool(action.next_step), action.error.code
-                RECORDER.record(request.request_id, Recorded.CALL_FAILED, action.worker.id, goes_on, reason=code)
+                goes_on, error = bool(action.next_step), action.error
+                RECORDER.record(request.request_id, Recorded.CALL_FAILED, action.worker.id, goes_on, reason=error.code)
                 if action.next_step:
                     if self._trace.spans[-1].phase == "first_token":
                         self._trace.spans[-1].phase = "retry"
-                    log.warning(
-                        "request %s: call to worker %x failed, %s (%s): %s",
-                        short_id(request.request_id),
-                        action.worker.id,
-                        action.next_step,
-                        action.error.code,
-                        action.error.message,
-                    )
+                    text, name = "request %s: call to worker %x failed, %s (%s): %s", short_id(request.request_id)
+                    log.warning(text, name, action.worker.id, action.next_step, error.code, error.message)
         return None
 
     def _select(self, action: SelectWorkers) -> WorkerSelection | DynamoError:
-        model = self._flow.request.model
+        request, placement = self._flow.request, self._pipeline.placement
         if action.attempt != self._attempt:
             self._attempt, self._begun_s = action.attempt, time.monotonic()
             self._enter_attempt()
-            self._round_robin_index = self._pipeline.new_round_robin_index(model)
+            self._round_robin_index = self._pipeline.new_round_robin_index(request.model)
+        self._end_placed()
         try:
-            selection = self._pipeline.select(self._flow.request, action, self._round_robin_index)
-            prefill_id = 0 if selection.prefill is None else selection.prefill.id
-            RECORDER.record(self._flow.request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
-            return selection
+            selection = self._pipeline.select(request, action, self._round_robin_index)
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
+        if placement is not None:
+            self._placed = placement.start(selection, request)
+            if isinstance(selection, CostSelection):
+                costs = selection.recorded()
+                RECORDER.record(request.request_id, Recorded.PLACED_BY_COST, *costs, reason=placement.mode)
+        prefill_id = 0 if selection.prefill is None else selection.prefill.id
+        RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
+        return selection
+
+    def _end_placed(self) -> None:
+        if self._placed is not None:
+            self._placed.end()
+            self._placed = None
 
     # --- where the time goes ---------------------------------------------------------------------------
 
@@ -366,6 +386,7 @@ class _RunningRequest(Stream):
             self._task.cancel()
 
     def _close(self, last: StreamEvent | None) -> None:
+        self._end_placed()
         if last is None:
             self._stop()
             self._on(Signal.CANCEL)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.config.load import process_environment
@@ -23,10 +24,11 @@ from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
-from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
+from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.policy import PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 
@@ -81,11 +83,8 @@ async def run_app(
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
-        work = {
-            "discovery-watch": models.watch(),
-            "nats-watch": plane.until_ended(),
-            "pairs": prune_breakers(view, breakers),
-        }
+        work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
+        work |= _routing_work(config.namespace, plane, pipeline, breakers)
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
@@ -131,6 +130,28 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
         await changed.wait()
 
 
+def _routing_work(
+    namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers
+) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return the background work, by the names of its tasks, that keeps up to date what selections read."""
+    work = {"pairs": prune_breakers(pipeline.view, breakers)}
+    if pipeline.placement is not None:
+        work["loads"] = follow_loads(plane, namespace, pipeline.view, pipeline.placement.loads)
+    return work
+
+
+async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: FleetLoad) -> None:
+    """Take the load that workers report, and drop that of workers that are gone, until cancelled."""
+    unsubscribe = await plane.watch_loads(namespace, lambda report: loads.on_report(report, time.monotonic()))
+    try:
+        while True:
+            changed = view.changed
+            loads.keep_only(view.ids())
+            await changed.wait()
+    finally:
+        await unsubscribe()
+
+
 async def _wait_for_models(models: ModelRegistry) -> None:
     try:
         async with asyncio.timeout(_SETTLE_S):
@@ -144,6 +165,7 @@ def _options(config: FrontendConfig) -> PipelineOptions:
         retries=config.retry_limit,
         migrations=config.migration_limit,
         hold_s=config.hold_for_roles_s,
+        router_mode=config.router_mode,
         decode_fallback=config.decode_fallback,
         has_probes=config.canary_interval_s > 0,
     )

@@ -15,6 +15,7 @@ from dynamo_trtllm.cli.explain import StuckReport, timeline
 from dynamo_trtllm.cli.recording_exports import mooncake, perfetto
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
+from dynamo_trtllm.router.placement import Costs
 
 E = RecordedEvent
 S = ProcessState
@@ -211,3 +212,18 @@ def test_mooncake_when_prompts_begin_alike_then_their_first_blocks_have_one_id()
     assert (len(first), len(second)) == (3, 3)
     assert first[0] == second[0]
     assert not set(first[1:]) & set(second[1:])
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "shown"),
+    [
+        (Costs(812, 5231), Costs(40, -1), "least-loaded, prefill cost 812 (next 5231), decode cost 40 (next none)"),
+        (None, Costs(0, 0), "least-loaded, aggregated cost 0 (next 0)"),
+    ],
+)
+def test_timeline_when_a_request_was_placed_by_cost_then_the_costs_of_its_workers_and_the_next_best(
+    prefill: Costs | None, decode: Costs, shown: str
+) -> None:
+    by_cost = (2, E.PLACED_BY_COST, 0 if prefill is None else prefill.packed(), decode.packed(), "least-loaded")
+    recordings = Recordings([process("frontend", [*BEGUN[:2], by_cost])])
+    assert timeline(recordings.requests[KEY]).splitlines()[-1].endswith(f"placed by cost: {shown}")

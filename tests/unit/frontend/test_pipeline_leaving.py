@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overloaded, Unreachable, UnsupportedParameter
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.messages import GenerateRequest, LoadReport, Phase, ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
 from dynamo_trtllm.streams import run_stream
@@ -182,3 +183,67 @@ async def test_generate_when_it_needs_a_feature_then_only_workers_that_have_it_a
                     with pytest.raises(UnsupportedParameter, match="priority is not supported"):
                         await anext(stream)
     assert older.requests == []
+
+
+def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
+    """Return what the pipeline counts per instance: requests, prompt tokens to compute, tokens of context."""
+    assert cluster.pipeline.placement is not None
+    loads = {instance.id: cluster.pipeline.placement.loads.of(instance.id) for instance in cluster.view.instances()}
+    return {name: (load.own.requests, load.own.prefill_tokens, load.own.kv_tokens) for name, load in loads.items()}
+
+
+async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worker_counts_what_it_runs(
+    cluster: Cluster,
+) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(router_mode="least-loaded"))
+    gate = asyncio.Event()
+    prefill = await cluster.add(1, Role.PREFILL, [gate, kv_chunk("t1")], [kv_chunk("t2")])
+    decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG], [Draining("leaving")])
+    tokens = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
+    assert work(cluster) == {1: (1, 3, 3), 2: (1, 0, 3)}  # the decode worker is to run it
+    gate.set()
+    await asyncio.wait_for(decode.hanging.wait(), SOON_S)
+    assert work(cluster) == {1: (0, 0, 0), 2: (1, 0, 3)}
+    tokens.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tokens
+    assert work(cluster) == {1: (0, 0, 0), 2: (0, 0, 0)}
+    assert cluster.pipeline.placement is not None
+    report = LoadReport(
+        4, 1, running=9, waiting=0, queued_prefill_tokens=0, kv_blocks_used=0, kv_blocks_total=0, context_tokens=0
+    )
+    cluster.pipeline.placement.loads.on_report(report, time.monotonic())
+    other = await cluster.add(4, Role.DECODE, [*FINISHED[:2], HANG])
+    tokens = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(other.hanging.wait(), SOON_S)
+    assert work(cluster) == {1: (0, 0, 0), 2: (0, 0, 0), 4: (1, 0, 3)}
+    tokens.cancel()
+    await asyncio.gather(tokens, return_exceptions=True)
+    assert work(cluster)[4] == (0, 0, 0)
+
+
+async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no_prompt_to_compute(
+    cluster: Cluster,
+) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(router_mode="least-loaded"))
+    gate = asyncio.Event()
+    worker = await cluster.add(1, Role.AGGREGATED, [gate, FINISHED[0], HANG])
+    tokens = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(worker.hanging.wait(), SOON_S)
+    assert work(cluster) == {1: (1, 3, 3)}
+    worker.hanging.clear()
+    gate.set()
+    await asyncio.wait_for(worker.hanging.wait(), SOON_S)
+    assert work(cluster) == {1: (1, 0, 3)}
+    tokens.cancel()
+    await asyncio.gather(tokens, return_exceptions=True)
+
+
+async def test_random_when_there_are_two_pairs_then_neither_gets_all_and_no_load_is_kept(cluster: Cluster) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(router_mode="random"))
+    assert cluster.pipeline.placement is None
+    workers = [await cluster.add(number, Role.AGGREGATED, *[FINISHED] * 40) for number in (1, 2)]
+    for _ in range(40):
+        await cluster.tokens()
+    assert all(worker.requests for worker in workers)  # by chance not in 1 of 500 billion runs

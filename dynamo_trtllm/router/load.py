@@ -1,0 +1,211 @@
+"""Know the load of the workers: what they report, and what this frontend has sent since. Pure.
+
+`instance_cost` is the one place that says what it costs to run a request on an instance. Callers pass the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role
+from dynamo_trtllm.router.policy import WorkerSelection
+
+STALE_S: Final = 25.0  # workers report at least every 10 s
+_SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
+REQUEST_TOKENS: Final = 256  # what a request costs in a decode step besides its context; a rough value, not measured
+
+
+@dataclass(slots=True)
+class Work:
+    """Work of an instance."""
+
+    requests: int = 0
+    prefill_tokens: int = 0  # to compute
+    kv_tokens: int = 0  # of context
+
+    def add(self, prefill_tokens: int, kv_tokens: int) -> None:
+        self.requests += 1
+        self.prefill_tokens += prefill_tokens
+        self.kv_tokens += kv_tokens
+
+    def remove(self, prefill_tokens: int, kv_tokens: int) -> None:
+        self.requests -= 1
+        self.prefill_tokens -= prefill_tokens
+        self.kv_tokens -= kv_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """The part of one request that one instance runs, until the instance has done it."""
+
+    load: InstanceLoad
+    prefill_tokens: int
+    kv_tokens: int
+    sent_at: float = math.inf  # not sent yet
+    is_unseen: bool = True  # no report includes it
+
+    def sent(self, now: float) -> None:
+        """Record that the call was sent to the instance."""
+        self.sent_at = now
+        self.load.sent[self] = None
+
+    def prefilled(self) -> None:
+        """Record that the instance has computed the prompt."""
+        tokens, self.prefill_tokens = self.prefill_tokens, 0
+        self.load.own.prefill_tokens -= tokens
+        if self.is_unseen:
+            self.load.unseen.prefill_tokens -= tokens
+
+    def seen(self) -> None:
+        """Record that a report of the instance includes the call."""
+        if self.is_unseen:
+            self.is_unseen = False
+            self.load.unseen.remove(self.prefill_tokens, self.kv_tokens)
+        self.load.sent.pop(self, None)
+
+    def end(self) -> None:
+        """Record that the instance does not run the call any more."""
+        self.seen()
+        self.load.own.remove(self.prefill_tokens, self.kv_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class InstanceLoad:
+    """What a frontend knows of the load of one instance."""
+
+    own: Work = field(default_factory=Work)  # of this frontend's requests
+    unseen: Work = field(default_factory=Work)  # the part of it that no report includes
+    sent: dict[Share, None] = field(default_factory=dict)  # the calls of it that were sent, the oldest first
+    report: LoadReport | None = None
+    reported_at: float = -math.inf
+
+    def place(self, prefill_tokens: int, kv_tokens: int) -> Share:
+        """Count a part of a request, which is going to be sent to the instance."""
+        self.own.add(prefill_tokens, kv_tokens)
+        self.unseen.add(prefill_tokens, kv_tokens)
+        return Share(self, prefill_tokens, kv_tokens)
+
+
+_UNKNOWN = InstanceLoad()
+
+
+class FleetLoad:
+    """The load of all instances, as one frontend knows it: the last report of each, and its own requests since then.
+
+    An instance whose last report is older than STALE_S counts only this frontend's requests. So do instances of
+    releases that report no load.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[int, InstanceLoad] = {}
+
+    def on_report(self, report: LoadReport, now: float) -> None:
+        """Take a report. A broadcast one may arrive after a newer one, and is ignored then."""
+        load = self.of(report.instance_id)
+        if load.report is not None and report.number <= load.report.number:
+            return
+        load.report, load.reported_at = report, now
+        seen = [share for share in load.sent if share.sent_at < now - _SEEN_AFTER_S]
+        for share in seen:
+            share.seen()
+
+    def of(self, instance_id: int) -> InstanceLoad:
+        """Return the load of an instance, without work if it is not known yet."""
+        load = self._loads.get(instance_id)
+        if load is None:
+            load = self._loads[instance_id] = InstanceLoad()
+        return load
+
+    def get(self, instance_id: int) -> InstanceLoad:
+        """Return the load of an instance to read it."""
+        return self._loads.get(instance_id, _UNKNOWN)
+
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Drop the instances that are not in `ids`."""
+        self._loads = {instance_id: load for instance_id, load in self._loads.items() if instance_id in ids}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+
+def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, overlap_tokens: int, now: float) -> int:
+    """Return what it costs to run a request on an instance, in tokens. Compare it with instances of the same role.
+
+    As in Dynamo's router, it is the prompt tokens to compute plus the tokens of context, with this request:
+
+    * prefill: prompt tokens that wait or are being computed, plus those of the request that are not in the cache.
+    * decode: tokens in used KV blocks, plus those of the request that are not in the cache and so must be fetched and
+      stored; plus REQUEST_TOKENS per request. An instance without space for the request costs all of its KV more.
+    * aggregated: the sum of both.
+
+    Args:
+        load: of the instance.
+        instance: the instance.
+        prompt_tokens: of the request.
+        overlap_tokens: those of them that the instance has in its cache.
+        now: seconds of a monotonic clock.
+    """
+    report, new_tokens, role = load.report, prompt_tokens - overlap_tokens, instance.role
+    if report is None or now - load.reported_at > STALE_S:
+        report = None
+        work = load.own
+    else:
+        work = load.unseen
+    cost = 0
+    if role is not Role.DECODE:
+        cost += new_tokens + work.prefill_tokens
+        if report is not None:
+            cost += report.queued_prefill_tokens
+    if role is not Role.PREFILL:
+        kv_tokens = new_tokens + work.kv_tokens
+        cost += REQUEST_TOKENS * work.requests
+        if report is not None:
+            cost += REQUEST_TOKENS * (report.running + report.waiting)
+            kv_total = report.kv_blocks_total * instance.layout.block_tokens
+            kv_tokens += report.kv_blocks_used * instance.layout.block_tokens if kv_total else report.context_tokens
+            if 0 < kv_total < kv_tokens:
+                cost += kv_total
+        cost += kv_tokens
+    return cost
+
+
+class PlacedRequest:
+    """What one request adds to the loads of its instances. End it."""
+
+    def __init__(self, loads: FleetLoad, selection: WorkerSelection, request: GenerateRequest, new_tokens: int) -> None:
+        """Count the request at the selected instances. `new_tokens` are those of its prompt that are to be computed."""
+        self._loads = loads
+        self._tokens = len(request.token_ids)
+        prefill, decode = selection.prefill, selection.decode
+        self._prefill = None if prefill is None else loads.of(prefill.id).place(new_tokens, self._tokens)
+        self._decode = loads.of(decode.id).place(new_tokens if prefill is None else 0, self._tokens)
+
+    def sent(self, instance_id: int, phase: Phase, now: float) -> None:
+        """Record that a call was sent. The decode instance may be another one than selected."""
+        if phase is Phase.PREFILL:
+            if self._prefill is not None:
+                self._prefill.sent(now)
+            return
+        self._end_prefill()
+        load = self._loads.of(instance_id)
+        if self._decode.load is not load:
+            self._decode.end()
+            self._decode = load.place(0, self._tokens)
+        self._decode.sent(now)
+
+    def prefilled(self) -> None:
+        """Record that the decode or aggregated instance has sent its first chunk."""
+        self._decode.prefilled()
+
+    def _end_prefill(self) -> None:
+        if self._prefill is not None:
+            self._prefill.end()
+            self._prefill = None
+
+    def end(self) -> None:
+        """Stop counting the request."""
+        self._end_prefill()
+        self._decode.end()

@@ -1,0 +1,180 @@
+"""Place requests by the load of the workers and by the prefixes in their caches. Pure.
+
+A selection compares all instances of a role, or of more than MOST_COMPARED a few at random ("power of d choices") and
+those whose caches have the longest prefixes of the prompt. So its time does not grow with the number of instances, and
+frontends that know the same do not all send their next requests to the same worker. Callers pass the time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from dynamo_trtllm.messages import GenerateRequest, Instance, Role
+from dynamo_trtllm.router.load import FleetLoad, PlacedRequest, instance_cost
+from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
+from dynamo_trtllm.router.view import ModelView, position
+
+MOST_COMPARED: Final = 16  # instances of a role that are all compared
+_SAMPLE = 6  # instances of a role that are compared if there are more
+_DEEPEST = 4  # instances of a role that are compared because of their caches
+_MOST_COST = (1 << 32) - 1  # recorded
+
+
+class Overlaps(Protocol):
+    """How many tokens at the start of a prompt the instances of a role have in their caches, by instance id."""
+
+    def get(self, instance_id: int, default: int, /) -> int: ...
+
+    def deepest(self, limit: int) -> list[int]:
+        """Return the ids of about `limit` instances with the longest overlaps."""
+        ...
+
+
+Candidate: TypeAlias = tuple[int, float, Instance]
+"""The cost of an instance, a random number, by which those of equal cost are ordered, and the instance."""
+
+
+class Costs(NamedTuple):
+    """The cost of the selected instance of a role and of the second best one, or -1."""
+
+    selected: int
+    second: int
+
+    @classmethod
+    def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
+        others = [each[0] for each in ranked[:2] if each is not selected]
+        return cls(selected[0], others[0] if others else -1)
+
+    def packed(self) -> int:
+        """Return both in one number of 64 bits, each plus one."""
+        return min(self.selected + 1, _MOST_COST) << 32 | min(self.second + 1, _MOST_COST)
+
+    @classmethod
+    def unpacked(cls, number: int) -> Costs:
+        return cls((number >> 32) - 1, (number & _MOST_COST) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CostSelection(WorkerSelection):
+    """A selection by cost."""
+
+    prefill_costs: Costs | None  # None: there is no prefill instance
+    decode_costs: Costs
+
+    def recorded(self) -> tuple[int, int]:
+        """Return the costs of both roles as numbers for the flight recorder. 0: there is no prefill instance."""
+        return 0 if self.prefill_costs is None else self.prefill_costs.packed(), self.decode_costs.packed()
+
+
+class Placement:
+    """Selects workers for the requests of one frontend by their cost, and counts what they run.
+
+    Args:
+        mode: of the router, for the flight recorder.
+        overlap_credit: how much of the cost of computing a token of the prompt is saved if it is in the cache.
+        seed: of the random choices.
+    """
+
+    def __init__(self, mode: str, *, overlap_credit: float = 1.0, seed: int | None = None) -> None:
+        self.mode = mode
+        self.loads = FleetLoad()
+        self._overlap_credit = overlap_credit
+        self._random = random.Random(seed).random
+
+    def start(
+        self, selection: WorkerSelection, request: GenerateRequest, overlaps: Mapping[Role, Overlaps] | None = None
+    ) -> PlacedRequest:
+        """Count a request at its instances."""
+        computing = selection.prefill or selection.decode
+        found = None if overlaps is None else overlaps.get(computing.role)
+        overlap_tokens = 0 if found is None else found.get(computing.id, 0)
+        return PlacedRequest(self.loads, selection, request, len(request.token_ids) - overlap_tokens)
+
+    def select(
+        self,
+        view: ModelView,
+        request: GenerateRequest,
+        breakers: PairBreakers,
+        now: float,
+        *,
+        avoid: int | None = None,
+        overlaps: Mapping[Role, Overlaps] | None = None,
+    ) -> CostSelection | None:
+        """Return the pair of the least cost, or the aggregated instance if a role has none.
+
+        Returns None if no compared instance can be used. Then `policy.select` looks at all instances, and raises the
+        error if none can.
+
+        Args:
+            avoid: prefill instance to use only if no other matches.
+            overlaps: by role, the tokens of the prompt that instances have in their caches.
+        """
+        best, least = None, math.inf
+        for group in view.groups.values():
+            if not group.prefill or not group.decode:
+                continue
+            prefills = self._ranked(group.prefill, request, overlaps, now)
+            decodes = self._ranked(group.decode, request, overlaps, now)
+            if avoid is not None:
+                prefills = [each for each in prefills if each[2].id != avoid]
+            pair = _best_pair(prefills, decodes, breakers)
+            if pair is not None and pair[0][0] + pair[1][0] < least:
+                prefill, decode = pair
+                least = prefill[0] + decode[0]
+                costs = Costs.of(prefills, prefill), Costs.of(decodes, decode)
+                best = CostSelection(prefill[2], decode[2], *costs)
+        if view.aggregated and not (view.prefill and view.decode):
+            ranked = self._ranked(view.aggregated, request, overlaps, now)
+            if breakers.any_open:
+                ranked = [each for each in ranked if not breakers.is_open((None, each[2].id))]
+            if ranked:
+                best = CostSelection(None, ranked[0][2], None, Costs.of(ranked, ranked[0]))
+        return best
+
+    def _ranked(
+        self,
+        instances: tuple[Instance, ...],
+        request: GenerateRequest,
+        overlaps: Mapping[Role, Overlaps] | None,
+        now: float,
+    ) -> list[Candidate]:
+        """Return those instances to compare, sorted by cost. All have the same role, and are sorted by id."""
+        found = None if overlaps is None else overlaps.get(instances[0].role)
+        if len(instances) > MOST_COMPARED:
+            count, number = len(instances), self._random
+            compared = {(each := instances[int(number() * count)]).id: each for _ in range(_SAMPLE)}
+            if found is not None:
+                for id_ in found.deepest(_DEEPEST):
+                    at = position(instances, id_)
+                    if at < count and instances[at].id == id_:  # else it is excluded, or has another pairing key
+                        compared[id_] = instances[at]
+            instances = tuple(compared.values())
+        return self._rank(instances, len(request.token_ids), found, now)
+
+    def _rank(
+        self, instances: Sequence[Instance], prompt_tokens: int, overlaps: Overlaps | None, now: float
+    ) -> list[Candidate]:
+        get, number, credit = self.loads.get, self._random, self._overlap_credit
+        ranked = []
+        for instance in instances:
+            overlap = 0 if overlaps is None else int(credit * overlaps.get(instance.id, 0))
+            cost = instance_cost(get(instance.id), instance, prompt_tokens, overlap, now)
+            ranked.append((cost, number(), instance))
+        ranked.sort()
+        return ranked
+
+
+def _best_pair(
+    prefills: Sequence[Candidate], decodes: Sequence[Candidate], breakers: PairBreakers
+) -> tuple[Candidate, Candidate] | None:
+    """Return the pair of the least cost whose breaker is closed. None: all are open, or one role has no candidate."""
+    if not prefills or not decodes:
+        return None
+    if not breakers.any_open:
+        return prefills[0], decodes[0]
+    closed = [(p, d) for p in prefills for d in decodes if not breakers.is_open((p[2].id, d[2].id))]
+    return min(closed, key=lambda pair: pair[0][0] + pair[1][0], default=None)

@@ -1,0 +1,244 @@
+"""Where requests go by load: to the worker of the least cost, as reported and as sent since."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.router.load import STALE_S, FleetLoad
+from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
+from dynamo_trtllm.router.view import ModelView
+from tests.instances import LAYOUT, make_instance
+
+NONE_OPEN = PairBreakers()
+
+
+def some(role: Role, *ids: int, **fields: Any) -> tuple[Instance, ...]:
+    return tuple(msgspec.structs.replace(make_instance(i, role=role), **fields) for i in ids)
+
+
+def view_of(prefill: int = 0, decode: int = 0, aggregated: int = 0) -> ModelView:
+    """Return a view with so many instances. Ids: prefill from 1, decode from 1001, aggregated from 2001."""
+    return ModelView(
+        prefill=some(Role.PREFILL, *range(1, 1 + prefill)),
+        decode=some(Role.DECODE, *range(1001, 1001 + decode)),
+        aggregated=some(Role.AGGREGATED, *range(2001, 2001 + aggregated)),
+    )
+
+
+def request(prompt: int = 100) -> GenerateRequest:
+    tokens = token_ids(range(prompt))
+    return GenerateRequest(
+        request_id="r", model="tiny", token_ids=tokens, sampling=Sampling(max_tokens=9), deadline=1e12
+    )
+
+
+def report(instance_id: int, number: int = 1, **fields: int) -> LoadReport:
+    idle = LoadReport(instance_id, number, 0, 0, 0, 0, 1000, 0)
+    return msgspec.structs.replace(idle, **fields)
+
+
+def selected(placement: Placement, view: ModelView, prompt: int = 100, **options: Any) -> CostSelection:
+    found = placement.select(view, request(prompt), NONE_OPEN, 0.0, **options)
+    assert found is not None
+    return found
+
+
+def pair(selection: WorkerSelection) -> tuple[int, int]:
+    return selection.prefill.id if selection.prefill else 0, selection.decode.id
+
+
+def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest_tokens_of_context_win() -> None:
+    placement = Placement("least-loaded")
+    for instance_id, tokens in ((1, 500), (2, 200), (3, 900)):
+        placement.loads.on_report(report(instance_id, queued_prefill_tokens=tokens, kv_blocks_used=instance_id), 0.0)
+    placement.loads.on_report(report(1001, kv_blocks_used=9), 0.0)  # 144 tokens
+    placement.loads.on_report(report(1002, kv_blocks_used=1, running=1), 0.0)
+    placement.loads.on_report(report(1003, kv_blocks_used=998), 0.0)  # without space for the request
+    found = selected(placement, view_of(3, 3))
+    assert pair(found) == (2, 1001)
+    assert found.prefill_costs == Costs(300, 600)
+    assert found.decode_costs == Costs(244, 372)
+    assert tuple(map(Costs.unpacked, found.recorded())) == (Costs(300, 600), Costs(244, 372))
+
+
+@pytest.mark.parametrize(
+    "busier", [{"queued_prefill_tokens": 300}, {"kv_blocks_used": 5}, {"waiting": 1}, {"context_tokens": 7}]
+)
+def test_select_when_aggregated_workers_report_then_all_of_their_work_counts(busier: dict[str, int]) -> None:
+    placement = Placement("least-loaded")
+    if "context_tokens" in busier:
+        busier["kv_blocks_total"] = 0  # the engine does not report its KV blocks
+    placement.loads.on_report(report(2001, **busier), 0.0)
+    found = selected(placement, view_of(aggregated=2))
+    assert pair(found) == (0, 2002)
+    assert found.prefill_costs is None
+    assert found.recorded()[0] == 0
+
+
+def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_worker() -> None:
+    counts = Counter(pair(selected(Placement("least-loaded", seed=seed), view_of(4, 2))) for seed in range(400))
+    assert len(counts) == 8
+    assert max(counts.values()) < 100
+
+
+def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a_report_has_them_or_they_end() -> None:
+    placement, view = Placement("least-loaded"), view_of(4, 4)
+    placed = []
+    for _ in range(4):
+        found = selected(placement, view)
+        placed.append((found, placement.start(found, request())))
+    assert {found.prefill and found.prefill.id for found, _ in placed} == {1, 2, 3, 4}
+    assert {found.decode.id for found, _ in placed} == {1001, 1002, 1003, 1004}
+    first, first_placed = placed[0]
+    assert first.prefill is not None
+    prefill, decode = placement.loads.of(first.prefill.id), placement.loads.of(first.decode.id)
+    first_placed.sent(first.prefill.id, Phase.PREFILL, 10.0)
+    placement.loads.on_report(report(first.prefill.id, 1, queued_prefill_tokens=60), 10.01)  # may be without it
+    assert (prefill.unseen.prefill_tokens, decode.unseen.kv_tokens) == (100, 100)
+    placement.loads.on_report(report(first.prefill.id, 2, queued_prefill_tokens=60), 10.2)
+    placement.loads.on_report(report(first.decode.id, 1), 10.2)  # its call was not sent yet
+    assert (prefill.unseen.prefill_tokens, decode.unseen.kv_tokens) == (0, 100)
+    assert prefill.own.prefill_tokens == 100
+    first_placed.sent(1004, Phase.DECODE, 10.3)
+    assert (prefill.own.requests, prefill.own.prefill_tokens) == (0, 0)
+    for _, each in placed:
+        each.end()
+    for instance in (*view.prefill, *view.decode):
+        load = placement.loads.of(instance.id)
+        assert (load.own, load.unseen, load.sent) == (type(load.own)(), type(load.own)(), {})
+
+
+def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_not_count() -> None:
+    placement, view = Placement("least-loaded"), view_of(aggregated=2)
+    placement.loads.on_report(report(2001, 5, running=9), 100.0)
+    placement.loads.on_report(report(2001, 4, running=0), 101.0)  # overtaken
+    placed = placement.start(WorkerSelection(None, view.aggregated[1]), request())
+    placed.sent(2002, Phase.AGGREGATED, 100.0)
+    now = 100.0 + STALE_S
+    found = placement.select(view, request(), NONE_OPEN, now)
+    assert found is not None
+    assert found.decode.id == 2002
+    placed.prefilled()
+    found = placement.select(view, request(), NONE_OPEN, now + 0.1)
+    assert found is not None
+    assert (found.decode.id, found.decode_costs) == (2001, Costs(200, 200 + 100 + 256))
+    placement.loads.keep_only({2002})
+    assert len(placement.loads) == 1
+
+
+def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> None:
+    placement, view = Placement("least-loaded"), view_of(2, 2)
+    placement.loads.on_report(report(2, queued_prefill_tokens=5000), 0.0)
+    placement.loads.on_report(report(1002, kv_blocks_used=90), 0.0)
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    assert pair(selected(placement, view)) == (1, 1001)
+    assert pair(selected(placement, view, avoid=1)) == (2, 1001)
+    breakers.record_failure((1, 1001), "broken", 0.0)
+    found = placement.select(view, request(), breakers, 0.0)
+    assert found is not None
+    assert pair(found) == (1, 1002)
+    for other in ((1, 1002), (2, 1001), (2, 1002), (None, 2001)):
+        breakers.record_failure(other, "broken", 0.0)
+    assert placement.select(view, request(), breakers, 0.0) is None
+    assert placement.select(view_of(aggregated=1), request(), breakers, 0.0) is None
+
+
+def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> None:
+    other = msgspec.structs.replace(LAYOUT, block_tokens=64)
+    view = ModelView(
+        prefill=some(Role.PREFILL, 1) + some(Role.PREFILL, 2, layout=other),
+        decode=some(Role.DECODE, 1001) + some(Role.DECODE, 1002, layout=other),
+    )
+    placement = Placement("least-loaded")
+    placement.loads.on_report(report(1, queued_prefill_tokens=50), 0.0)
+    placement.loads.on_report(report(1002, running=3), 0.0)
+    assert pair(selected(placement, view)) == (1, 1001)
+    placement.loads.on_report(report(1001, running=9), 0.0)
+    assert pair(selected(placement, view)) == (2, 1002)
+
+
+class Cached(dict[int, int]):
+    """Tokens in caches by instance id. Counts the instances that are looked at."""
+
+    looked_at = 0
+
+    def deepest(self, limit: int) -> list[int]:
+        return sorted(self, key=self.__getitem__, reverse=True)[:limit]
+
+    def get(self, instance_id: int, default: Any = None, /) -> Any:
+        self.looked_at += 1
+        return super().get(instance_id, default)
+
+
+def test_select_when_caches_have_the_prompt_then_the_saved_tokens_count_against_the_queue() -> None:
+    placement, view = Placement("kv"), view_of(3, 3)
+    overlaps = {Role.PREFILL: Cached({2: 512, 3: 256}), Role.DECODE: Cached({1003: 64})}
+    assert pair(selected(placement, view, 1000, overlaps=overlaps)) == (2, 1003)
+    placement.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
+    assert pair(selected(placement, view, 1000, overlaps=overlaps)) == (3, 1003)
+    ignoring = Placement("kv", overlap_credit=0.0)
+    ignoring.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
+    ignoring.loads.on_report(report(3, queued_prefill_tokens=1), 0.0)
+    assert pair(selected(ignoring, view, 1000, overlaps=overlaps))[0] == 1
+
+
+def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_that_have_the_prompt() -> None:
+    placement, view = Placement("kv", seed=1), view_of(1000, 1000)
+    overlaps = {Role.PREFILL: Cached({777: 900}), Role.DECODE: Cached({1005: 16})}
+    assert pair(selected(placement, view, 1000, overlaps=overlaps)) == (777, 1005)
+    assert overlaps[Role.PREFILL].looked_at <= 16
+    for instance in view.prefill[:900]:
+        placement.loads.on_report(report(instance.id, queued_prefill_tokens=5000), 0.0)
+    idle = sum(pair(selected(placement, view))[0] > 900 for _ in range(100))
+    assert idle > 25  # a tenth of the workers gets the requests of a half: of six at random, one is often idle
+
+
+def simulated_ttfts(choose: Callable[[FleetLoad, GenerateRequest, float, int], Instance], seed: int) -> list[float]:
+    """Serve requests of different lengths for 30 s on four prefill workers, one of them slow. Return the TTFTs."""
+    draw, rates = random.Random(seed), {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}  # tokens per second
+    loads, free_at = FleetLoad(), dict.fromkeys(rates, 0.0)
+    ends: list[tuple[float, int, Any]] = []
+    ttfts, now, count = [], 0.0, 0
+    while now < 30.0:
+        now, count = now + draw.expovariate(12.0), count + 1
+        while ends and ends[0][0] <= now:
+            heapq.heappop(ends)[2].end()
+        for id_, rate in rates.items():  # each reports at every arrival
+            loads.on_report(report(id_, count, queued_prefill_tokens=int(max(0, free_at[id_] - now) * rate)), now)
+        asked = request(draw.choice((200, 500, 1000, 6000)))
+        worker = choose(loads, asked, now, count)
+        share = loads.of(worker.id).place(len(asked.token_ids), 0)
+        share.sent(now)
+        free_at[worker.id] = max(now, free_at[worker.id]) + len(asked.token_ids) / rates[worker.id]
+        ttfts.append(free_at[worker.id] - now)
+        heapq.heappush(ends, (free_at[worker.id], count, share))
+    return sorted(ttfts)
+
+
+def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_round_robin() -> None:
+    view = view_of(4, 1)
+
+    def least(loads: FleetLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
+        placement.loads = loads
+        found = placement.select(view, asked, NONE_OPEN, now)
+        assert found is not None
+        assert found.prefill is not None
+        return found.prefill
+
+    def in_turn(loads: FleetLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
+        prefill = select(view, "tiny", count, NONE_OPEN).prefill
+        assert prefill is not None
+        return prefill
+
+    placement = Placement("least-loaded", seed=1)
+    by_load, by_turn = simulated_ttfts(least, 1), simulated_ttfts(in_turn, 1)
+    assert 3 * by_load[len(by_load) * 99 // 100] < by_turn[len(by_turn) * 99 // 100]
