@@ -66,7 +66,13 @@ def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
     merged = _merged(config, schema, engine)
     for note in merged.notes:
         _log.info("%s", note)
-    return _checked(merged, schema, engine)
+    args = _checked(merged, schema, engine)
+    if config.publish_kv_events and not getattr(args, "enable_prefix_caching", True):
+        raise ConfigError(
+            "--publish-kv-events needs the engine argument enable_prefix_caching: true. Set it, or remove the flag.",
+            field="enable_prefix_caching",
+        )
+    return args
 
 
 def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Described:

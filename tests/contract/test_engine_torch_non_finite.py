@@ -156,7 +156,7 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
 
         async def partial(*args: Any, on_region: Callable[[int], None], **kwargs: Any) -> None:
             pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.inf
-            arrived.append(pool.used)
+            arrived.append(pool.num_blocks - pool.num_free)
             raise RuntimeError("it broke off")
 
         monkeypatch.setattr(decode._kv_connector, "fetch", partial)
@@ -189,7 +189,7 @@ class Poison:
 
     def _before(self, engine: TorchEngine, step: Callable[[], None]) -> None:
         pool = pool_of(engine)
-        free = torch.tensor(self._random.sample(pool._free, 4))
+        free = torch.tensor(self._random.sample(pool._free, min(4, len(pool._free))), dtype=torch.long)
         pool.keys[:, free], pool.values[:, free] = self._random.choice(BAD), self._random.choice(BAD)
         step()
 
@@ -239,7 +239,7 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
         answers = await asyncio.gather(*(retried(number) for number in range(count)))
         wrong = [number for number, got in enumerate(answers) if got != clean[number % 35]]
         assert wrong == []
-        assert seen == poison.put
+        assert seen >= poison.put  # more, because poisoned blocks are reused until a request finds them
         assert min(seen["non_finite"], seen["non_finite_kv"]) > 0
         await check_nothing_left(decode)
         await check_nothing_left(prefill)

@@ -6,10 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 from dynamo_trtllm.messages import KvLayout, Limits
 
@@ -44,21 +41,6 @@ class MockArgs(BaseModel):
     )
     transfer_backend: Literal["tcp", "nixl"] = Field("tcp", description="KV transfer backend for the simulated KV")
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
-
-
-def mock_args(config: WorkerConfig) -> MockArgs:
-    """Return the engine's arguments, merged from YAML, flags and override JSON; later sources win.
-
-    Raises:
-        ConfigError: an argument is unknown or invalid, or does not fit another setting. The error names its key.
-    """
-    args = engine_arguments(config, MockArgs, "mock")
-    if config.publish_kv_events and not args.enable_prefix_caching:
-        raise ConfigError(
-            "--publish-kv-events needs the engine argument enable_prefix_caching: true. Set it, or remove the flag.",
-            field="enable_prefix_caching",
-        )
-    return args
 
 
 def mock_info(args: MockArgs, layout: KvLayout) -> EngineInfo:

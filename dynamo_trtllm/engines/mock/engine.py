@@ -19,8 +19,9 @@ from collections import deque
 from itertools import repeat
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
-from dynamo_trtllm.engines.mock.args import mock_args, mock_info
+from dynamo_trtllm.engines.mock.args import MockArgs, mock_info
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -146,7 +147,7 @@ class MockEngine:
     """An `Engine` with `KvHolder`, `HasStats` and `HasKvEvents` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
-        self._args = args = mock_args(config)
+        self._args = args = engine_arguments(config, MockArgs, "mock")
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
         self._transfers = create_transfers(self._backend, config, engine="mock", instance_id=instance_id)
         self._layout = KvLayout(
@@ -280,14 +281,15 @@ class MockEngine:
 
     def stats(self) -> EngineStats:
         pending = self._transfers.prompt_tokens
-        evictable = 0 if self._cache is None else self._cache.num_unused
+        free = self._free_blocks if self._cache is None else self._free_blocks + self._cache.num_unused
+        used = self._args.kv_cache_blocks - free
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_blocks_used=self._args.kv_cache_blocks - self._free_blocks - evictable,
+            kv_blocks_used=used,
             kv_blocks_total=self._args.kv_cache_blocks,
             tickets_held=len(pending),
-            ticket_kv_blocks=sum(map(self.num_blocks, pending)),
+            ticket_kv_blocks=min(used, sum(map(self.num_blocks, pending))),  # transfers share cached blocks
             kv_checksum_mismatches=self._backend.checksums.mismatches,
             queued_prefill_tokens=sum(stream.prefill_left for stream in (*self._waiting, *self._running)),
             context_tokens=sum(len(each.request.token_ids) + each.num_output for each in self._running),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +13,18 @@ from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 _Count = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What the scheduler may do."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_queue: int
+    prefill_chunk_tokens: int
+    num_threads: int | None  # None: PyTorch's default
+    has_prefix_cache: bool
 
 
 class TorchArgs(BaseModel):
@@ -46,6 +59,9 @@ class TorchArgs(BaseModel):
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="KV memory in GiB; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
     )
+    enable_prefix_caching: bool = Field(
+        True, description="reuse the KV blocks of earlier requests whose prompts begin with the same tokens"
+    )
     kv_staging_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="transfer buffer for KV that is sent or received, in GiB; default the larger of the longest "
@@ -59,11 +75,22 @@ class TorchArgs(BaseModel):
         None, description="share for KV of the GPU memory that is free after loading the weights; default 0.5"
     )
 
+    def batch_limits(self, num_threads: int | None) -> BatchLimits:
+        """Return the limits of the scheduler. `num_threads`: CPU threads of the model, None for PyTorch's default."""
+        return BatchLimits(
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size,
+            max_queue=self.max_queue,
+            prefill_chunk_tokens=self.prefill_chunk_tokens,
+            num_threads=num_threads,
+            has_prefix_cache=self.enable_prefix_caching,
+        )
+
 
 def torch_args(config: WorkerConfig) -> TorchArgs:
     """Return the engine's arguments, merged from YAML, flags and override JSON; later sources win.
 
     Raises:
-        ConfigError: An argument is unknown or invalid. The error names its key.
+        ConfigError: An argument is unknown or invalid, or does not fit another setting. The error names its key.
     """
     return engine_arguments(config, TorchArgs, "torch")

@@ -21,11 +21,12 @@ from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sampler import logits_processor_for
-from dynamo_trtllm.engines.torch.scheduler import BatchLimits, Scheduler
+from dynamo_trtllm.engines.torch.scheduler import Scheduler
 from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Event, Freed, PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
+from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, Sampling
@@ -90,7 +91,7 @@ class _TorchStream(TaskStream):
 
 
 class TorchEngine:
-    """An `Engine` with `KvHolder` and `HasStats` that runs transformers models.
+    """An `Engine` with `KvHolder`, `HasStats` and `HasKvEvents` that runs transformers models.
 
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
     """
@@ -149,13 +150,7 @@ class TorchEngine:
         exports_kv = self._kv_connector is not None
         num_blocks = load.kv_blocks(model, args, layout, has_transfer_buffer=exports_kv)
         context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
-        limits = BatchLimits(
-            max_batch_size=args.max_batch_size,
-            max_num_tokens=args.max_num_tokens or args.prefill_chunk_tokens + args.max_batch_size,
-            max_queue=args.max_queue,
-            prefill_chunk_tokens=args.prefill_chunk_tokens,
-            num_threads=load.num_threads(model, args),
-        )
+        limits = args.batch_limits(load.num_threads(model, args))
         if model.tokenizer is not None and grammar.is_available():
             self._grammar_compiler = grammar.GrammarCompiler(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
@@ -310,6 +305,12 @@ class TorchEngine:
             state = self._kv_connector.validate(request, info.layout, kv_bytes=pool.moved_bytes(prompt_tokens))
             seq.seed, seq.region_bytes = state.seed, state.region_bytes
         return seq
+
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """See `HasKvEvents`."""
+        scheduler, _ = self._ready()
+        report = partial(_call_soon, asyncio.get_running_loop(), on_events)
+        scheduler.post(partial(scheduler.blocks.report_to, report))
 
     async def compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher:
         """Compile the request's output format, before anything is computed for the request.

@@ -249,29 +249,21 @@ class KvPool:
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
-    def used(self) -> int:
-        """Return the number of reserved blocks."""
-        return self.num_blocks - len(self._free)
+    def num_free(self) -> int:
+        """Return the number of blocks that are not reserved."""
+        return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
-    def reserve(self, tokens: int) -> Tensor | None:
-        """Reserve blocks for `tokens` tokens.
+    def reserve(self, count: int) -> list[int]:
+        """Reserve that many of the free blocks, and return their numbers."""
+        return [self._free.pop() for _ in range(count)]
 
-        Returns:
-            Their block numbers, int64 [blocks], or None if too few blocks are free.
-        """
-        count = self.blocks_for(tokens)
-        if count > len(self._free):
-            return None
-        taken = [self._free.pop() for _ in range(count)]
-        return torch.tensor(taken, dtype=torch.long, device=self.device)
-
-    def free(self, blocks: Tensor) -> None:
-        """Return `blocks`, int64 [blocks], to the pool."""
-        self._free.extend(reversed(blocks.tolist()))
+    def free(self, numbers: Sequence[int]) -> None:
+        """Return reserved blocks to the pool."""
+        self._free.extend(reversed(numbers))
 
     def scrub(self, blocks: Tensor) -> None:
         """Queue a write of zeros to `blocks`, int64 [blocks], in all layers."""
@@ -301,9 +293,23 @@ class KvPool:
         """
         return self.keys.flatten(1, 2)[:, slots].flatten(2).abs().amax(dim=(0, 2)).isfinite()
 
+    def keys_are_finite(self, blocks: Tensor) -> Tensor:
+        """Return whether all keys of full blocks, int64 [blocks], are finite. Does not wait for the device.
+
+        Returns:
+            bool [1], on the device.
+        """
+        parts = torch.split(blocks, max(1, _CHECKED_BYTES // (self.row_bytes * len(self.keys))))
+        ends = [torch.stack(torch.aminmax(self.keys[:, some])) for some in parts]
+        return torch.stack(ends).isfinite().all().view(1)
+
     def num_rows(self, tokens: int) -> int:
         """Return how many rows the token after `tokens` tokens can see. Thread-safe."""
         return sum(len(bases) * self._span(window, tokens)[1] for window, bases in self._groups)
+
+    def holds_all(self, tokens: int) -> bool:
+        """Return whether the rows of a prompt of `tokens` tokens are all that its blocks have. Thread-safe."""
+        return self.num_rows(tokens) == 2 * len(self.keys) * self.blocks_for(tokens)
 
     def moved_bytes(self, tokens: int) -> int:
         """Return how many bytes of KV are transferred for a prompt of `tokens` tokens. Thread-safe."""

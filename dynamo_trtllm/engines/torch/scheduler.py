@@ -13,7 +13,6 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,10 +20,18 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.base import EngineStats, client_request
+from dynamo_trtllm.engines.torch.args import BatchLimits
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
-from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Freed, PrefillDone, TorchSequence
+from dynamo_trtllm.engines.torch.sequence import (
+    BlockAllocator,
+    BlocksReserved,
+    Delivery,
+    Freed,
+    PrefillDone,
+    TorchSequence,
+)
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
@@ -34,15 +41,6 @@ log = logging.getLogger(__name__)
 _MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
 _MOST_SCORED = 256  # prompt tokens per step whose log-probabilities are requested: each takes logits of its own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    max_batch_size: int
-    max_num_tokens: int
-    max_queue: int
-    prefill_chunk_tokens: int
-    num_threads: int | None  # None: PyTorch's default
 
 
 class Scheduler:
@@ -64,6 +62,7 @@ class Scheduler:
         """
         self._module = module
         self.pool = pool
+        self.blocks = BlockAllocator(pool, has_prefix_cache=limits.has_prefix_cache)
         self.transfer_buffer = transfer_buffer
         self._limits = limits
         self._deliver = deliver
@@ -113,7 +112,7 @@ class Scheduler:
     def install(self, seq: TorchSequence) -> None:
         """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
         kv_params = seq.request.kv_params
-        if seq not in self._reserved or seq.blocks is None or kv_params is None:
+        if seq not in self._reserved or kv_params is None:
             return  # it was dropped in the meantime
         if not self.pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._drop(seq)
@@ -124,8 +123,8 @@ class Scheduler:
         self._reserved.remove(seq)
         self._free_allocation(seq)
         seq.num_computed_tokens = seq.prompt_tokens
-        seq.last_token = kv_params.first_token_ids[-1]
-        seq.num_output_tokens = len(kv_params.first_token_ids)
+        self.blocks.store(seq)
+        seq.output_ids += kv_params.first_token_ids
         if seq.logits_processor is not None:
             for token_id in kv_params.first_token_ids:
                 seq.logits_processor.accept_token(token_id)
@@ -145,8 +144,10 @@ class Scheduler:
         self._events.append((seq, Freed()))
 
     def _drop(self, seq: TorchSequence) -> None:
-        if seq in self._reserved and seq.blocks is not None:  # parts of its KV may have been written
-            self.pool.scrub(seq.blocks[: self.pool.blocks_for(seq.prompt_tokens)])
+        if seq in self._reserved:  # parts of its KV may have been written
+            self.blocks.discard(seq)
+        elif seq in self._decoding:
+            self.blocks.store(seq)
         for group in (self._reserved, self._awaiting_fetch):
             group.discard(seq)
         for seqs in (self._waiting, self._prefilling, self._decoding):
@@ -154,9 +155,7 @@ class Scheduler:
                 seqs.remove(seq)
         self._awaiting_buffer = deque(entry for entry in self._awaiting_buffer if entry[0] is not seq)
         self._free_allocation(seq)
-        if seq.blocks is not None:
-            self.pool.free(seq.blocks)
-            seq.blocks = None
+        self.blocks.free(seq)
 
     def _free_allocation(self, seq: TorchSequence) -> None:
         if seq.allocation is not None and self.transfer_buffer is not None:
@@ -216,10 +215,10 @@ class Scheduler:
         return EngineStats(
             running=self._running(),
             waiting=len(self._waiting),
-            kv_blocks_used=self.pool.used,
+            kv_blocks_used=self.blocks.used,
             kv_blocks_total=self.pool.num_blocks,
             tickets_held=len(self._awaiting_fetch),
-            ticket_kv_blocks=sum(len(_blocks(seq)) for seq in self._awaiting_fetch),
+            ticket_kv_blocks=len({number for seq in self._awaiting_fetch for number in seq.block_numbers}),
             queued_prefill_tokens=sum(seq.prefill_left for seq in (*self._waiting, *self._prefilling)),
             context_tokens=sum(seq.num_computed_tokens for seq in self._decoding),
         )
@@ -233,7 +232,7 @@ class Scheduler:
             seq.phases |= self._queue_clock.since(seq.queued)
             if seq.allocation is not None:
                 self._reserved.add(seq)
-                rows = self.pool.rows(_blocks(seq), seq.prompt_tokens)
+                rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append((seq, BlocksReserved(seq.allocation, rows)))
             else:
                 self._prefilling.append(seq)
@@ -248,8 +247,7 @@ class Scheduler:
             seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
             if seq.allocation is None:
                 return seq.lack("transfer_buffer")
-        seq.blocks = self.pool.reserve(seq.kv_tokens)
-        return seq.lack("kv_blocks") if seq.blocks is None else ""
+        return "" if self.blocks.reserve(seq) else seq.lack("kv_blocks")
 
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
@@ -264,17 +262,17 @@ class Scheduler:
             self._awaiting_buffer.popleft()
             seq.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
-            copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(_blocks(seq), seq.prompt_tokens))
+            copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens))
             self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
 
     def _step(self) -> None:
         decoding = self._decoding[: self._limits.max_num_tokens]
         chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
-        ids = [seq.last_token for seq in decoding]
+        ids = [seq.output_ids[-1] for seq in decoding]
         for seq, count in chunks:
             ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
         parts = [*((seq, 1) for seq in decoding), *chunks]
-        slices = [SequenceSlice(_blocks(seq), seq.num_computed_tokens, count) for seq, count in parts]
+        slices = [SequenceSlice(seq.blocks, seq.num_computed_tokens, count) for seq, count in parts]
         step = ForwardBatch(self.pool.keys, self.pool.values, slices[: len(decoding)], slices[len(decoding) :])
         if step.partial_blocks:
             self.pool.scrub(torch.cat(step.partial_blocks))
@@ -345,6 +343,8 @@ class Scheduler:
                 seq.end_phase("prefill")
                 self._prefilling.remove(seq)
                 self._decoding.append(seq)
+                if choice is not None:
+                    self.blocks.store(seq)
             elif seq.awaits_step:
                 seq.awaits_step = False
                 seq.end_phase("decode_wait")
@@ -356,7 +356,8 @@ class Scheduler:
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
         log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
-        self.pool.scrub(_blocks(seq)[: self.pool.blocks_for(seq.num_computed_tokens)])
+        self.blocks.discard(seq)
+        self._decoding.remove(seq)
         self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"
         self._events.append((seq, NonFinite(text)))
@@ -368,8 +369,7 @@ class Scheduler:
         if choice is None:
             self._end_non_finite(seq)
             return
-        seq.last_token = choice.token_id
-        seq.num_output_tokens += 1
+        seq.output_ids.append(choice.token_id)
         if seq.logits_processor is not None:
             seq.logits_processor.accept_token(choice.token_id)
             if (failure := seq.logits_processor.failure) is not None:
@@ -392,9 +392,3 @@ class Scheduler:
         self._events.append((seq, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
             self._drop(seq)
-
-
-def _blocks(seq: TorchSequence) -> Tensor:
-    if seq.blocks is None:
-        raise RuntimeError(f"request {seq.request.request_id} runs without KV blocks")
-    return seq.blocks

@@ -14,10 +14,9 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import ConfigError, EngineFailed, TransferExpired, TransferMismatch
-from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
+from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
+from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.streams import as_stream
 from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, prompt_of, started, tokens
 from tests.loopback_backend import LoopbackBackend
@@ -247,104 +246,12 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tra
         await check_nothing_left(prefill)
 
 
-class Events:
-    """The blocks that an engine has by its KV events: the tokens up to the end of each, with their salt."""
-
-    def __init__(self, engine: MockEngine) -> None:
-        self.prefixes: dict[int, tuple[str | None, list[int]]] = {}
-        engine.start_kv_events(self.read)
-
-    def read(self, events: Sequence[KvEvent]) -> None:
-        for event in events:
-            if isinstance(event, BlocksStored):
-                before = [] if event.parent is None else self.prefixes[event.parent][1]
-                for block in event.blocks:
-                    before = [*before, *block.token_ids]
-                    self.prefixes[block.hash] = (event.cache_salt, before)
-            elif isinstance(event, BlocksRemoved):
-                for each in event.hashes:
-                    del self.prefixes[each]
-
-    def longest(self, salt: str | None = None) -> list[int]:
-        return max((prefix for of, prefix in self.prefixes.values() if of == salt), key=len, default=[])
-
-
-async def cached(engine: MockEngine, prompt: array[int], salt: str | None = None, **sampling: Any) -> int:
-    """Ask. Return the cached tokens of the first and of the last chunk, which agree."""
-    chunks = await collect(engine, msgspec.structs.replace(ask(prompt, **sampling), cache_salt=salt))
-    first, last = chunks[0].stats, chunks[-1].stats
-    assert first is not None
-    assert last is not None
-    assert first.cached_tokens == last.cached_tokens
-    return last.cached_tokens
-
-
-async def test_prefix_cache_when_a_prompt_comes_again_then_only_the_rest_is_computed() -> None:
+async def test_prefix_cache_when_a_prompt_comes_again_then_only_the_rest_takes_steps() -> None:
     engine = mock(enable_prefix_caching=True, prefill_tokens_per_step=1)
     async with started(engine):
-        events = Events(engine)
         steps: list[None] = []
         step = engine._step
         engine._step = lambda: steps.append(step())  # type: ignore[method-assign]
-        assert await cached(engine, PROMPT, max_tokens=2) == 0
-        first = len(steps)
-        assert await cached(engine, PROMPT, max_tokens=2) == 96
-        assert (first, len(steps) - first) == (101, 5)
-        assert events.longest() == list(PROMPT[:96])
-        assert await cached(engine, PROMPT, "tenant", max_tokens=2) == 0
-        assert await cached(engine, PROMPT, "other", max_tokens=2) == 0
-        assert await cached(engine, PROMPT, "tenant", max_tokens=2) == 96
-        await check_nothing_left(engine)
-
-
-async def test_prefix_cache_when_a_conversation_goes_on_then_its_output_is_reused() -> None:
-    engine = mock(enable_prefix_caching=True)
-    async with started(engine):
-        events = Events(engine)
-        output = await answer(engine, PROMPT, max_tokens=61)
-        turn = PROMPT + token_ids([*output, 1, 2, 3])
-        assert events.longest() == list(turn[:160])  # of 160 tokens: the last output token has no KV
-        assert await cached(engine, turn) == 160
-        await check_nothing_left(engine)
-
-
-async def test_prefix_cache_when_blocks_are_short_then_the_oldest_are_evicted() -> None:
-    engine = mock(enable_prefix_caching=True, kv_cache_blocks=8)
-    async with started(engine):
-        events = Events(engine)
-        for seed in range(5):
-            assert await cached(engine, prompt_of(100, seed)) == 0
-        assert len(events.prefixes) == 7
-        assert await cached(engine, prompt_of(100, 0)) == 0
-        assert await cached(engine, prompt_of(100, 4)) == 96
-        assert await asyncio.gather(*(cached(engine, prompt_of(100, 4), max_tokens=100) for _ in range(3))) == [96] * 3
-        await check_nothing_left(engine)
-
-
-async def test_prefix_cache_when_prefill_and_decode_are_separate_then_both_have_the_blocks() -> None:
-    prefill = mock(Role.PREFILL, enable_prefix_caching=True)
-    decoder = mock(Role.DECODE, enable_prefix_caching=True)
-    async with started(prefill, decoder):
-        of_prefill, of_decode = Events(prefill), Events(decoder)
-        counts = []
-        for _ in range(2):
-            chunks = await collect(prefill, ask(PROMPT, phase=Phase.PREFILL, max_tokens=40))
-            kv_params, stats = chunks[-1].kv_params, chunks[-1].stats
-            assert kv_params is not None
-            assert stats is not None
-            counts.append(stats.cached_tokens)
-            assert prefill.stats().kv_blocks_used == 4  # until the decode engine has them
-            output = await decode(decoder, kv_params, max_tokens=40)
-            await check_nothing_left(prefill)
-            await check_nothing_left(decoder)
-        assert counts == [0, 96]
-        assert of_prefill.longest() == list(PROMPT[:96])
-        assert of_decode.longest() == [*PROMPT, *output[:28]]
-        assert await cached(decoder, PROMPT + token_ids(output)) == 128  # an aggregated request
-        await check_nothing_left(decoder)
-
-
-def test_kv_events_when_there_is_no_prefix_cache_then_refused_by_name() -> None:
-    config = WorkerConfig(model_path="tiny", engine="mock", publish_kv_events=True)
-    with pytest.raises(ConfigError, match="enable_prefix_caching"):
-        MockEngine(config, instance_id=1, backend=LoopbackBackend())
+        for taken in (101, 106):
+            await answer(engine, PROMPT, max_tokens=2)
+            assert len(steps) == taken
