@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from dynamo_trtllm.engines.trtllm.preflight import checks
-from dynamo_trtllm.engines.vllm import preflight as vllm
+from dynamo_trtllm.engines.vllm import args as vllm
 from scripts.config_reference import table
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -21,8 +21,8 @@ from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.loading import EngineLoader
 from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
-from dynamo_trtllm.engines.vllm import preflight, settings
-from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm import settings
+from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings
 from dynamo_trtllm.engines.vllm.compilation import cache, kernels
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
@@ -94,7 +94,7 @@ class VllmEngine(ExternalEngine):
         self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
-        self._facts = preflight.VllmFacts(
+        self._facts = VllmFacts(
             role=self._role,
             args=self._args,
             model=self._checkpoint,
@@ -105,7 +105,7 @@ class VllmEngine(ExternalEngine):
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """Check this worker against `peers`, see `HasPreflight`."""
-        return preflight.findings(self._facts, peers)
+        return findings(self._facts, peers)
 
     # --- life ------------------------------------------------------------------------------------------
 

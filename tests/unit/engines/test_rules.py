@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.engines.rules import RuleSet
 from dynamo_trtllm.engines.trtllm.preflight import checks
-from dynamo_trtllm.engines.vllm import preflight as vllm
+from dynamo_trtllm.engines.vllm import args as vllm
 from dynamo_trtllm.messages import Role
 
 

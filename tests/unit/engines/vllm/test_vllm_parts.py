@@ -18,9 +18,9 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.engines.external.library_package import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, preflight, settings, transfers
+from dynamo_trtllm.engines.vllm import bindings, settings, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.args import PEER_RULES, WORKER_RULES, VllmFacts, findings, vllm_args
 from dynamo_trtllm.engines.vllm.compilation import kernels
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
@@ -218,9 +218,9 @@ MODEL = Checkpoint(
 HOPPER = Gpu(name="NVIDIA H200", sm=90, memory_bytes=143771 << 20)
 
 
-def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> preflight.VllmFacts:
+def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> VllmFacts:
     config = WorkerConfig(model_path="/m", engine="vllm", disaggregation_mode=role, override_engine_args=args)
-    return preflight.VllmFacts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
+    return VllmFacts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
 
 
 def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m") -> Instance:
@@ -264,12 +264,12 @@ WRONG_PEERS = [
 
 
 def test_preflight_when_all_fits_then_nothing_is_found() -> None:
-    assert preflight.findings(facts(tensor_parallel_size=2), [peer(tp=4)]) == []
+    assert findings(facts(tensor_parallel_size=2), [peer(tp=4)]) == []
 
 
 @pytest.mark.parametrize(("args", "rule"), WRONG_ARGUMENTS)
 def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: dict[str, Any], rule: str) -> None:
-    (found,) = preflight.findings(facts(**args), [])
+    (found,) = findings(facts(**args), [])
     assert found.rule == rule
     assert found.field in args
     assert found.fix
@@ -277,13 +277,13 @@ def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: di
 
 @pytest.mark.parametrize(("other", "rule"), WRONG_PEERS)
 def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(other: Instance, rule: str) -> None:
-    (found,) = preflight.findings(facts(tensor_parallel_size=2, block_size=16), [other])
+    (found,) = findings(facts(tensor_parallel_size=2, block_size=16), [other])
     assert (found.rule, found.severity) == (rule, "error")
     assert "decode worker 2" in found.other
 
 
 def test_rules_when_listed_then_each_is_found_by_a_test_above() -> None:
-    found = (preflight.WORKER_RULES, preflight.PEER_RULES)
+    found = (WORKER_RULES, PEER_RULES)
     names = {rule.name for rules in found for members in rules.sections.values() for rule in members}
     assert names == {rule for _, rule in (*WRONG_ARGUMENTS, *WRONG_PEERS)}
 
