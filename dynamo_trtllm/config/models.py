@@ -145,7 +145,7 @@ examples, one prefill and one decode worker of the same model:
     publish_kv_events: bool = option(
         KV,
         False,
-        "Publish events for stored and removed KV blocks on the request plane, for routers. Not with --engine vllm.",
+        "Publish events for stored and removed KV blocks on the request plane, for routers.",
     )
     ticket_ttl_s: PositiveFloat = option(KV, 60.0, "Seconds until KV that was not fetched is freed.")
     handoff_timeout_s: PositiveFloat = option(KV, 30.0, "Maximum seconds to fetch a prompt's KV.")
@@ -212,8 +212,6 @@ examples, one prefill and one decode worker of the same model:
         ):
             if value is not None and self.engine not in users:
                 raise ValueError(f"{flag} has an effect only with --engine {' or '.join(users)}; remove it")
-        if self.publish_kv_events and self.engine == "vllm":
-            raise ValueError("--publish-kv-events has no effect with --engine vllm; remove it")
         return self
 
 

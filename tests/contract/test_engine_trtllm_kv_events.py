@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +11,10 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import HasKvEvents
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
-from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
-from dynamo_trtllm.messages import Role, TokenIds
+from dynamo_trtllm.messages import Role
 from tests.engines import ask, collect, make, prompt_of, started
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
-from tests.waiting import SOON_S
-
-BLOCK = 32
-
-
-class Index:
-    """The blocks that can be reused, by hash, with the hash of the one before."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, tuple[int | None, tuple[int, ...], str | None]] = {}
-        self.removed = 0
-        self.changed = asyncio.Event()
-
-    def on_events(self, events: Sequence[KvEvent]) -> None:
-        for event in events:
-            if isinstance(event, BlocksStored):
-                parent = event.parent
-                assert parent is None or parent in self.blocks
-                for block in event.blocks:
-                    self.blocks[block.hash] = (parent, tuple(block.token_ids), event.cache_salt)
-                    parent = block.hash
-            elif isinstance(event, BlocksRemoved):
-                self.removed += sum(self.blocks.pop(each, None) is not None for each in event.hashes)
-        self.changed.set()
-
-    def cached_tokens(self, prompt: TokenIds, salt: str | None = None) -> int:
-        known = {(parent, ids, tag): number for number, (parent, ids, tag) in self.blocks.items()}
-        parent: int | None = None
-        for begin in range(0, len(prompt), BLOCK):
-            parent = known.get((parent, tuple(prompt[begin : begin + BLOCK]), salt))
-            if parent is None:
-                return begin
-        return len(prompt)
-
-    async def until(self, prompt: TokenIds, cached_tokens: int, salt: str | None = None) -> None:
-        async with asyncio.timeout(SOON_S):
-            while self.cached_tokens(prompt, salt) != cached_tokens:
-                self.changed.clear()
-                await self.changed.wait()
+from tests.kv_index import KvIndex
 
 
 @pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
@@ -63,7 +22,7 @@ async def test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_
     release: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch)
-    index, first, longer = Index(), prompt_of(70), prompt_of(70) + prompt_of(60, seed=2)
+    index, first, longer = KvIndex(), prompt_of(70), prompt_of(70) + prompt_of(60, seed=2)
     with fake_tensorrt_llm(release):
         events = {"kv_cache_config": {"event_buffer_max_size": 64}, "kv_cache_blocks": 12}
         engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED, **events)

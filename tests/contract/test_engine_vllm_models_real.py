@@ -18,8 +18,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from dynamo_trtllm.engines.base import HasKvEvents
+from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.messages import Phase
+from dynamo_trtllm.messages import Phase, token_ids
 from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
 from tests.engines import (
     answer,
@@ -32,6 +34,7 @@ from tests.engines import (
     release,
     tokens,
 )
+from tests.kv_index import KvIndex
 from tests.tiny_models import save_tiny_llama4
 
 pytestmark = [
@@ -61,8 +64,47 @@ async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pa
     config = json.loads((folder / "config.json").read_text())
     config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     (folder / "config.json").write_text(json.dumps(config))
-    async with started(folder, block_size=32) as engines:
+    async with started(folder, block_size=32, num_gpu_blocks_override=2000, publish_kv_events=True) as engines:
         yield engines
+
+
+async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_they_are_removed(
+    windowed: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both engines publish. The prefill engine ran requests before anything read its events."""
+    engine: Any = windowed.prefill
+    assert isinstance(engine, HasKvEvents)
+    early, first = prompt_of(70, 401), prompt_of(140, 402)
+    index = KvIndex()
+    await collect(engine, ask(early, max_tokens=2))
+    engine.start_kv_events(index.on_events)
+    await index.until(early, 64)
+    await asyncio.gather(*(collect(engine, ask(first, max_tokens=2)) for _ in range(2)))
+    await index.until(first, 128)  # its full blocks
+    await collect(engine, msgspec.structs.replace(ask(first, max_tokens=2), cache_salt="s"))
+    await index.until(first, 128, "s")
+
+    decoding: Any = windowed.decode
+    fetched = KvIndex()
+    decoding.start_kv_events(fetched.on_events)
+    answered = tokens(await prefill_then_decode(engine, decoding, first, max_tokens=40))
+    await fetched.until(first + token_ids(answered), 160)  # what it read, and a block that it filled
+
+    read, lost = VllmEventConverter.read, [True]  # one batch is lost on its way
+    monkeypatch.setattr(VllmEventConverter, "read", lambda *each: iter(()) if lost and lost.pop() else read(*each))
+    missed, later = prompt_of(100, 403), prompt_of(100, 404)
+    for prompt in (missed, later):
+        await collect(engine, ask(prompt, max_tokens=2))
+    await index.until(later, 96)
+    await index.until(missed, 96)
+
+    assert index.removed == 0
+    while not index.removed:
+        await asyncio.gather(*(collect(engine, ask(prompt_of(1900, 500 + n), max_tokens=2)) for n in range(8)))
+    assert await engine._llm.reset_prefix_cache()
+    await collect(engine, ask(early, max_tokens=2))
+    await index.until(early, 64)
+    assert index.cached_tokens(later) == 0
 
 
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]  # with a seed, decode makes the first token

@@ -291,6 +291,19 @@ async def test_cache_salt_when_it_differs_then_nothing_is_reused(pair: Pair) -> 
     assert await cached("b") == 0
 
 
+async def test_prefill_when_its_prompt_is_cached_then_it_reports_the_tokens_that_it_did_not_compute(pair: Pair) -> None:
+    prompt, counts = prompt_of(600, 63), []
+    for _ in range(2):
+        (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL))
+        assert last.kv_params is not None
+        assert last.stats is not None
+        release(pair.prefill, last.kv_params)
+        counts.append(last.stats.cached_tokens)
+    assert counts[0] == 0
+    assert 500 < counts[1] < 600
+    await check_nothing_left(pair.prefill)
+
+
 async def collect_rest(stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
     return [chunk async for chunk in stream]
 

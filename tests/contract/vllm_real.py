@@ -114,7 +114,7 @@ def save_byte_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def _engine(folder: Path, role: Role, **more: Any) -> Engine:
+def _engine(folder: Path, role: Role, *, publish_kv_events: bool = False, **more: Any) -> Engine:
     from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
     shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
@@ -122,6 +122,7 @@ def _engine(folder: Path, role: Role, **more: Any) -> Engine:
         model_path=str(folder),
         served_model_name="tiny",
         disaggregation_mode=role,
+        publish_kv_events=publish_kv_events,
         override_engine_args=ARGUMENTS | shares | more,
     )
     return VllmEngine(config, instance_id=list(Role).index(role) + 1)

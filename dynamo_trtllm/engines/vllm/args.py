@@ -59,7 +59,7 @@ _OURS = {
     "enable_log_requests": "this worker logs requests",
     "stream_interval": "the engine sends one chunk per step",
     "worker_extension_cls": "dynamo_trtllm sets its own",
-    "kv_events_config": "this version does not publish KV events",
+    "kv_events_config": "set --publish-kv-events instead",
     "kv_transfer_config.kv_connector": "KV transfer always uses NixlConnector",
     "kv_transfer_config.kv_connector_module_path": "KV transfer always uses NixlConnector",
     "kv_transfer_config.kv_role": "it is kv_both in every role",
@@ -118,6 +118,7 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
         _check_supported(layer)
         unchecked += arguments.check_source(layer, LIBRARY.newest, _OURS)
     merged = layers.merge([_own(config), *given])
+    _check_kv_events(config, merged.leaves)
     experts = _experts(config, merged.leaves)
     if experts is not None:
         merged.leaves["enable_expert_parallel"] = experts
@@ -149,6 +150,8 @@ def _own(config: WorkerConfig) -> Source:
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S},
         }
+    if config.publish_kv_events:
+        values["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "zmq"}
     return Source(values, _ADAPTER)
 
 
@@ -167,6 +170,16 @@ def _check_supported(layer: Source) -> None:
                 "speculative decoding and LoRA; remove it",
                 field=key,
             )
+
+
+def _check_kv_events(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> None:
+    """Check that vLLM has KV events with these arguments. Raises ConfigError."""
+    caching = leaves["enable_prefix_caching"]
+    if config.publish_kv_events and caching.value is False:
+        raise ConfigError(
+            f"--publish-kv-events needs enable_prefix_caching, which is False ({caching.source}); set only one of them",
+            field="enable_prefix_caching",
+        )
 
 
 def _experts(config: WorkerConfig, leaves: Mapping[str, SourcedValue]) -> SourcedValue | None:

@@ -218,6 +218,11 @@ def load_bindings() -> VllmBindings:
     )
 
 
+def load_zmq() -> Any:
+    """Import ZeroMQ, which vLLM requires. Raises ConfigError if it can't be imported."""
+    return PACKAGE.load("zmq")
+
+
 def kv_transfer_group() -> Any:
     """Return the KV connector of this vLLM worker process, or None if it has none."""
     module = PACKAGE.load("vllm.distributed.kv_transfer")

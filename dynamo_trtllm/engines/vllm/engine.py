@@ -5,6 +5,7 @@ vLLM's engine process computes, and its NixlConnector transfers KV. Blocking cal
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.vllm import settings
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings, load_zmq
 from dynamo_trtllm.engines.vllm.compilation import cache, kernels
+from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
+from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
@@ -71,7 +74,7 @@ _ENVIRONMENT = {
 
 
 class VllmEngine(ExternalEngine):
-    """An `Engine` with `KvHolder`, `HasStats`, `HasProgress` and `HasPreflight` that runs vLLM.
+    """An `Engine` with `KvHolder`, `HasStats`, `HasProgress`, `HasPreflight` and `HasKvEvents` that runs vLLM.
 
     `config.model_path` must be a folder.
     """
@@ -102,6 +105,8 @@ class VllmEngine(ExternalEngine):
             num_gpus=len(gpus),
         )
         self._steps = StepStats()
+        self._publishes_kv_events = config.publish_kv_events
+        self._kv_events: KvEventSubscriber | None = None
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """Check this worker against `peers`, see `HasPreflight`."""
@@ -113,6 +118,8 @@ class VllmEngine(ExternalEngine):
         """Load the engine and run one request, see `Engine.start`."""
         for note in self._args.notes:
             _log.info("%s", note)
+        if self._publishes_kv_events:
+            self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), load_zmq())
         loading = EngineLoader(
             self._build,
             discard=self._discard,
@@ -126,6 +133,17 @@ class VllmEngine(ExternalEngine):
             await self._warm_up(self._model, info, library.passes(counts))
         return info
 
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """See `HasKvEvents`."""
+        assert self._kv_events is not None
+        self._kv_events.start(int(self._llm.vllm_config.cache_config.block_size), on_events)
+
+    async def aclose(self) -> None:
+        """See `Engine.aclose`."""
+        if self._kv_events is not None:
+            await asyncio.to_thread(self._kv_events.close)
+        await super().aclose()
+
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
         for name, value in (_ENVIRONMENT | cache.cache_folders(self._compile_cache, process_environment())).items():
@@ -136,7 +154,9 @@ class VllmEngine(ExternalEngine):
             channel = settings.choose(self._kv_transfer_host, ranks, process_environment())
             _log.info("NixlConnector: listening for handshakes at %s port %d", channel.host, channel.port)
         bindings = load_bindings()
-        values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
+        kv_events = None if self._kv_events is None else self._kv_events.config
+        folder = self._checkpoint.folder
+        values = settings.engine_values(self._args, folder, channel, kv_events, has_tokenizer=self._has_tokenizer)
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:

@@ -67,11 +67,19 @@ def listen_there(scheduler: Any, config: Any) -> None:
 _log = logging.getLogger(__name__)
 
 
-def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, has_tokenizer: bool) -> dict[str, Any]:
+def engine_values(
+    args: VllmArgs,
+    folder: Path,
+    channel: SideChannel | None,
+    kv_events: Mapping[str, Any] | None = None,
+    *,
+    has_tokenizer: bool,
+) -> dict[str, Any]:
     """Return the keyword arguments of AsyncEngineArgs.
 
     Args:
         channel: The side channel of an engine with KV transfers, otherwise None.
+        kv_events: Where the engine publishes KV events, if it does: fields of `kv_events_config`.
         has_tokenizer: The model folder has a tokenizer. vLLM needs it for structured output only.
     """
     values = {**args.values, "model": str(folder), "skip_tokenizer_init": not has_tokenizer, "disable_log_stats": True}
@@ -79,6 +87,8 @@ def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, 
         transfer = values["kv_transfer_config"]
         extra = transfer["kv_connector_extra_config"] | extra_config(channel)
         values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
+    if kv_events is not None:
+        values["kv_events_config"] = values["kv_events_config"] | kv_events
     return values
 
 

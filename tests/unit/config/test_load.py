@@ -134,7 +134,6 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
             ["--is-prefill-worker and --disaggregation-mode decode contradict each other"],
         ),
         ("--model m --is-decode-worker --is-prefill-worker", ["--is-prefill-worker and --is-decode-worker contradict"]),
-        ("--model m --engine vllm --publish-kv-events", ["--publish-kv-events", "no effect with --engine vllm"]),
         ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),
         ("--model m --override-engine-args {", ["--override-engine-args", "JSON object", "column 2"]),
         ("--model m --endpoint backend.generate", ["dyn://NAMESPACE.COMPONENT.ENDPOINT"]),

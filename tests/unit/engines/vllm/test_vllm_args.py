@@ -69,6 +69,16 @@ def test_args_when_it_is_aggregated_then_there_is_no_connector() -> None:
     assert "kv_transfer_config" not in args.values
 
 
+def test_kv_events_when_the_flag_is_set_then_vllm_publishes_them_and_needs_its_prefix_cache() -> None:
+    assert "kv_events_config" not in merged().values
+    assert merged("--publish-kv-events").values["kv_events_config"]["enable_kv_cache_events"] is True
+    said = refused("--publish-kv-events", override_engine_args={"kv_events_config": {"endpoint": "tcp://*:5557"}})
+    assert "kv_events_config.endpoint is 'tcp://*:5557': set --publish-kv-events instead; remove it" in said
+    off = {"enable_prefix_caching": False}
+    assert "--publish-kv-events needs enable_prefix_caching" in refused("--publish-kv-events", override_engine_args=off)
+    assert merged(override_engine_args=off).get("enable_prefix_caching") is False
+
+
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [

@@ -1,0 +1,300 @@
+"""Read the events of vLLM's prefix cache: subscribe to its publisher on a thread, and convert what it sends.
+
+vLLM's engine process publishes the changes of each step over ZeroMQ (vllm/distributed/kv_events.py of 0.24.0), with one
+publisher per data-parallel rank. Its sockets are files in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dynamo_trtllm.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvBlock,
+    KvEvent,
+    OnKvEvents,
+)
+from dynamo_trtllm.messages import token_ids
+
+_log = logging.getLogger(__name__)
+
+# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times as many: a step of
+# 16384 prompt tokens takes 80 kB.
+_QUEUED_STEPS = 1000
+_REPLAY_S = 5.0
+# Kinds of layers whose prefix can be reused as long as it is cached: those that see all tokens.
+_FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_DEVICE = "GPU"  # vLLM's name of the engine's own KV pool, also on CPUs
+_END_OF_REPLAY: Final = (1 << 64) - 1  # -1 in 8 bytes
+
+BlockHash = int | bytes  # bytes if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0
+Replay = Callable[[int, int], Iterable[tuple[int, bytes]]]  # rank, first number -> numbers and payloads from there
+
+
+class VllmBlocksStored(msgspec.Struct, frozen=True, tag="BlockStored"):
+    """Consecutive blocks of one KV cache group."""
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    medium: str | None = None
+    extra_keys: list[list[Any] | None] | None = None  # per block, what its hash depends on besides tokens
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class VllmBlocksRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
+    """Blocks of one KV cache group. vLLM reports each copy of a block."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class VllmCacheReset(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    """All blocks of one rank."""
+
+
+class VllmEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The changes of one step of one rank."""
+
+    ts: float
+    events: list[VllmBlocksStored | VllmBlocksRemoved | VllmCacheReset]
+    data_parallel_rank: int | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(VllmEventBatch)
+
+
+class _CacheOfRank:
+    """What is known about the prefix cache of one rank."""
+
+    def __init__(self) -> None:
+        self.next = 0  # number of the next batch
+        self.ts = 0.0  # of the last batch
+        self.group: int | None = None  # the KV cache group that is reported
+        self.copies: dict[int, int] = {}  # block -> number of its copies: requests may compute a prompt at once
+        self.salts: dict[int, str] = {}  # block -> cache salt; only the first block of a prompt says it
+
+    def forget(self) -> None:
+        self.copies.clear()
+        self.salts.clear()
+
+
+class VllmEventConverter:
+    """Converts numbered batches of vLLM's events, asks for those that were lost, and drops those that it knows.
+
+    Of several KV cache groups, only the first one with full attention is reported: a prompt's prefix that is cached
+    there is cached in the other groups too, as far as their layers see.
+    """
+
+    def __init__(self, block_tokens: int, replay: Replay) -> None:
+        """Initialize for empty caches.
+
+        Args:
+            block_tokens: tokens in a block.
+            replay: returns the batches of a rank that vLLM still has, from a number on; may be empty.
+        """
+        self._block_tokens = block_tokens
+        self._replay = replay
+        self._ranks: dict[int, _CacheOfRank] = {}
+        self._has_warned = False
+
+    def catch_up(self, rank: int) -> Iterator[KvEvent]:
+        """Yield the events of a rank that were published and not received."""
+        cache = self._ranks.setdefault(rank, _CacheOfRank())
+        for number, payload in self._replay(rank, cache.next):
+            if number >= cache.next:
+                yield from self._advance(cache, number, rank, _decoder.decode(payload))
+
+    def read(self, number: int, payload: bytes) -> Iterator[KvEvent]:
+        """Yield what a batch means, after those that were lost before it. Raises msgspec.ValidationError."""
+        batch = _decoder.decode(payload)
+        rank = batch.data_parallel_rank or 0
+        cache = self._ranks.setdefault(rank, _CacheOfRank())
+        if number < cache.next:
+            if batch.ts <= cache.ts:
+                return  # a replay had it
+            _log.warning("vLLM's KV events begin again: its engine process was restarted")
+            self._ranks[rank] = cache = _CacheOfRank()
+            yield BlocksCleared()
+        if number > cache.next:
+            yield from self.catch_up(rank)
+        if number >= cache.next:
+            yield from self._advance(cache, number, rank, batch)
+
+    def _advance(self, cache: _CacheOfRank, number: int, rank: int, batch: VllmEventBatch) -> Iterator[KvEvent]:
+        if number > cache.next:
+            _log.warning("vLLM lost %d batches of KV events; readers forget this worker's blocks", number - cache.next)
+            cache.forget()
+            yield BlocksCleared()
+        cache.next, cache.ts = number + 1, batch.ts
+        removed: list[int] = []  # vLLM sends an event for each block
+        for event in batch.events:
+            if isinstance(event, VllmBlocksRemoved):
+                removed += self._removed(cache, event)
+                continue
+            if removed:
+                yield BlocksRemoved(hashes=tuple(removed), dp_rank=rank)
+                removed = []
+            if isinstance(event, VllmCacheReset):
+                cache.forget()
+                yield BlocksCleared()
+            else:
+                yield from self._stored(cache, event, rank)
+        if removed:
+            yield BlocksRemoved(hashes=tuple(removed), dp_rank=rank)
+        self._check_group(cache, batch)
+
+    def _check_group(self, cache: _CacheOfRank, batch: VllmEventBatch) -> None:
+        has_blocks = any(isinstance(event, VllmBlocksStored) for event in batch.events)
+        if cache.group is None and has_blocks and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "no KV events: this model has no layers with full attention and KV blocks of %d tokens",
+                self._block_tokens,
+            )
+
+    @staticmethod
+    def _removed(cache: _CacheOfRank, event: VllmBlocksRemoved) -> Iterator[int]:
+        """Yield the blocks of which no copy is left."""
+        if event.group_idx != cache.group or event.medium != _DEVICE:
+            return
+        for number in map(_number, event.block_hashes):
+            left = cache.copies.pop(number, 0) - 1
+            if left > 0:
+                cache.copies[number] = left
+            elif left == 0:
+                cache.salts.pop(number, None)
+                yield number
+
+    def _stored(self, cache: _CacheOfRank, event: VllmBlocksStored, rank: int) -> Iterator[BlocksStored]:
+        hashes, size = [*map(_number, event.block_hashes)], self._block_tokens
+        is_whole = event.block_size == size and len(event.token_ids) == size * len(hashes) > 0
+        if not is_whole or event.kv_cache_spec_kind not in _FULL_ATTENTION or event.medium != _DEVICE:
+            return
+        if cache.group is None:
+            cache.group = event.group_idx
+        if event.group_idx != cache.group:
+            return
+        parent = None if event.parent_block_hash is None else _number(event.parent_block_hash)
+        first, *others = event.extra_keys or [None]
+        salt = None if parent is None else cache.salts.get(parent)
+        if parent is None and first is not None and len(first) == 1 and isinstance(first[0], str):
+            salt, first = first[0], None
+        if first is not None or any(others):
+            return  # these blocks depend on more than tokens and salt, such as an image
+        for number in hashes:
+            cache.copies[number] = cache.copies.get(number, 0) + 1
+            if salt is not None:
+                cache.salts[number] = salt
+        ids = token_ids(event.token_ids)
+        blocks = tuple(KvBlock(number, ids[n * size : (n + 1) * size]) for n, number in enumerate(hashes))
+        yield BlocksStored(blocks=blocks, parent=parent, dp_rank=rank, cache_salt=salt)
+
+
+def _number(block: BlockHash) -> int:
+    return block if isinstance(block, int) else int.from_bytes(block[-8:], "big")
+
+
+class KvEventSubscriber:
+    """Subscribes to vLLM's publishers on a thread, and passes their events to the event loop.
+
+    Create it before the engine, which gets `config`.
+    """
+
+    def __init__(self, ranks: int, library: Any) -> None:
+        """Create the folder of the sockets.
+
+        Args:
+            ranks: the number of data-parallel ranks.
+            library: the module `zmq`.
+        """
+        self._ranks = range(ranks)
+        self._zmq = library
+        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-"))  # vLLM's own paths there are longer
+        # vLLM appends the rank to an endpoint with "inproc" in it, and has no rule for others of kind ipc.
+        self._endpoint = f"ipc://{self._folder}/inproc"
+        self._replay_endpoint = f"{self._endpoint}-replay"
+        self._context = library.Context()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The endpoints and limits, as fields of vLLM's `KVEventsConfig`."""
+        return {
+            "endpoint": self._endpoint,
+            "replay_endpoint": self._replay_endpoint,
+            "hwm": _QUEUED_STEPS,
+            "buffer_steps": _QUEUED_STEPS,
+        }
+
+    def start(self, block_tokens: int, on_events: OnKvEvents) -> None:
+        """Start the thread. It calls `on_events` on the running event loop, first with what is cached already."""
+        arguments = (asyncio.get_running_loop(), VllmEventConverter(block_tokens, self._replay), on_events)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="vllm-kv-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, wait for that, and remove the folder. Idempotent."""
+        self._context.term()  # the thread's calls raise ContextTerminated
+        if self._thread is not None:
+            self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, converter: VllmEventConverter, on_events: OnKvEvents) -> None:
+        def post(events: Sequence[KvEvent]) -> None:
+            if events and not loop.is_closed():
+                loop.call_soon_threadsafe(on_events, events)
+
+        try:
+            with self._context.socket(self._zmq.SUB) as subscription:
+                subscription.linger = 0
+                subscription.rcvhwm = _QUEUED_STEPS
+                subscription.subscribe(b"")
+                for rank in self._ranks:
+                    subscription.connect(_of_rank(self._endpoint, rank))
+                for rank in self._ranks:
+                    post([*converter.catch_up(rank)])
+                while True:
+                    _, number, payload = subscription.recv_multipart()
+                    post([*converter.read(int.from_bytes(number, "big"), payload)])
+        except self._zmq.ContextTerminated:
+            return
+        except Exception:  # noqa: BLE001 - of a form or size that vLLM 0.24.0 does not send
+            _log.exception("no more KV events from vLLM, because one can't be read")
+            post([BlocksCleared()])
+
+    def _replay(self, rank: int, first: int) -> Iterator[tuple[int, bytes]]:
+        """Ask a rank's publisher for its batches from a number on; see `Replay`."""
+        with self._context.socket(self._zmq.DEALER) as question:
+            question.linger = 0
+            question.rcvhwm = 0  # no limit: vLLM drops what exceeds it
+            question.rcvtimeo = int(1000 * _REPLAY_S)
+            question.connect(_of_rank(self._replay_endpoint, rank))
+            question.send_multipart((b"", first.to_bytes(8, "big")))
+            try:
+                while True:
+                    _, number, payload = question.recv_multipart()
+                    if (found := int.from_bytes(number, "big")) == _END_OF_REPLAY:
+                        return
+                    yield found, payload
+            except self._zmq.Again:
+                _log.warning("vLLM did not replay KV events within %g s", _REPLAY_S)
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Return the endpoint of a rank, as vLLM derives it (`ZmqEventPublisher.offset_endpoint_port`)."""
+    return f"{endpoint}_dp{rank}" if rank else endpoint

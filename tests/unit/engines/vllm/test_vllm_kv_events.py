@@ -1,0 +1,176 @@
+"""What events of vLLM's prefix cache mean, over batches that vLLM 0.24.0 sent, and over made ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
+from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
+from dynamo_trtllm.messages import token_ids
+
+BLOCK = 32
+Batches = Sequence[tuple[int, bytes]]
+# Of a model with sliding-window layers in group 0 and full attention in group 1. The prefill engine ran a prompt of
+# 140 tokens and 40 output tokens, the same with salt "s", and once more after `reset_prefix_cache`. The decode engine
+# read a prompt of 300 tokens over NIXL and generated 39 tokens, twice.
+RECORDED: dict[str, Batches] = {
+    role: [(number, base64.b64decode(payload)) for number, payload in batches]
+    for role, batches in json.loads((Path(__file__).parents[3] / "data" / "vllm_kv_events.json").read_text()).items()
+}
+
+
+class Reader:
+    """A converter of blocks of 2 tokens, over a publisher that still has `replayable`."""
+
+    def __init__(self, *, block_tokens: int = 2) -> None:
+        self.replayable: list[tuple[int, bytes]] = []
+        self.asked: list[tuple[int, int]] = []
+        self.converter = VllmEventConverter(block_tokens, self.replay)
+
+    def replay(self, rank: int, first: int) -> Batches:
+        self.asked.append((rank, first))
+        return [(number, payload) for number, payload in self.replayable if number >= first]
+
+    def read(self, number: int, payload: bytes) -> list[KvEvent]:
+        return [*self.converter.read(number, payload)]
+
+
+def batch(*events: dict[str, Any], rank: int = 0, ts: float = 1.0) -> bytes:
+    return msgspec.msgpack.encode([ts, events, rank])
+
+
+def stored(*hashes: int, parent: int | None = None, **fields: Any) -> dict[str, Any]:
+    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "lora_id": None}
+    event |= {"token_ids": [each for one in hashes for each in (one, one)], "block_size": 2, "medium": "GPU"}
+    return event | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"} | fields
+
+
+def removed(*hashes: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0, **fields}
+
+
+def kv(*hashes: int) -> tuple[KvBlock, ...]:
+    return tuple(KvBlock(each, token_ids([each, each])) for each in hashes)
+
+
+def test_recorded_prompt_then_its_blocks_of_full_attention_with_parents_and_salt_until_the_reset() -> None:
+    reader = Reader(block_tokens=BLOCK)
+    begun, grown, salted, reset = (reader.read(number, payload) for number, payload in enumerate(payloads("prefill")))
+    (first,), (more,), (private,), (cleared, again) = begun, grown, salted, reset
+    assert isinstance(first, BlocksStored)
+    assert isinstance(more, BlocksStored)
+    assert isinstance(private, BlocksStored)
+    assert [len(block.token_ids) for block in first.blocks] == [BLOCK] * 4
+    assert (first.parent, first.cache_salt) == (None, None)
+    assert (len(more.blocks), more.parent) == (1, first.blocks[-1].hash)
+    assert (private.parent, private.cache_salt) == (None, "s")
+    assert [block.token_ids for block in private.blocks] == [block.token_ids for block in first.blocks]
+    assert not {block.hash for block in private.blocks} & {block.hash for block in first.blocks}
+    assert cleared == BlocksCleared()
+    assert isinstance(again, BlocksStored)
+
+
+def payloads(role: str) -> list[bytes]:
+    return [payload for _, payload in RECORDED[role]]
+
+
+def test_recorded_decode_when_a_block_was_computed_twice_then_it_is_gone_with_its_second_copy() -> None:
+    reader = Reader(block_tokens=BLOCK)
+    (fetched,), (filled,), (again,) = (reader.read(*each) for each in RECORDED["decode"])
+    assert isinstance(fetched, BlocksStored)
+    assert isinstance(filled, BlocksStored)
+    assert len(fetched.blocks) == 9
+    assert filled == again
+    gone = batch(removed(filled.blocks[0].hash, group_idx=1))
+    assert reader.read(3, gone) == []
+    assert reader.read(4, gone) == [BlocksRemoved(hashes=(filled.blocks[0].hash,))]
+
+
+def test_read_when_blocks_continue_a_salted_prompt_then_they_have_its_salt() -> None:
+    reader = Reader()
+    events = reader.read(0, batch(stored(1, 2, extra_keys=[["s"], None]), stored(3, parent=2)))
+    assert events[1] == BlocksStored(blocks=kv(3), parent=2, cache_salt="s")
+
+
+def test_read_when_events_are_of_several_kinds_then_removals_are_put_together_in_order() -> None:
+    batches = batch(stored(1, 2), removed(2), removed(1), removed(9), stored(1), {"type": "AllBlocksCleared"})
+    assert Reader().read(0, batches) == [
+        BlocksStored(blocks=kv(1, 2)),
+        BlocksRemoved(hashes=(2, 1)),
+        BlocksStored(blocks=kv(1)),
+        BlocksCleared(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(1, kv_cache_spec_kind="sliding_window", group_idx=1),
+        stored(1, group_idx=2),  # a second group of full attention
+        stored(1, medium="CPU"),
+        stored(1, token_ids=[1], block_size=1),  # part of a block
+        stored(1, extra_keys=[["image", "s"]]),
+        stored(1, parent=9, extra_keys=[["adapter"]]),
+        removed(7, group_idx=1),
+        removed(7, medium="CPU"),
+    ],
+)
+def test_read_when_blocks_cant_be_found_by_tokens_or_are_of_other_groups_then_not_reported(
+    event: dict[str, Any],
+) -> None:
+    reader = Reader()
+    reader.read(0, batch(stored(7)))
+    assert reader.read(1, batch(event)) == []
+
+
+def test_read_when_no_layer_has_full_attention_then_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = Reader()
+    for number in range(2):
+        assert reader.read(number, batch(stored(1, kv_cache_spec_kind="sliding_window"))) == []
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_read_when_batches_were_lost_then_they_are_asked_for_and_come_in_order_and_once() -> None:
+    reader = Reader()
+    batches = [batch(stored(number)) for number in range(5)]
+    reader.replayable = [*enumerate(batches[:2])]
+    assert [*reader.converter.catch_up(0)] == [BlocksStored(blocks=kv(number)) for number in range(2)]
+    reader.replayable = [*enumerate(batches)]  # the publisher has sent the last one too, but it is still on its way
+    assert reader.read(3, batches[3]) == [BlocksStored(blocks=kv(number)) for number in (2, 3, 4)]
+    assert reader.read(4, batches[4]) == []
+    assert reader.asked == [(0, 0), (0, 2)]
+
+
+def test_read_when_lost_batches_are_no_longer_there_then_readers_forget_everything() -> None:
+    reader = Reader()
+    reader.read(0, batch(stored(1)))
+    reader.replayable = [(5, batch(stored(5)))]
+    assert reader.read(6, batch(removed(1), stored(6))) == [
+        BlocksCleared(),
+        BlocksStored(blocks=kv(5)),
+        BlocksStored(blocks=kv(6)),
+    ]
+
+
+def test_read_when_the_engine_begins_again_then_readers_forget_everything() -> None:
+    reader = Reader()
+    for number in range(3):
+        reader.read(number, batch(stored(number), ts=number))
+    assert reader.read(0, batch(stored(9), ts=3)) == [BlocksCleared(), BlocksStored(blocks=kv(9))]
+    assert reader.read(1, batch(stored(8), ts=4)) == [BlocksStored(blocks=kv(8))]
+
+
+def test_read_when_ranks_have_their_own_caches_then_their_numbers_and_copies_are_apart() -> None:
+    reader = Reader()
+    reader.read(0, batch(stored(1)))
+    assert reader.read(0, batch(stored(1), rank=1)) == [BlocksStored(blocks=kv(1), dp_rank=1)]
+    assert reader.read(1, batch(removed(1), rank=1)) == [BlocksRemoved(hashes=(1,), dp_rank=1)]
+    assert reader.asked == []
