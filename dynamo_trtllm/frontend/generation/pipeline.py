@@ -72,9 +72,8 @@ class Pipeline:
         self.plane = plane
         self._breakers = breakers or PairBreakers()
         self._options = options or PipelineOptions()
-        # Selects by cost; None: round robin or random.
         mode = self._options.router_mode
-        self.placement = Placement(mode) if mode in _COST_MODES else None
+        self.placement = Placement(mode) if mode in _COST_MODES else None  # None: round robin or random
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self.background_control = BackgroundControl(plane)
