@@ -16,14 +16,23 @@ TOGETHER = (
         "tests/e2e/test_profile.py",
         "tests/e2e/test_status.py",
     ),
+    (  # Two groups, because one would run longer than all other tests beside it.
+        "tests/contract/test_engine_trtllm",
+        "tests/contract/test_trtllm_",
+        "tests/contract/test_warm_up.py",
+        "tests/integration/test_worker_preflight.py",
+        "tests/unit/fakes/test_stand_in.py",
+    ),
     (
         "tests/contract/test_engine",
         "tests/contract/test_changed_kv.py",
         "tests/contract/test_guided_legs.py",
         "tests/contract/test_known_answers.py",
+        "tests/unit/engines/test_checkpoint.py",
         "tests/unit/engines/torch/test_load",
         "tests/unit/engines/torch/test_sizing.py",
     ),
+    ("tests/unit/deploy/",),  # the grammars of jsonschema
 )
 # The longest tests start first, so that they do not run alone at the end.
 FIRST = (

@@ -124,6 +124,6 @@ def check_answer(case: schemathesis.Case) -> None:
 
 
 @schema.parametrize()
-@bounded(15)
+@bounded(8)
 def test_generated_request_then_an_answer_as_described(case: schemathesis.Case) -> None:
     check_answer(case)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,11 +68,15 @@ def claimed(path: Path) -> list[str]:
     return [f"{name}27" if name.endswith("rc") else name for name in found[1].split(", ")]
 
 
-def cases() -> list[tuple[str, str, str]]:
+def cases() -> list[Any]:
+    """Return every GPU with the newest release and every release with the first GPU; the other pairs are long cases."""
     found = []
     for name, (gpus, _, _) in SHIPPED.items():
         (first, *_) = sorted((FOLDER / name).glob("*.yaml"))
-        found += [(name, gpu, release) for gpu in gpus for release in claimed(first)]
+        releases = claimed(first)
+        for gpu, release in product(gpus, releases):
+            is_default = gpu == gpus[0] or release == releases[-1]
+            found.append(pytest.param(name, gpu, release, marks=() if is_default else pytest.mark.long))
     return found
 
 
