@@ -1,8 +1,11 @@
-"""Measures what the flight recorder costs: an event, the progress of a stream, and a request in the frontend.
+"""Measures what phases and the flight recorder cost: CPU time per token of a deployment, an event, a second of streams.
 
-Needs no server and no model. The CPU time of a request is measured with and without a recording, in turns.
+Runs two deployments of mock workers side by side and measures them in turn while the other is idle: as they are, and
+without phases and recordings. Prints the median of the pairs with its 95% interval, by bootstrap, and whether it is at
+most the bar of 3%. Spans, which are readings of a clock, are taken in both. Other load on the machine widens the
+interval.
 
-python -m benchmarks.recorder [--rounds N]
+    python -m benchmarks.recorder [--pairs N] [--point NAME]
 """
 
 from __future__ import annotations
@@ -10,22 +13,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.observability.recordings import Recordings
+from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.observability.recorder import OFF, RECORDER, RecordedEvent
 
-from .frontend_step import make_exchange
+from .gpu.open_loop import interval
+from .plane import measure, report
+from .plane.ours import Ours
+from .plane.points import Engines, select
+from .plane.stack import Stack
 
+BAR = 0.03
 _EVENTS = 50_000
 _STREAMS = 1_000
-_REQUESTS = 100  # per round
-_TOKENS = 250
+_ROUNDS = 15
 _ID = "0123456789abcdef-0123456789abcdef"
+_FRONTEND = "frontend"  # as first argument: run the frontend without phases
+_MEASURES = {"all processes": report.cpu("frontend", "prefill", "decode"), "frontend": report.cpu("frontend")}
+
+
+class Plain(Ours):
+    """This project without phases and recordings."""
+
+    def frontend(self, port: int) -> Sequence[str]:
+        _, _, *flags = super().frontend(port)
+        return ("-m", f"{__package__}.recorder", _FRONTEND, *flags, "--recorder-dir", OFF)
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        return (*super().worker(role, pace_s), "--recorder-dir", OFF)
 
 
 class CountingStream:
@@ -43,48 +64,66 @@ class CountingStream:
 
 
 def main() -> None:
-    """Print the medians."""
+    """Print what an event costs, and both together. The exit status is 1 if they cost more than the bar."""
+    if sys.argv[1:2] == [_FRONTEND]:
+        _run_frontend()
+        return
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.recorder",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of which medians are shown (default: 15)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of runs (default: 10)")
+    parser.add_argument("--point", default="paced-128", help="load, of benchmarks.plane (default: paced-128)")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="recorder-") as folder:
-        asyncio.run(_measure(Path(folder), rounds))
+        asyncio.run(_print_parts(Path(folder)))
+    extra = _measure_pairs(args.point, args.pairs)
+    for name, shares in extra.items():
+        low, high = interval(shares, statistics.median)
+        print(f"CPU time per token, {name:14} {statistics.median(shares):+7.1%}, between {low:+.1%} and {high:+.1%}")
+    cost = statistics.median(extra["all processes"])
+    print(f"bar: at most {BAR:.0%} of all processes: {'held' if cost <= BAR else 'missed'}")
+    raise SystemExit(0 if cost <= BAR else 1)
 
 
-async def _measure(folder: Path, rounds: int) -> None:
-    exchange = make_exchange("content", _TOKENS)
-    await exchange()
-    off_us, on_us = [], []
-    for _ in range(rounds):
-        off_us.append(await _request_us(exchange))
-        RECORDER.start(folder, namespace="benchmark", kind="frontend")
-        on_us.append(await _request_us(exchange))
-        RECORDER.stop()
-    recordings = await asyncio.to_thread(Recordings.read, folder)
-    per_request = statistics.mean(len(request.steps) for request in recordings.requests.values())
-    off, on = statistics.median(off_us), statistics.median(on_us)
-    extra = statistics.median(with_it - without for with_it, without in zip(on_us, off_us, strict=True))
+def _run_frontend() -> None:
+    """Run a frontend that divides no request into phases."""
+    from dynamo_trtllm.frontend.http import request_context
+    from dynamo_trtllm.frontend.process.main import main as run
+
+    del sys.argv[1]
+    request_context.divide = lambda *_: {}  # type: ignore[attr-defined]  # for measurements, so no flag does it
+    run()
+
+
+def _measure_pairs(name: str, count: int) -> dict[str, list[float]]:
+    """Return by measure how much more CPU time each pair took with phases and recordings, as a share."""
+    [point] = select([name], quick=False)
+    extra: dict[str, list[float]] = {each: [] for each in _MEASURES}
+    with ExitStack() as exits:
+        engines = Engines(point.pace_s, point.pairs)
+        both = [exits.enter_context(Stack(side, free_ports(), engines)) for side in (Plain(), Ours())]
+        for stack in both:
+            measure.run(point, stack, 0)  # not counted: it fills caches
+        for number in range(count):
+            order = both if number % 2 else both[::-1]
+            runs = {id(stack): measure.run(point, stack, number) for stack in order}
+            without, with_it = (runs[id(stack)]["figures"] for stack in both)
+            for each, cpu_ms in _MEASURES.items():
+                extra[each].append(cpu_ms(with_it) / cpu_ms(without) - 1)
+            sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
+    return extra
+
+
+async def _print_parts(folder: Path) -> None:
+    """Print the cost of an event and of a tick. It runs on the event loop, as in a process."""
     RECORDER.start(folder, namespace="benchmark", kind="frontend")
-    event_ns = statistics.median(_event_ns() for _ in range(rounds))
-    tick_us = _tick_us(rounds)
+    event_ns = statistics.median(_event_ns() for _ in range(_ROUNDS))
+    tick_us = _tick_us()
     RECORDER.stop()
-    print(f"one event                                     {event_ns:8.0f} ns of CPU")
-    print(f"progress of {_STREAMS} streams, once a second      {tick_us:8.0f} us of CPU")
-    print(f"events of a request in the frontend, without those of the pipeline: {per_request:.1f}")
-    print(f"request of {_TOKENS} tokens, without a recording  {off:8.0f} us of CPU, {off / _TOKENS:.2f} us per token")
-    print(f"request of {_TOKENS} tokens, with a recording     {on:8.0f} us of CPU, {on / _TOKENS:.2f} us per token")
-    print(f"median difference                             {extra:8.0f} us of CPU, {extra / off:.1%}")
-
-
-async def _request_us(exchange: Callable[[], Coroutine[Any, Any, None]]) -> float:
-    begun_s = time.process_time()
-    for _ in range(_REQUESTS):
-        await exchange()
-    return (time.process_time() - begun_s) / _REQUESTS * 1e6
+    print(f"one event                                {event_ns:8.0f} ns of CPU")
+    print(f"progress of {_STREAMS} streams, once a second {tick_us:8.0f} us of CPU")
 
 
 def _event_ns() -> float:
@@ -95,14 +134,14 @@ def _event_ns() -> float:
     return (time.process_time() - begun_s) / _EVENTS * 1e9
 
 
-def _tick_us(rounds: int) -> float:
+def _tick_us() -> float:
     """Return the CPU time that all streams take together, of which a tick visits a part."""
     for _ in range(_STREAMS):
         RECORDER.follow(CountingStream())
     begun_s = time.process_time()
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         RECORDER.record_progress(_STREAMS)
-    return (time.process_time() - begun_s) / rounds * 1e6
+    return (time.process_time() - begun_s) / _ROUNDS * 1e6
 
 
 if __name__ == "__main__":
