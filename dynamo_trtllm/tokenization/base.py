@@ -351,11 +351,13 @@ class WindowTextParser:
 
 
 MAX_BYTES: Final = 16 << 20
-_MIN_CHARS: Final = 256  # encoding a shorter text is as fast as a lookup
+MIN_CACHED_CHARS: Final = 256  # encoding a shorter text is as fast as a lookup
 
 
 class TokenizationCache:
     """Thread-safe LRU cache from texts to token ids. Callers must not modify the ids.
+
+    All clients of a process share it. Only who already has a text can learn, from the time, that it was sent before.
 
     Args:
         encode: Tokenizes a text.
@@ -371,7 +373,7 @@ class TokenizationCache:
 
     def ids(self, text: str) -> TokenIds:
         """Return the token ids of the text, from the cache or encoded."""
-        if len(text) < _MIN_CHARS:
+        if len(text) < MIN_CACHED_CHARS:
             return self._encode(text)
         with self._lock:
             cached = self._cached.get(text)

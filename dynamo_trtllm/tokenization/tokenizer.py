@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import fastokens
@@ -21,6 +21,7 @@ import msgspec
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
+from dynamo_trtllm.tokenization.base import MIN_CACHED_CHARS, TokenizationCache
 
 if TYPE_CHECKING:
     import tokenizers
@@ -122,7 +123,7 @@ def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
             return FastJsonTokenizer(source.decode()), True
         except ValueError as exc:
             log.info("tokenizers, which is slower than fastokens, encodes this model's prompts: %s", exc)
-    return SlowJsonTokenizer(source), is_byte_level
+    return SlowJsonTokenizer(source, file), is_byte_level
 
 
 _BYTE_LEVEL: Final = "ByteLevel"
@@ -134,12 +135,22 @@ class _Part(msgspec.Struct):
     dropout: float | None = None
 
 
+class _AddedToken(msgspec.Struct):
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    normalized: bool = True
+
+
 class _TokenizerFile(msgspec.Struct):
-    """What decides about the library; the rest of a tokenizer.json is skipped."""
+    """What decides about the library, and where a text can be split; the rest of a tokenizer.json is skipped."""
 
     model: _Part
     pre_tokenizer: _Part | None = None
     decoder: _Part | None = None
+    added_tokens: list[_AddedToken] = []
+    truncation: dict[str, Any] | None = None
+    padding: dict[str, Any] | None = None
 
     def is_plain_bpe(self) -> bool:
         """Whether the ids of fastokens equal those of tokenizers, for all parts that fastokens supports."""
@@ -168,19 +179,64 @@ class FastJsonTokenizer(FastTokenizer):
         return token
 
 
+class _Segments:
+    """Splits a prompt into texts that can be encoded one by one: together, their ids are those of the prompt.
+
+    tokenizers finds the added tokens of a text before it normalizes and encodes what is between them. So a text can be
+    split before such a token. It can't be split if its ids depend on more than the text between two added tokens.
+    """
+
+    def __init__(self, file: _TokenizerFile) -> None:
+        found_first = [token for token in file.added_tokens if token.content and not token.normalized]
+        is_splittable = not (file.truncation or file.padding or file.model.dropout)
+        is_splittable = is_splittable and not any(token.single_word for token in found_first)
+        # A token with `lstrip` takes blanks from the text before it.
+        self._starts = {token.content for token in found_first if not token.lstrip}
+        longest_first = sorted((token.content for token in found_first), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) if is_splittable and self._starts else r"\Z")
+
+    def split(self, text: str) -> Iterator[str]:
+        """Yield the texts. A long one is never joined with what surrounds it, because it may come in other prompts."""
+        begin = last = 0
+        found = (match.start() for match in self._pattern.finditer(text) if match[0] in self._starts)
+        for at in (*found, len(text)):
+            if at - last >= MIN_CACHED_CHARS:
+                if last > begin:
+                    yield text[begin:last]
+                yield text[last:at]
+                begin = at
+            last = at
+        if begin < len(text):
+            yield text[begin:]
+
+
 class SlowJsonTokenizer:
-    """`JsonTokenizer` by tokenizers. Raises ConfigError."""
+    """`JsonTokenizer` by tokenizers. Raises ConfigError.
+
+    It caches the ids of a prompt's parts. For the next turn of a conversation, only what is new is encoded: 8000 tokens
+    take 15 to 30 ms, and their look-up 0.1 ms.
+    """
 
     is_fast = False
 
-    def __init__(self, source: bytes) -> None:
+    def __init__(self, source: bytes, file: _TokenizerFile) -> None:
         self._source = source
+        self._segments = _Segments(file)
+        self._cache = TokenizationCache(functools.partial(self._encode, is_plain=False))
         self._library = self._load()
         added = self._library.get_added_tokens_decoder()
         self.added: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
+        if is_plain:
+            return self._encode(text, is_plain=True)
+        ids = token_ids()
+        for segment in self._segments.split(text):
+            ids.extend(self._cache.ids(segment))
+        return ids
+
+    def _encode(self, text: str, *, is_plain: bool) -> TokenIds:
         library = self._plain if is_plain else self._library
         # Unlike `encode`, this releases the GIL and computes no offsets.
         (encoding,) = library.encode_batch_fast([_well_formed(text)], add_special_tokens=is_plain)

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.tokenizer import FastTokenizer, load_json_tokenizer
+from dynamo_trtllm.tokenization.tokenizer import FastTokenizer, SlowJsonTokenizer, load_json_tokenizer
 from dynamo_trtllm.tokenization.vocabulary import O200kTokenizer
 
 SAMPLES = (
@@ -275,6 +275,73 @@ def test_json_tokenizer_when_fastokens_does_not_support_it_then_tokenizers_is_us
     ids = made.encode("the quick fox <s>", is_plain=True).tolist()
     assert made.decode(ids).removeprefix("<s>").removesuffix("<|im_end|>") == "the quick fox <s>"
     assert ids.count(0) == (kind == "Bert's ends")  # the one that begins the prompt
+
+
+def sentencepiece(*, scheme: str = "always", normalizer: Any = None, **fields: Any) -> dict[str, Any]:
+    """A tokenizer.json whose words begin with U+2581, with added tokens of all kinds."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    made.normalizer = normalizer
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "[A]", "[A][A]"], show_progress=False)
+    made.train_from_iterator([replaced(sample) for sample in SAMPLES] * 2, trainer)
+    for options in ({"lstrip": True}, {"rstrip": True}, {"special": True}, {"normalized": True}):
+        made.add_tokens([AddedToken(f"<{next(iter(options))}>", **({"normalized": False} | options))])
+    made.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("[A", normalized=False)])
+    file: dict[str, Any] = json.loads(made.to_str())
+    return file | fields
+
+
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+WHOLE = {"direction": "Right", "max_length": 50, "strategy": "LongestFirst", "stride": 0}
+SLOW = UNSUPPORTED | {
+    "words begin everywhere": sentencepiece,
+    "only the first word begins": functools.partial(sentencepiece, scheme="first"),
+    "prepended": functools.partial(sentencepiece, scheme="never", normalizer=PREPEND),
+    "truncated": functools.partial(sentencepiece, truncation=WHOLE),
+}
+del SLOW["dropout"]  # its ids are random
+
+
+def prompts() -> Iterator[str]:
+    """Prompts of short and long messages between added tokens. Each one begins as an earlier one."""
+    draw, texts = (
+        random.Random(3),
+        ["", " ", *(text * 9 for text in mixed(40)), *(f"{text[:300]}  " for text in SAMPLES)],
+    )
+    marks = ("[A]", "[A][A]", "[A", "<lstrip>", "<rstrip>", "<special>", "<normalized>", "<s>", "<|im_end|>", "\n\n")
+    begun = [""]
+    for _ in range(60):
+        more = (draw.choice(marks) + draw.choice((texts[0], draw.choice(texts)[:400])) for _ in range(6))
+        begun.append(draw.choice(begun)[:1500] + "".join(more))
+        yield begun[-1]
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_json_tokenizer_when_parts_of_prompts_are_cached_then_ids_are_those_of_the_whole(kind: str) -> None:
+    file = SLOW[kind]()
+    made, _ = load_json_tokenizer(json.dumps(file).encode())
+    chat = library(file, is_plain=False)
+    assert not made.is_fast
+    for text in prompts():
+        assert made.encode(text).tolist() == chat.encode(replaced(text), add_special_tokens=False).ids, text
+
+
+def test_json_tokenizer_when_a_conversation_goes_on_then_only_its_new_turn_is_encoded() -> None:
+    made, _ = load_json_tokenizer(json.dumps(sentencepiece()).encode())
+    assert isinstance(made, SlowJsonTokenizer)
+    encoded: list[str] = []
+
+    class Noting:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            encoded.extend(texts)
+            return library_.encode_batch_fast(texts, **options)
+
+    library_, made._library = made._library, Noting()  # type: ignore[assignment]
+    first = "[A]system" + "[A]user" + "one two " * 50 + "[A]assistant"
+    made.encode(first)
+    encoded.clear()
+    made.encode(first + "three" + "[A]user" + "four " * 80 + "[A]assistant")
+    assert encoded == ["[A]system", "[A]assistantthree", "[A]user" + "four " * 80, "[A]assistant"]
 
 
 @pytest.mark.parametrize("source", [b"", b"[]", b"{}", b"\xff", b'{"model": {"type": "BPE"}}'])
