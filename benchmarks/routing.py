@@ -1,10 +1,13 @@
 """Measures what routing costs a frontend, in CPU time of one core.
 
     python -m benchmarks.routing index --blocks 1000000 --instances 1000
+    python -m benchmarks.routing select --instances 10 100 1000 2500
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
 a conversation with one instance. The prefix hashes of the prompt are measured separately.
+
+select: the selection of a pair by round robin, and the change of the view when an instance joins and leaves.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.policy import PairBreakers, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
+from dynamo_trtllm.router.view import ClusterView
 
 _LOOKUPS = 2000
 _SYSTEM_TOKENS = 2048
@@ -47,6 +52,10 @@ def main() -> None:
     index.add_argument("--prompt-tokens", type=int, default=8192)
     index.add_argument("--block-tokens", type=int, nargs="+", default=[16, 32, 64])
     index.set_defaults(run=measure_index)
+    choice = commands.add_parser("select", help="the selection of a pair of workers")
+    choice.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000, 2500])
+    choice.add_argument("--count", type=int, default=5000, help="selections that are measured")
+    choice.set_defaults(run=measure_select)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -57,6 +66,48 @@ def measure_index(arguments: argparse.Namespace) -> None:
     print("".join(f"{name:>12} p50  p99 us" for name in ("unknown", "system", "conversation")))
     for block_tokens in arguments.block_tokens:
         _measure_block_size(block_tokens, arguments)
+
+
+def measure_select(arguments: argparse.Namespace) -> None:
+    """Print a row per number of instances and situation. Half of the instances are prefill and half decode workers."""
+    print(f"instances  {'situation':38} p50 us  p99 us")
+    for count in arguments.instances:
+        for name, times in _selections(count, arguments.count).items():
+            times.sort()
+            print(
+                f"{count:9}  {name:38} {times[len(times) // 2]:6.1f}  {times[len(times) * 99 // 100]:6.1f}", flush=True
+            )
+
+
+def _selections(num_instances: int, count: int) -> dict[str, list[float]]:
+    cluster, breakers = ClusterView(), PairBreakers()
+    for number, instance_id in enumerate(random.Random(num_instances).sample(range(1 << 62), num_instances)):
+        cluster.add(_worker(instance_id, Role.DECODE if number % 2 else Role.PREFILL))
+    view, joining = cluster.model("model"), _worker(1 << 62, Role.DECODE)
+    first, prefills = view.decode[0].id, [prefill.id for prefill in view.prefill]
+
+    def join_and_leave(_: int) -> None:
+        cluster.add(joining)
+        cluster.remove(joining.id)
+
+    times = {
+        "all pairs work": _times(lambda turn: select(view, "model", turn, breakers), count),
+        "a worker does not answer": _times(
+            lambda turn: select(view.excluding(frozenset((first,))), "model", turn, breakers), count
+        ),
+        "an instance joins and leaves": _times(join_and_leave, count // 10),
+    }
+    for prefill in prefills:
+        breakers.record_failure((prefill, first), "measured", 0.0, is_wrong=True)
+    times["all pairs of a worker are quarantined"] = _times(lambda turn: select(view, "model", turn, breakers), count)
+    times["and a failed transfer is retried"] = _times(
+        lambda turn: select(view, "model", turn, breakers, avoid=prefills[turn % len(prefills)]), count
+    )
+    return times
+
+
+def _worker(instance_id: int, role: Role) -> Instance:
+    return msgspec.structs.replace(_instance(instance_id, 16), role=role)
 
 
 def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> None:
