@@ -184,7 +184,7 @@ def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
             command = [sys.executable, "-m", __spec__.name, "--serve", role, "--workers", str(count)]
             hosts.append(spawn([*command, "--recorder-dir", str(folder)], env=env))
         total = args.workers // args.processes * args.processes
-        registered_s = wait_for_workers(port, total, args.timeout_s)
+        registered_s = wait_for_workers(port, total, args.start_timeout_s)
         outcomes, seconds, ids = asyncio.run(ask_all(port, args.requests, args.timeout_s))
         num_explained = explained(folder, ids)
         print(f"{total} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
@@ -212,6 +212,7 @@ def main() -> int:
     add("--workers", type=int, default=2550, metavar="N", help="number of workers (default: 2550)")
     add("--processes", type=int, default=8, metavar="N", help="number of processes that they share (default: 8)")
     add("--requests", type=int, default=1536, metavar="N", help="requests that are sent at once (default: 1536)")
+    add("--start-timeout-s", type=float, default=1800.0, metavar="S", help="for all to register (default: 1800)")
     add("--timeout-s", type=float, default=300.0, metavar="S", help="a request that takes longer hangs (default: 300)")
     add("--serve", choices=_ROLES, help=argparse.SUPPRESS)  # the processes of the workers
     add("--recorder-dir", type=Path, help=argparse.SUPPRESS)

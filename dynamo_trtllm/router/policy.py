@@ -11,15 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Set
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 from dynamo_trtllm.router.view import ModelView, Pair, PairGroup, excluding, pairing_fields, pairs_of, position
 
 _NO_GROUP = PairGroup()
+MOST_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 _MOST_REASONS_FROM = 100  # pairs whose reasons an error names
 
@@ -64,15 +66,10 @@ class PairBreakers:
         self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that wait for a probe
         self._known: defaultdict[int, set[Pair]] = defaultdict(set)  # by instance id: its pairs of the three above
-        self._open_partners: dict[int, set[int | None]] = {}
+        self.open_partners: dict[int, set[int | None]] = {}  # by second id of the pairs that get no requests: the first
         self._half_open_at = math.inf  # no breaker of `_open` may become half open earlier
         self.revision = object()  # another one after each change of `open_partners`
         self.rescheduled: set[Pair] = set()  # pairs that may be due earlier than before; the probes empty it
-
-    @property
-    def open_partners(self) -> Mapping[int, Set[int | None]]:
-        """By decode or aggregated instance: the first ids of its pairs that get no requests."""
-        return self._open_partners
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
         """Send no requests to the unknown ones of `pairs` until a probe has tested them."""
@@ -84,8 +81,6 @@ class PairBreakers:
 
     def admit(self, view: ModelView) -> None:
         """Let requests test the new pairs of a model, because their probes take long."""
-        if not self._withheld:
-            return
         for pair in self._withheld.intersection(pairs_of(view)):
             self._withheld.discard(pair)
             self._status(pair)  # a known pair is not withheld again
@@ -107,12 +102,12 @@ class PairBreakers:
     def _update(self, pair: Pair) -> None:
         """Update `open_partners` after a change of a pair."""
         prefill, decode = pair
-        partners = self._open_partners.setdefault(decode, set())
+        partners = self.open_partners.setdefault(decode, set())
         if self.is_open(pair) != (prefill in partners):
             self.revision = object()
             partners ^= {prefill}
         if not partners:
-            del self._open_partners[decode]
+            del self.open_partners[decode]
 
     def record_success(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
         """Record that a KV transfer succeeded, for a request or, with `is_probe`, for a probe.
@@ -122,6 +117,8 @@ class PairBreakers:
         status = self._statuses.get(pair)
         if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
             return False  # the request began before the pair was withheld or wrong, and its answer may be wrong
+        if not is_probe and status is None and len(self._statuses) >= MOST_STATUSES:
+            return False  # thousands of workers have millions of pairs; one without a status gets requests, too
         status = status or self._status(pair)
         changed = status.state is not PairState.WORKING
         if changed:
@@ -343,6 +340,10 @@ def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
     """
     if not request.priority and request.dp_rank is None and request.prefill_dp_rank is None:
         return frozenset()  # nearly all requests
+    key = "incapable", bool(request.priority), request.dp_rank is None, request.prefill_dp_rank is None
+    known: frozenset[int] | None = view.cache.get(key)
+    if known is not None:
+        return known
     lacking: dict[int, str] = {}  # the field that an instance does not support
     for instance in (*view.prefill, *view.decode, *view.aggregated):
         for field, feature in _needs(request, instance.role).items():
@@ -355,6 +356,7 @@ def incapable(view: ModelView, request: GenerateRequest) -> frozenset[int]:
             f"{field} is not supported by the workers of {request.model}, as they are configured now; leave it out",
             field=field,
         )
+    view.cache[key] = ids
     return ids
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.frontend.fleet.pair_probe import suspects
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
+from dynamo_trtllm.router.policy import MOST_STATUSES, BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ModelView, format_pair, pairs_of
 from tests.instances import make_instance
 
@@ -50,6 +50,19 @@ def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
     assert breakers.due_at(PAIR, 30.0) > 209.0
     assert breakers.due_at(PAIR, 30.0) == 210.0
     assert breakers.due_at(PAIR, 30.0) <= 210.0
+
+
+def test_record_success_when_millions_of_pairs_work_then_those_beyond_a_limit_are_not_stored() -> None:
+    breakers = PairBreakers(LIMITS)
+    for number in range(MOST_STATUSES):
+        assert breakers.record_success((number, PAIR[1]), 0.0)
+    other = (MOST_STATUSES, PAIR[1])
+    assert not breakers.record_success(other, 0.0)
+    assert (breakers.status(other).state, breakers.is_open(other)) == (PairState.UNTRIED, False)
+    assert breakers.record_success(other, 0.0, is_probe=True)
+    for now in (1.0, 2.0):
+        breakers.record_failure((-1, PAIR[1]), "x", now)
+    assert breakers.is_open((-1, PAIR[1]))
 
 
 def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> None:

@@ -210,6 +210,7 @@ def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ig
     fields: dict[str, Any], view: ModelView, ids: set[int]
 ) -> None:
     assert incapable(view, asked(**fields)) == ids
+    assert incapable(view, asked(**fields)) == ids  # cached
 
 
 @pytest.mark.parametrize(
