@@ -1,13 +1,18 @@
-"""Measures what routing costs a frontend, in CPU time of one core.
+"""Measures what routing costs a frontend, in CPU time of one core, and what it gains.
 
     python -m benchmarks.routing index --blocks 1000000 --instances 1000
-    python -m benchmarks.routing select --instances 10 100 1000 2500
+    python -m benchmarks.routing select --instances 10 100 1000
+    python -m benchmarks.routing modes --rate 8 --requests 400
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
 a conversation with one instance. The prefix hashes of the prompt are measured separately.
 
-select: the selection of a pair by round robin, and the change of the view when an instance joins and leaves.
+select: how long the selection of a pair takes with --router-mode round-robin and least-loaded, and how long a report of
+a worker's load takes.
+
+modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a deployment of mock
+workers: four for prefill, one of which has a quarter of the speed of the others, and two for decode.
 """
 
 from __future__ import annotations
@@ -16,15 +21,20 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import uvloop
 
+from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.kv_events import MAX_UPDATE_BLOCKS, KvCacheUpdate, pack_hashes, prefix_hashes
 from dynamo_trtllm.messages import (
     GenerateRequest,
     Instance,
     KvLayout,
+    LoadReport,
     ModelDeploymentCard,
     Role,
     Sampling,
@@ -32,9 +42,13 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import PairBreakers, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import ClusterView, ModelView
+
+from .client import Load, measure_load
+from .deployment import NAME_VARIABLE, LaunchedDeployment
 
 _LOOKUPS = 2000
 _SYSTEM_TOKENS = 2048
@@ -52,12 +66,108 @@ def main() -> None:
     index.add_argument("--prompt-tokens", type=int, default=8192)
     index.add_argument("--block-tokens", type=int, nargs="+", default=[16, 32, 64])
     index.set_defaults(run=measure_index)
-    choice = commands.add_parser("select", help="the selection of a pair of workers")
-    choice.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000, 2500])
-    choice.add_argument("--count", type=int, default=5000, help="selections that are measured")
-    choice.set_defaults(run=measure_select)
+    selection = commands.add_parser("select", help="the selection of workers")
+    selection.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000, 2500])
+    selection.set_defaults(run=measure_select)
+    modes = commands.add_parser("modes", help="the time to first token, with workers of different speed")
+    modes.add_argument("--rate", type=float, default=8.0, help="requests per second (Poisson)")
+    modes.add_argument("--requests", type=int, default=400)
+    modes.add_argument("--modes", nargs="+", default=["round-robin", "random", "least-loaded"])
+    modes.set_defaults(run=measure_modes)
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+def measure_select(arguments: argparse.Namespace) -> None:
+    """Print a row per number of instances, half of them for prefill."""
+    breakers, request = PairBreakers(), _request(range(8192))
+    tune_gc()  # as in a frontend
+    print("instances", *(f"{name:>14} p50    p95    p99 us" for name in ("round-robin", "least-loaded", "report")))
+    for count in arguments.instances:
+        view, placement, rnd = ClusterView(), Placement("least-loaded", seed=1), random.Random(1)
+        for number in range(1, count + 1):
+            role = Role.PREFILL if number % 2 else Role.DECODE
+            view.add(msgspec.structs.replace(_instance(number, 32), role=role))
+        reports = [
+            LoadReport(rnd.randint(1, count), turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0)
+            for turn in range(1, _LOOKUPS + 1)
+        ]
+        model = view.model("model")
+        times = (
+            _times(partial(_select_in_turn, model, breakers), _LOOKUPS),
+            _times(partial(_select_by_load, placement, model, request, breakers), _LOOKUPS),
+            _times(partial(_take_report, placement, reports), _LOOKUPS),
+        )
+        cells = [[each[len(each) * share // 100] for share in (50, 95, 99)] for each in map(sorted, times)]
+        print(f"{count:9}", *(f"{p50:18.1f} {p95:6.1f} {p99:9.1f}" for p50, p95, p99 in cells))
+
+
+def _select_in_turn(view: ModelView, breakers: PairBreakers, turn: int) -> object:
+    return select(view, "model", turn, breakers)
+
+
+def _select_by_load(
+    placement: Placement, view: ModelView, request: GenerateRequest, breakers: PairBreakers, turn: int
+) -> object:
+    return placement.select(view, request, breakers, 1.0)
+
+
+def _take_report(placement: Placement, reports: Sequence[LoadReport], turn: int) -> None:
+    placement.loads.on_report(reports[turn], 1.0)
+
+
+class UnequalWorkers(LaunchedDeployment):
+    """Four prefill workers, one of which is slow, and two decode workers, of the mock engine."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._prefill_tokens = {"prefill-1": 25, "prefill-2": 100, "prefill-3": 100, "prefill-4": 100}  # per step
+        super().__init__(workers=(*self._prefill_tokens, "decode-1", "decode-2"), model="mock", ready_s=120.0)
+
+    def description(self) -> dict[str, Any]:
+        frontend = {"http-host": "127.0.0.1", "http-port": self.http_port, "router-mode": self._mode}
+        return {
+            "namespace": self.namespace,
+            "services": self.services(),
+            "frontend": frontend,
+            "workers": [self._worker(name) for name in self.workers],
+        }
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        arguments = {"step_s": 0.02, "prefill_tokens_per_step": self._prefill_tokens.get(name, 8192)}
+        flags = {"model": "mock", "engine": "mock", "override-engine-args": arguments, "system-port": 0}
+        env = {NAME_VARIABLE: name}
+        return {"name": name, "disaggregation_mode": name.partition("-")[0], "flags": flags, "env": env}
+
+
+def measure_modes(arguments: argparse.Namespace) -> None:
+    """Print a row per mode."""
+    rnd = random.Random(1)
+    prompts = tuple(f"{number} " + "word " * rnd.randint(50, 1500) for number in range(arguments.requests))
+    print("mode           ok  failed  TTFT ms p50       p99  ITL ms p99")
+    for mode in arguments.modes:
+        deployment = UnequalWorkers(mode)
+        try:
+            deployment.start()
+            load = Load(
+                url=deployment.url,
+                model="mock",
+                rate=arguments.rate,
+                requests=arguments.requests,
+                osl=16,
+                seed=1,
+                prompts=prompts,
+                seconds=600.0,
+            )
+            result, _ = uvloop.run(measure_load(load, warmup=8, pids={}))
+        finally:
+            deployment.stop()
+        ttft, itl = result["ttft_ms"], result["itl_ms"]
+        failed = sum(result["errors"].values())
+        print(
+            f"{mode:12} {result['ok']:4} {failed:7} {ttft['p50']:12.1f} {ttft['p99']:9.1f} {itl['p99']:11.1f}",
+            flush=True,
+        )
 
 
 def measure_index(arguments: argparse.Namespace) -> None:
@@ -66,48 +176,6 @@ def measure_index(arguments: argparse.Namespace) -> None:
     print("".join(f"{name:>12} p50  p99 us" for name in ("unknown", "system", "conversation")))
     for block_tokens in arguments.block_tokens:
         _measure_block_size(block_tokens, arguments)
-
-
-def measure_select(arguments: argparse.Namespace) -> None:
-    """Print a row per number of instances and situation. Half of the instances are prefill and half decode workers."""
-    print(f"instances  {'situation':38} p50 us  p99 us")
-    for count in arguments.instances:
-        for name, times in _selections(count, arguments.count).items():
-            times.sort()
-            print(
-                f"{count:9}  {name:38} {times[len(times) // 2]:6.1f}  {times[len(times) * 99 // 100]:6.1f}", flush=True
-            )
-
-
-def _selections(num_instances: int, count: int) -> dict[str, list[float]]:
-    cluster, breakers = ClusterView(), PairBreakers()
-    for number, instance_id in enumerate(random.Random(num_instances).sample(range(1 << 62), num_instances)):
-        cluster.add(_worker(instance_id, Role.DECODE if number % 2 else Role.PREFILL))
-    view, joining = cluster.model("model"), _worker(1 << 62, Role.DECODE)
-    first, prefills = view.decode[0].id, [prefill.id for prefill in view.prefill]
-
-    def join_and_leave(_: int) -> None:
-        cluster.add(joining)
-        cluster.remove(joining.id)
-
-    times = {
-        "all pairs work": _times(lambda turn: select(view, "model", turn, breakers), count),
-        "a worker does not answer": _times(
-            lambda turn: select(view.excluding(frozenset((first,))), "model", turn, breakers), count
-        ),
-        "an instance joins and leaves": _times(join_and_leave, count // 10),
-    }
-    for prefill in prefills:
-        breakers.record_failure((prefill, first), "measured", 0.0, is_wrong=True)
-    times["all pairs of a worker are quarantined"] = _times(lambda turn: select(view, "model", turn, breakers), count)
-    times["and a failed transfer is retried"] = _times(
-        lambda turn: select(view, "model", turn, breakers, avoid=prefills[turn % len(prefills)]), count
-    )
-    return times
-
-
-def _worker(instance_id: int, role: Role) -> Instance:
-    return msgspec.structs.replace(_instance(instance_id, 16), role=role)
 
 
 def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> None:
@@ -169,11 +237,12 @@ def _times(call: Callable[[int], object], count: int) -> list[float]:
 
 
 def _prompt(ids: Sequence[int]) -> PromptHashes:
+    return PromptHashes(_request([*ids, 0]))  # the last token is never in a cache
+
+
+def _request(ids: Sequence[int]) -> GenerateRequest:
     sampling = Sampling(max_tokens=1)
-    # The last token is never in a cache.
-    return PromptHashes(
-        GenerateRequest(request_id="r", model="model", token_ids=token_ids([*ids, 0]), sampling=sampling, deadline=0.0)
-    )
+    return GenerateRequest(request_id="r", model="model", token_ids=token_ids(ids), sampling=sampling, deadline=0.0)
 
 
 def _instance(number: int, block_tokens: int) -> Instance:
