@@ -87,6 +87,8 @@ def pipeline_stream(pipeline: Pipeline, request: GenerateRequest, trace: RouteTr
 class PlayedPipeline(ABC):
     """A pipeline whose subclass plays a request as a coroutine."""
 
+    placement = None  # it selects no workers
+
     @abstractmethod
     async def play(self, request: GenerateRequest, trace: RouteTrace, on_chunk: OnChunk) -> None:
         """Pass the chunks to `on_chunk`, which returns False after the last one."""

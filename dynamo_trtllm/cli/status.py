@@ -24,7 +24,8 @@ from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, request
-from dynamo_trtllm.observability.metrics import sum_samples
+from dynamo_trtllm.observability.metrics import PREFIX
+from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.sanitize import escape_controls, mask_address
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
         status.reason, status.instance_id = answer.reason, answer.instance_id
         if code == 200:  # a frontend that starts answers no other request yet
             _, body = await _get(process.host, process.port, "/metrics", deadline)
-            status.load = sum_samples(body.decode())
+            status.load = sum_samples(body.decode(), PREFIX)
     except ConnectionRefusedError as exc:
         status.state, status.reason = (_STARTING, "") if _runs(process.pid) else (_UNREACHABLE, _text(exc))
     except (OSError, ValueError) as exc:  # ValueError: the answer of another program

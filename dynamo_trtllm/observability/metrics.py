@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import heapq
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,7 +24,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from dynamo_trtllm.messages import PhaseTimings
@@ -148,23 +148,12 @@ class Histogram(Collector):
 
 
 PREFIX = "dynamo_trtllm_"
-
-
-def sum_samples(text: str) -> dict[str, float]:
-    """Return the samples of a `/metrics` page by name without PREFIX, each summed over its labels, without buckets."""
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith(PREFIX) and not sample.name.endswith("_bucket"):
-                name = sample.name.removeprefix(PREFIX)
-                sums[name] = sums.get(name, 0.0) + sample.value
-    return sums
-
-
+MOST_WORKERS = 256  # with a label of their own
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["frontend", "worker"]
+Value: TypeAlias = Callable[[], float]
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -204,6 +193,7 @@ TABLE = (
     Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
     Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
     Metric("frontend", "migrations_total", "counter", "Requests migrated after the first token", ("model",)),
+    Metric("frontend", "placed_requests", "gauge", "Requests on a worker, counted by --router-mode", ("worker",)),
     Metric("frontend", "canaries_total", "counter", "Probes of worker pairs by outcome", ("model", "code")),
     Metric("frontend", "responses_not_stored_total", "counter", "Responses that could not be stored", ("code",)),
     Metric("worker", "requests_total", "counter", "Finished calls", ("phase", "code")),
@@ -269,6 +259,7 @@ class FrontendMetrics:
         self._metrics = _build("frontend", self._registry)
         self._labelled = _labelled(self._metrics)
         self._num_inflight = 0
+        self._placed: Callable[[], Mapping[int, int]] = dict
         self._metrics["inflight"].set_function(lambda: self._num_inflight)
 
     def request_started(self) -> None:
@@ -289,9 +280,10 @@ class FrontendMetrics:
         self._labelled("request_seconds", model).observe(seconds)
 
     def watch(
-        self, *, choices: Callable[[], float], queued: Callable[[], float], body_bytes: Callable[[], float]
+        self, *, choices: Value, queued: Value, body_bytes: Value, placed: Callable[[], Mapping[int, int]] = dict
     ) -> None:
-        """Set the functions that return the values of gauges at each scrape."""
+        """Set the functions that return the values of gauges at each scrape. `placed`: requests by instance id."""
+        self._placed = placed
         self._metrics["choices"].set_function(choices)
         self._metrics["body_bytes"].set_function(body_bytes)
         self._metrics["queued"].set_function(queued)
@@ -343,6 +335,14 @@ class FrontendMetrics:
         """Count the bytes of one KV transfer."""
         self._labelled("kv_bytes_total", transport).inc(kv_bytes)
 
+    def _collected(self) -> CollectorRegistry:
+        """Return the registry, with the requests of at most MOST_WORKERS workers, those with the most."""
+        gauge, placed = self._metrics["placed_requests"], self._placed()
+        gauge.clear()  # of workers that are gone
+        for instance_id in heapq.nlargest(MOST_WORKERS, placed, key=placed.__getitem__):
+            gauge.labels(f"{instance_id:x}").set(placed[instance_id])
+        return self._registry
+
     def snapshot(self) -> Snapshot:
         """Return the current metrics of this process."""
         return tuple(
@@ -352,12 +352,12 @@ class FrontendMetrics:
                 family.type,
                 tuple(Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples),
             )
-            for family in self._registry.collect()
+            for family in self._collected().collect()
         )
 
     def render(self) -> bytes:
         """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE)."""
-        return generate_latest(self._registry)
+        return generate_latest(self._collected())
 
     async def render_all(self) -> bytes:
         """Return the metrics of all processes of this frontend like `render`. Raises the errors of `gather`."""

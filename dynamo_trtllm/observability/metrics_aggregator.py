@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 PROCESS_LABEL = "process"
 _OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
@@ -89,3 +90,14 @@ def _label_process(family: Family, process: str) -> Family:
     label = (PROCESS_LABEL, process)
     samples = tuple(Sample(each.name, (*each.labels, label), each.value) for each in family.samples)
     return Family(family.name, family.help, family.kind, samples)
+
+
+def sum_samples(text: str, prefix: str) -> dict[str, float]:
+    """Return the samples of a `/metrics` page by name after `prefix`, each summed over its labels, without buckets."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(prefix) and not sample.name.endswith("_bucket"):
+                name = sample.name.removeprefix(prefix)
+                sums[name] = sums.get(name, 0.0) + sample.value
+    return sums

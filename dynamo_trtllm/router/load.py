@@ -127,8 +127,9 @@ class FleetLoad:
         """Drop the instances that are not in `ids`."""
         self._loads = {instance_id: load for instance_id, load in self._loads.items() if instance_id in ids}
 
-    def __len__(self) -> int:
-        return len(self._loads)
+    def requests(self) -> dict[int, int]:
+        """Return the number of this frontend's requests by instance id."""
+        return {instance_id: load.own.requests for instance_id, load in self._loads.items()}
 
 
 def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, overlap_tokens: int, now: float) -> int:

@@ -264,15 +264,18 @@ def build_app(
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
     """
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-    body_budget = BodyBudget(config.max_total_body_bytes)
-    metrics.watch(choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: body_budget.in_use)
+    budget = BodyBudget(config.max_total_body_bytes)
+    placed = dict if pipeline.placement is None else pipeline.placement.loads.requests
+    metrics.watch(
+        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, placed=placed
+    )
     app_state = AppState(
         config=config,
         models=models,
         pipeline=pipeline,
         metrics=metrics,
         limiter=limiter,
-        body_budget=body_budget,
+        body_budget=budget,
         running=InFlight(),
     )
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
@@ -303,6 +306,5 @@ def build_app(
         Route("GET", "/openapi.json", openapi),
         Route("GET", "/docs", docs),
     ]
-    return FrontendApp(
-        Router(routes, "; see /docs for the API", config.allowed_origins), app_state.running, response_store.aclose
-    )
+    router = Router(routes, "; see /docs for the API", config.allowed_origins)
+    return FrontendApp(router, app_state.running, response_store.aclose)

@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.observability.metrics import PREFIX, TABLE, FrontendMetrics, WorkerMetrics
+from dynamo_trtllm.observability.metrics import MOST_WORKERS, PREFIX, TABLE, FrontendMetrics, WorkerMetrics
 
 
 def samples(exposition: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -43,6 +43,15 @@ def test_itl_when_tokens_come_together_then_each_counts():
     assert found["itl_seconds_bucket", (("le", "0.02"), ("model", "m"))] == 5
     assert found["itl_seconds_bucket", (("le", "5.0"), ("model", "m"))] == 5
     assert found["itl_seconds_bucket", (("le", "+Inf"), ("model", "m"))] == 6
+
+
+def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_a_label_each():
+    metrics, placed = FrontendMetrics(), {255: 1}
+    metrics.watch(choices=float, queued=float, body_bytes=float, placed=lambda: placed)
+    assert samples(metrics.render())["placed_requests", (("worker", "ff"),)] == 1
+    placed = {number: number for number in range(1000, 1000 + MOST_WORKERS + 9)}
+    found = {key: value for key, value in samples(metrics.render()).items() if key[0] == "placed_requests"}
+    assert sorted(found.values()) == list(range(1009, 1009 + MOST_WORKERS))
 
 
 def test_phases_when_observed_then_they_are_counted_by_model_and_role():

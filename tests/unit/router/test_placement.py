@@ -132,7 +132,7 @@ def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_no
     assert found is not None
     assert (found.decode.id, found.decode_costs) == (2001, Costs(200, 200 + 100 + 256))
     placement.loads.keep_only({2002})
-    assert len(placement.loads) == 1
+    assert placement.loads.requests() == {2002: 1}
 
 
 def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> None:
