@@ -43,6 +43,7 @@ from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, Stream
 log = logging.getLogger(__name__)
 
 FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
+_SAME_LOAD_S = 0.01
 _CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
 _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers do not fetch it
 
@@ -242,7 +243,8 @@ class WorkerService:
         self._max_leaked_kv_fraction = max_leaked_kv_fraction
         self._admission = admission
         self._instance_id = instance.id
-        self._num_reports = 0
+        self._last_load: LoadReport | None = None
+        self._load_read_at = 0.0  # of `time.monotonic()`
         self._kv_events = kv_events
         self._model = instance.card.name
         self._role = instance.role
@@ -290,13 +292,20 @@ class WorkerService:
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     def load_report(self) -> LoadReport:
-        """Return the load now. An engine without statistics reports its calls only."""
-        self._num_reports += 1
+        """Return the load, at most _SAME_LOAD_S old: many callers get it, and engines count all requests for it.
+
+        An engine without statistics reports its calls only.
+        """
+        now, last = time.monotonic(), self._last_load
+        if last is not None and now - self._load_read_at < _SAME_LOAD_S:
+            return last
         engine, active = self._engine, self._admission.active()
         stats = engine.stats() if isinstance(engine, HasStats) else replace(NO_STATS, running=active)
         work = stats.running, stats.waiting, stats.queued_prefill_tokens
         kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
-        return LoadReport(self._instance_id, self._num_reports, *work, *kv)
+        load = LoadReport(self._instance_id, 1 if last is None else last.number + 1, *work, *kv)
+        self._last_load, self._load_read_at = load, now
+        return load
 
     async def control(self, verb: Control) -> bytes:
         match verb:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_trtllm.frontend.process.run_app import prune_breakers
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.frontend.process.run_app import follow_loads, prune_breakers
+from dynamo_trtllm.messages import LoadReport, Role, encode
+from dynamo_trtllm.request_plane.transport import load_subject
+from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
+from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
 
 
@@ -25,3 +28,31 @@ async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_n
     assert breakers.is_open((1, 3))
     forgetting.cancel()
     await asyncio.gather(forgetting, return_exceptions=True)
+
+
+async def test_loads_when_workers_report_and_leave_then_they_are_known_until_then() -> None:
+    view, loads, plane = ClusterView(), FleetLoad(), InprocPlane()
+    view.add(make_instance(1))
+    view.add(make_instance(2))
+    following = asyncio.create_task(follow_loads(plane, "ns", view, loads))
+    await asyncio.sleep(0)
+    for instance_id in (1, 2):
+        report = LoadReport(
+            instance_id,
+            1,
+            running=instance_id,
+            waiting=0,
+            queued_prefill_tokens=0,
+            kv_blocks_used=0,
+            kv_blocks_total=0,
+            context_tokens=0,
+        )
+        assert plane.try_publish(load_subject("ns"), encode(report))
+    await asyncio.sleep(0)
+    reports = [loads.get(instance_id).report for instance_id in (1, 2)]
+    assert [report and report.running for report in reports] == [1, 2]
+    view.remove(1)
+    await asyncio.sleep(0)
+    assert loads.requests() == {2: 0}
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)

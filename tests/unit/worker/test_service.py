@@ -24,6 +24,7 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     GetFile,
     KvTransferParams,
+    LoadReport,
     Phase,
     ReleaseKv,
     ReleaseOutcome,
@@ -334,3 +335,30 @@ async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
     with pytest.raises(InvalidRequest, match="no decode slots to reserve"):
         await MeteredService(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
+
+
+async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_one_with_the_next_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Counted(PlainEngine):
+        def stats(self) -> EngineStats:
+            return EngineStats(
+                running=1,
+                waiting=2,
+                kv_blocks_used=3,
+                kv_blocks_total=4,
+                tickets_held=0,
+                ticket_kv_blocks=0,
+                queued_prefill_tokens=5,
+                context_tokens=6,
+            )
+
+    monkeypatch.setattr(service, "_SAME_LOAD_S", 1e9)
+    worker = MeteredService(Counted(), Role.PREFILL).service
+    first = worker.load_report()
+    assert first == LoadReport(
+        first.instance_id, 1, 1, 2, queued_prefill_tokens=5, kv_blocks_used=3, kv_blocks_total=4, context_tokens=6
+    )
+    assert worker.load_report() is first
+    monkeypatch.setattr(service, "_SAME_LOAD_S", 0.0)
+    assert worker.load_report() == msgspec.structs.replace(first, number=2)
