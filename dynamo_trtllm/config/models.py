@@ -244,12 +244,34 @@ class FrontendConfig(ProcessConfig):
         "Unknown fields of requests: reject (status 400), warn (ignore them, list them in the response header "
         "x-dynamo-ignored-fields and log new ones), ignore.",
     )
-    router_mode: Literal["round-robin", "random", "least-loaded"] = option(
+    router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
         HTTP,
         "round-robin",
         "How workers are selected: round-robin (equal requests and equal workers), random, least-loaded (prompts of "
         "different lengths or workers of different speed: the worker with the fewest prompt tokens to compute, and the "
-        "one with the fewest tokens in its KV cache).",
+        "one with the fewest tokens in its KV cache), kv (prompts that begin alike, as in conversations: the same, but "
+        "tokens that a worker has in its prefix cache cost nothing there).",
+    )
+    router_kv_events: bool = option(
+        HTTP,
+        True,
+        "With --router-mode kv: read the KV events of workers with --publish-kv-events. Otherwise, and of other "
+        "workers, assume that a worker has the prompts that this frontend process sent it.",
+        env="DYN_ROUTER_USE_KV_EVENTS",
+        aliases=("--kv-events",),
+    )
+    router_ttl_secs: PositiveFloat = option(
+        HTTP,
+        120.0,
+        "With --router-mode kv: seconds for which a worker without KV events is assumed to have a prompt.",
+        env="DYN_ROUTER_TTL_SECS",
+    )
+    router_kv_overlap_score_credit: Annotated[float, Field(ge=0, le=1)] = option(
+        HTTP,
+        1.0,
+        "With --router-mode kv: part of the cost of a prompt token that is saved if it is in the prefix cache; 0 "
+        "ignores the caches.",
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
     )
     request_timeout_s: PositiveFloat = option(
         HTTP, 600.0, "Maximum seconds of a request. A request can set a shorter limit with `timeout`."
@@ -343,6 +365,15 @@ class FrontendConfig(ProcessConfig):
     def shares_responses(self) -> bool:
         """Return True if all frontend processes use the same response store."""
         return self.response_store == "jetstream" or (self.response_store == "auto" and self.workers > 1)
+
+    @model_validator(mode="after")
+    def _routing_is_used(self) -> FrontendConfig:
+        if self.router_mode != "kv":
+            for name in ("router_kv_events", "router_ttl_secs", "router_kv_overlap_score_credit"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{flag} has an effect only with --router-mode kv; add that, or remove the flag")
+        return self
 
     @model_validator(mode="after")
     def _one_body_fits(self) -> FrontendConfig:

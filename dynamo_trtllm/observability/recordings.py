@@ -31,7 +31,7 @@ from dynamo_trtllm.observability.recorder import (
 )
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
-_OTHER_REASONS: Final = ("cancelled", "etcd", "least-loaded", "nats", "ok", "tool_calls")
+_OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
 
 
 class ProcessState(Enum):

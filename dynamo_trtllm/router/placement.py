@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 from dynamo_trtllm.router.load import FleetLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
+from dynamo_trtllm.router.prefix_index import KnownPrefixes, PrefixOverlaps, PromptHashes
 from dynamo_trtllm.router.view import ModelView, position
 
 MOST_COMPARED: Final = 16  # instances of a role that are all compared
 _SAMPLE = 6  # instances of a role that are compared if there are more
 _DEEPEST = 4  # instances of a role that are compared because of their caches
 _MOST_COST = (1 << 32) - 1  # recorded
-
-
-class Overlaps(Protocol):
-    """How many tokens at the start of a prompt the instances of a role have in their caches, by instance id."""
-
-    def get(self, instance_id: int, default: int, /) -> int: ...
-
-    def deepest(self, limit: int) -> list[int]:
-        """Return the ids of about `limit` instances with the longest overlaps."""
-        ...
 
 
 Candidate: TypeAlias = tuple[int, float, Instance]
@@ -64,6 +55,8 @@ class CostSelection(WorkerSelection):
 
     prefill_costs: Costs | None  # None: there is no prefill instance
     decode_costs: Costs
+    prompt: PromptHashes | None = None  # None: prefixes do not count
+    overlap_tokens: int = 0  # of the prompt, in the cache of the instance that computes it
 
     def recorded(self) -> tuple[int, int]:
         """Return the costs of both roles as numbers for the flight recorder. 0: there is no prefill instance."""
@@ -75,23 +68,33 @@ class Placement:
 
     Args:
         mode: of the router, for the flight recorder.
+        prefixes: the prefixes in the instances' caches. None: they do not count.
         overlap_credit: how much of the cost of computing a token of the prompt is saved if it is in the cache.
         seed: of the random choices.
     """
 
-    def __init__(self, mode: str, *, overlap_credit: float = 1.0, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        prefixes: KnownPrefixes | None = None,
+        *,
+        overlap_credit: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
         self.mode = mode
+        self.prefixes = prefixes
         self.loads = FleetLoad()
         self._overlap_credit = overlap_credit
         self._random = random.Random(seed).random
 
-    def start(
-        self, selection: WorkerSelection, request: GenerateRequest, overlaps: Mapping[Role, Overlaps] | None = None
-    ) -> PlacedRequest:
-        """Count a request at its instances."""
-        computing = selection.prefill or selection.decode
-        found = None if overlaps is None else overlaps.get(computing.role)
-        overlap_tokens = 0 if found is None else found.get(computing.id, 0)
+    def start(self, selection: WorkerSelection, request: GenerateRequest, now: float) -> PlacedRequest:
+        """Count a request at its instances, and its prompt in their caches unless they publish KV events."""
+        overlap_tokens = 0
+        if isinstance(selection, CostSelection):
+            overlap_tokens = selection.overlap_tokens
+            if self.prefixes is not None and selection.prompt is not None:
+                for instance in filter(None, (selection.prefill, selection.decode)):
+                    self.prefixes.record_sent(selection.prompt, instance.id, now)
         return PlacedRequest(self.loads, selection, request, len(request.token_ids) - overlap_tokens)
 
     def select(
@@ -102,7 +105,6 @@ class Placement:
         now: float,
         *,
         avoid: int | None = None,
-        overlaps: Mapping[Role, Overlaps] | None = None,
     ) -> CostSelection | None:
         """Return the pair of the least cost, or the aggregated instance if a role has none.
 
@@ -111,14 +113,16 @@ class Placement:
 
         Args:
             avoid: prefill instance to use only if no other matches.
-            overlaps: by role, the tokens of the prompt that instances have in their caches.
         """
+        prompt = None if self.prefixes is None else PromptHashes(request)
+        overlaps = {} if self.prefixes is None or prompt is None else self.prefixes.overlaps(prompt)
         best, least = None, math.inf
         for group in view.groups.values():
             if not group.prefill or not group.decode:
                 continue
-            prefills = self._ranked(group.prefill, request, overlaps, now)
-            decodes = self._ranked(group.decode, request, overlaps, now)
+            cached = overlaps.get(Role.PREFILL)
+            prefills = self._ranked(group.prefill, request, cached, now)
+            decodes = self._ranked(group.decode, request, overlaps.get(Role.DECODE), now)
             if avoid is not None:
                 prefills = [each for each in prefills if each[2].id != avoid]
             pair = _best_pair(prefills, decodes, breakers)
@@ -126,42 +130,41 @@ class Placement:
                 prefill, decode = pair
                 least = prefill[0] + decode[0]
                 costs = Costs.of(prefills, prefill), Costs.of(decodes, decode)
-                best = CostSelection(prefill[2], decode[2], *costs)
+                overlap_tokens = 0 if cached is None else cached.get(prefill[2].id)
+                best = CostSelection(prefill[2], decode[2], *costs, prompt, overlap_tokens)
         if view.aggregated and not (view.prefill and view.decode):
-            ranked = self._ranked(view.aggregated, request, overlaps, now)
+            cached = overlaps.get(Role.AGGREGATED)
+            ranked = self._ranked(view.aggregated, request, cached, now)
             if breakers.any_open:
                 ranked = [each for each in ranked if not breakers.is_open((None, each[2].id))]
             if ranked:
-                best = CostSelection(None, ranked[0][2], None, Costs.of(ranked, ranked[0]))
+                overlap_tokens = 0 if cached is None else cached.get(ranked[0][2].id)
+                costs_of_one = Costs.of(ranked, ranked[0])
+                best = CostSelection(None, ranked[0][2], None, costs_of_one, prompt, overlap_tokens)
         return best
 
     def _ranked(
-        self,
-        instances: tuple[Instance, ...],
-        request: GenerateRequest,
-        overlaps: Mapping[Role, Overlaps] | None,
-        now: float,
+        self, instances: tuple[Instance, ...], request: GenerateRequest, overlaps: PrefixOverlaps | None, now: float
     ) -> list[Candidate]:
         """Return those instances to compare, sorted by cost. All have the same role, and are sorted by id."""
-        found = None if overlaps is None else overlaps.get(instances[0].role)
         if len(instances) > MOST_COMPARED:
             count, number = len(instances), self._random
             compared = {(each := instances[int(number() * count)]).id: each for _ in range(_SAMPLE)}
-            if found is not None:
-                for id_ in found.deepest(_DEEPEST):
+            if overlaps is not None:
+                for id_ in overlaps.deepest(_DEEPEST):
                     at = position(instances, id_)
                     if at < count and instances[at].id == id_:  # else it is excluded, or has another pairing key
                         compared[id_] = instances[at]
             instances = tuple(compared.values())
-        return self._rank(instances, len(request.token_ids), found, now)
+        return self._rank(instances, len(request.token_ids), overlaps, now)
 
     def _rank(
-        self, instances: Sequence[Instance], prompt_tokens: int, overlaps: Overlaps | None, now: float
+        self, instances: Sequence[Instance], prompt_tokens: int, overlaps: PrefixOverlaps | None, now: float
     ) -> list[Candidate]:
         get, number, credit = self.loads.get, self._random, self._overlap_credit
         ranked = []
         for instance in instances:
-            overlap = 0 if overlaps is None else int(credit * overlaps.get(instance.id, 0))
+            overlap = 0 if overlaps is None else int(credit * overlaps.get(instance.id))
             cost = instance_cost(get(instance.id), instance, prompt_tokens, overlap, now)
             ranked.append((cost, number(), instance))
         ranked.sort()

@@ -8,7 +8,7 @@ block to block, and a binary search finds where. Callers pass the time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -228,7 +228,7 @@ class KnownPrefixes:
     """
 
     def __init__(self, *, reads_events: bool = True, ttl_s: float = 120.0) -> None:
-        self._reads_events = reads_events
+        self.reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _Cache] = {}
         self._indexes: dict[str, dict[Role, dict[int, PrefixIndex]]] = {}  # by model, role and block size
@@ -241,7 +241,7 @@ class KnownPrefixes:
     def add_instance(self, instance: Instance) -> None:
         """Add an instance. One that publishes KV events is out of sync until it has published a snapshot."""
         self.remove_instance(instance.id)
-        has_events = self._reads_events and instance.publishes_kv_events
+        has_events = self.reads_events and instance.publishes_kv_events
         self._caches[instance.id] = _Cache(
             model=instance.card.name,
             role=instance.role,
@@ -261,9 +261,6 @@ class KnownPrefixes:
             del self._caches[instance_id]
             self.unsynced.discard(instance_id)
             self._expires.pop(instance_id, None)
-
-    def instance_ids(self) -> Set[int]:
-        return self._caches.keys()
 
     def forget(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""

@@ -1,4 +1,4 @@
-"""What two frontends know of the prefix caches of mock workers, over real NATS."""
+"""What two frontends know of the prefix caches of mock workers, over real NATS, and where they send prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_events import KvCacheUpdate
 from dynamo_trtllm.messages import Role
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from tests.integration.worker_helpers import (
     FrontendSide,
@@ -45,11 +48,14 @@ class Follower:
     def __init__(self, side: FrontendSide) -> None:
         self.side = side
         self.known = LossyPrefixes()
+        self._pipeline = Pipeline(side.view, side.plane, placement=Placement("kv", self.known))
 
-    async def ask(self, prompt: int) -> None:
-        asked = request(max_tokens=3, prompt=prompt)
-        async for _ in pipeline_stream(self.side.pipeline, asked, RouteTrace()):
+    async def ask(self, prompt: int) -> tuple[int | None, int | None]:
+        """Send a request and return its prefill and its decode worker."""
+        trace = RouteTrace()
+        async for _ in pipeline_stream(self._pipeline, request(max_tokens=3, prompt=prompt), trace):
             pass
+        return trace.prefill_instance, trace.decode_instance
 
     def overlaps(self, prompt: int) -> dict[Role, list[int]]:
         """Return the overlaps of the workers by role, without those that have none."""
@@ -63,9 +69,10 @@ class Follower:
 
 @asynccontextmanager
 async def follower(chosen: WorkerConfig) -> AsyncIterator[Follower]:
-    async with frontend_side(chosen) as side:
+    patient = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=SOON_S)  # a retry would bring the prompt to others
+    async with frontend_side(chosen, limits=patient) as side:
         made = Follower(side)
-        await side.until_instances(2)
+        await side.until_instances(4)
         task = asyncio.create_task(PrefixFeed(made.known, side.view, side.plane, chosen.namespace).run())
         try:
             yield made
@@ -74,20 +81,23 @@ async def follower(chosen: WorkerConfig) -> AsyncIterator[Follower]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_overlaps_when_a_frontend_is_late_or_loses_an_update_then_both_know_the_same(
+async def test_kv_routing_when_a_frontend_is_late_or_loses_an_update_then_both_continue_at_the_same_workers(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     caching = {"enable_prefix_caching": True, "kv_block_size": BLOCK}
-    chosen = config(etcd_server, nats_server, publish_kv_events=True, override_engine_args=caching)
-    start_pairs(chosen, running_workers)
+    chosen = config(
+        etcd_server, nats_server, publish_kv_events=True, stall_timeout_s=SOON_S, override_engine_args=caching
+    )
+    start_pairs(chosen, running_workers, 2)
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(follower(chosen))
-        await first.ask(100)
+        workers = await first.ask(100)
         await first.until_overlaps(400, 96)
         late = await stack.enter_async_context(follower(chosen))
         await late.until_overlaps(400, 96)
         first.known.loses = True
-        await first.ask(200)
+        assert await late.ask(200) == workers
         await late.until_overlaps(400, 192)
         await first.until_overlaps(400, 192)
         assert not first.known.loses
+        assert {await each.ask(prompt) for each in (first, late) for prompt in (210, 220)} == {workers}

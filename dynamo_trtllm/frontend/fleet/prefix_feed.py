@@ -15,6 +15,7 @@ from dynamo_trtllm.errors import BadFrame, DynamoError
 from dynamo_trtllm.kv_events import KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.messages import Instance, ResyncKvEvents, decode
 from dynamo_trtllm.request_plane.client import Plane
+from dynamo_trtllm.request_plane.transport import Unsubscribe
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 
@@ -38,13 +39,14 @@ class _Resync:
 
 
 class PrefixFeed:
-    """Updates `known` from the instances of `view` and, if `reads_events`, from the KV events of their namespace."""
+    """Updates `known` from the instances of `view` and, if it reads events, from the KV events of their namespace."""
 
     def __init__(
         self, known: KnownPrefixes, view: ClusterView, plane: Plane, namespace: str, *, pause_s: float = PAUSE_S
     ) -> None:
         self._known = known
         self._view = view
+        self._changes = view.subscribe()
         self._plane = plane
         self._namespace = namespace
         self._pause_s = pause_s
@@ -55,7 +57,9 @@ class PrefixFeed:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        unsubscribe = await self._plane.subscribe(kv_events_subject(self._namespace), self._on_message)
+        unsubscribe: Unsubscribe | None = None
+        if self._known.reads_events:
+            unsubscribe = await self._plane.subscribe(kv_events_subject(self._namespace), self._on_message)
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
@@ -65,15 +69,19 @@ class PrefixFeed:
                     wait_s = self._ask(group)
                     await first_of(changed.wait(), self._wake.wait(), timeout_s=wait_s)
         finally:
-            await unsubscribe()
+            if unsubscribe is not None:
+                await unsubscribe()
 
     def _follow_instances(self) -> None:
-        now = {instance.id: instance for instance in self._view.instances()}
-        for instance_id in self._instances.keys() - now.keys():
-            self._known.remove_instance(instance_id)
-        for instance_id in now.keys() - self._instances.keys():
-            self._known.add_instance(now[instance_id])
-        self._instances = now
+        now = {instance.id: instance if is_added else None for instance, is_added in self._changes}
+        self._changes.clear()
+        for instance_id, instance in now.items():
+            if instance is None:
+                self._instances.pop(instance_id, None)
+                self._known.remove_instance(instance_id)
+            elif instance != self._instances.get(instance_id):  # not one that registered again
+                self._instances[instance_id] = instance
+                self._known.add_instance(instance)
 
     def _on_message(self, data: bytes, _reply: str) -> None:
         try:

@@ -135,7 +135,7 @@ class PipelineOptions:
     retries: int = 3  # of a request before its first token was sent; also how often all workers are tried again
     migrations: int = 3  # of a request after its first token was sent
     hold_s: float = 0.0  # longest wait for a role that has no instance
-    router_mode: str = "round-robin"  # as --router-mode
+    selects_at_random: bool = False  # instead of round robin, if nothing else selects
     decode_fallback: bool = False  # without a prefill worker, decode workers run aggregated requests
     # True: probes test new and quarantined pairs. False: requests test them; quarantined pairs when the breaker's open
     # time is over.

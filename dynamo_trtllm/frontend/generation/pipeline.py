@@ -53,7 +53,6 @@ from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle, un
 log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
-_COST_MODES = ("least-loaded",)  # of --router-mode
 _RESERVED_S = 60.0  # expiry of a slot, in case this frontend dies; a decode call without a slot is queued
 
 
@@ -66,14 +65,14 @@ class Pipeline:
         plane: Plane,
         options: PipelineOptions | None = None,
         breakers: PairBreakers | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        """`breakers` records the outcome of every KV transfer. Pairs whose breaker is open get no requests."""
+        """`breakers` records the outcome of every KV transfer, and opens; `placement` selects workers by cost."""
         self.view = view
         self.plane = plane
         self._breakers = breakers or PairBreakers()
         self._options = options or PipelineOptions()
-        mode = self._options.router_mode
-        self.placement = Placement(mode) if mode in _COST_MODES else None  # None: round robin or random
+        self.placement = placement
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self.background_control = BackgroundControl(plane)
@@ -101,8 +100,8 @@ class Pipeline:
         return _RunningRequest(self, GenerationFlow(request, trace, self._options, selection), trace, on_event)
 
     def new_round_robin_index(self, model: str) -> int:
-        """Return how many attempts of a model were begun before this one, or in random mode a random number."""
-        return random.getrandbits(30) if self._options.router_mode == "random" else next(self._round_robin[model])
+        """Return how many attempts of a model were begun before this one, or a random number."""
+        return random.getrandbits(30) if self._options.selects_at_random else next(self._round_robin[model])
 
     def select(self, request: GenerateRequest, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
         """Select the workers of an attempt.
@@ -315,7 +314,7 @@ class _RunningRequest(Stream):
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
         if placement is not None:
-            self._placed = placement.start(selection, request)
+            self._placed = placement.start(selection, request, time.monotonic())
             if isinstance(selection, CostSelection):
                 costs = selection.recorded()
                 RECORDER.record(request.request_id, Recorded.PLACED_BY_COST, *costs, reason=placement.mode)

@@ -17,6 +17,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
@@ -29,7 +30,9 @@ from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 from dynamo_trtllm.router.load import FleetLoad
+from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import PairBreakers
+from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 
 if TYPE_CHECKING:
@@ -73,7 +76,7 @@ async def run_app(
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane, _options(config), breakers)
+        pipeline = Pipeline(view, plane, _options(config), breakers, _placement(config))
         stack.push_async_callback(pipeline.aclose)
         store = await _store(config)
         stack.push_async_callback(store.aclose)
@@ -137,6 +140,8 @@ def _routing_work(
     work = {"pairs": prune_breakers(pipeline.view, breakers)}
     if pipeline.placement is not None:
         work["loads"] = follow_loads(plane, namespace, pipeline.view, pipeline.placement.loads)
+        if pipeline.placement.prefixes is not None:
+            work["kv-events"] = PrefixFeed(pipeline.placement.prefixes, pipeline.view, plane, namespace).run()
     return work
 
 
@@ -165,10 +170,20 @@ def _options(config: FrontendConfig) -> PipelineOptions:
         retries=config.retry_limit,
         migrations=config.migration_limit,
         hold_s=config.hold_for_roles_s,
-        router_mode=config.router_mode,
+        selects_at_random=config.router_mode == "random",
         decode_fallback=config.decode_fallback,
         has_probes=config.canary_interval_s > 0,
     )
+
+
+def _placement(config: FrontendConfig) -> Placement | None:
+    """Return what selects workers by cost, if the router mode does."""
+    if config.router_mode not in ("least-loaded", "kv"):
+        return None
+    prefixes = None
+    if config.router_mode == "kv":
+        prefixes = KnownPrefixes(reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs)
+    return Placement(config.router_mode, prefixes, overlap_credit=config.router_kv_overlap_score_credit)
 
 
 async def _store(config: FrontendConfig) -> Store:

@@ -1,4 +1,4 @@
-"""How many processes a frontend has, and where they keep responses."""
+"""How many processes a frontend has, where they keep responses, and how they select workers."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ def test_workers_when_responses_are_kept_in_memory_then_refused_by_name() -> Non
 def test_workers_when_it_is_no_number_of_processes_then_refused(count: str) -> None:
     with pytest.raises(ConfigError, match="--workers"):
         config("--workers", count)
+
+
+@pytest.mark.parametrize(
+    "words", [("--no-kv-events",), ("--router-ttl-secs", "9"), ("--router-kv-overlap-score-credit", "0.5")]
+)
+def test_router_flags_when_the_mode_is_not_kv_then_refused_by_name(words: tuple[str, ...]) -> None:
+    flag = words[0].replace("--no-kv", "--router-kv")
+    with pytest.raises(ConfigError, match=f"{flag} has an effect only with --router-mode kv"):
+        config("--router-mode", "least-loaded", *words)
+    config("--router-mode", "kv", *words)

@@ -15,6 +15,7 @@ from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overload
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import GenerateRequest, LoadReport, Phase, ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import COOLDOWN_S, Cooldown, ModelView
 from dynamo_trtllm.streams import run_stream
@@ -195,7 +196,7 @@ def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
 async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worker_counts_what_it_runs(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(router_mode="least-loaded"))
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     gate = asyncio.Event()
     prefill = await cluster.add(1, Role.PREFILL, [gate, kv_chunk("t1")], [kv_chunk("t2")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG], [Draining("leaving")])
@@ -226,7 +227,7 @@ async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worke
 async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no_prompt_to_compute(
     cluster: Cluster,
 ) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(router_mode="least-loaded"))
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
     gate = asyncio.Event()
     worker = await cluster.add(1, Role.AGGREGATED, [gate, FINISHED[0], HANG])
     tokens = asyncio.create_task(cluster.tokens())
@@ -241,7 +242,7 @@ async def test_load_when_an_aggregated_worker_has_its_first_token_then_it_has_no
 
 
 async def test_random_when_there_are_two_pairs_then_neither_gets_all_and_no_load_is_kept(cluster: Cluster) -> None:
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(router_mode="random"))
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(selects_at_random=True))
     assert cluster.pipeline.placement is None
     workers = [await cluster.add(number, Role.AGGREGATED, *[FINISHED] * 40) for number in (1, 2)]
     for _ in range(40):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase,
 from dynamo_trtllm.router.load import STALE_S, FleetLoad
 from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
+from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance
 
@@ -95,7 +96,7 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     placed = []
     for _ in range(4):
         found = selected(placement, view)
-        placed.append((found, placement.start(found, request())))
+        placed.append((found, placement.start(found, request(), 0.0)))
     assert {found.prefill and found.prefill.id for found, _ in placed} == {1, 2, 3, 4}
     assert {found.decode.id for found, _ in placed} == {1001, 1002, 1003, 1004}
     first, first_placed = placed[0]
@@ -121,7 +122,7 @@ def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_no
     placement, view = Placement("least-loaded"), view_of(aggregated=2)
     placement.loads.on_report(report(2001, 5, running=9), 100.0)
     placement.loads.on_report(report(2001, 4, running=0), 101.0)  # overtaken
-    placed = placement.start(WorkerSelection(None, view.aggregated[1]), request())
+    placed = placement.start(WorkerSelection(None, view.aggregated[1]), request(), 0.0)
     placed.sent(2002, Phase.AGGREGATED, 100.0)
     now = 100.0 + STALE_S
     found = placement.select(view, request(), NONE_OPEN, now)
@@ -166,36 +167,40 @@ def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> No
     assert pair(selected(placement, view)) == (2, 1002)
 
 
-class Cached(dict[int, int]):
-    """Tokens in caches by instance id. Counts the instances that are looked at."""
-
-    looked_at = 0
-
-    def deepest(self, limit: int) -> list[int]:
-        return sorted(self, key=self.__getitem__, reverse=True)[:limit]
-
-    def get(self, instance_id: int, default: Any = None, /) -> Any:
-        self.looked_at += 1
-        return super().get(instance_id, default)
+def caching(view: ModelView, tokens: Mapping[int, int]) -> KnownPrefixes:
+    """Return the caches of a view whose instances have the first so many tokens of the prompts of `request`."""
+    known = KnownPrefixes()
+    for instance in (*view.prefill, *view.decode, *view.aggregated):
+        known.add_instance(instance)
+    for instance_id, count in tokens.items():
+        known.record_sent(PromptHashes(request(count + 1)), instance_id, 0.0)
+    return known
 
 
 def test_select_when_caches_have_the_prompt_then_the_saved_tokens_count_against_the_queue() -> None:
-    placement, view = Placement("kv"), view_of(3, 3)
-    overlaps = {Role.PREFILL: Cached({2: 512, 3: 256}), Role.DECODE: Cached({1003: 64})}
-    assert pair(selected(placement, view, 1000, overlaps=overlaps)) == (2, 1003)
+    view = view_of(3, 3)
+    known = caching(view, {2: 512, 3: 256, 1003: 64})
+    placement = Placement("kv", known)
+    assert pair(selected(placement, view, 1000)) == (2, 1003)
     placement.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
-    assert pair(selected(placement, view, 1000, overlaps=overlaps)) == (3, 1003)
-    ignoring = Placement("kv", overlap_credit=0.0)
+    found = selected(placement, view, 1000)
+    assert pair(found) == (3, 1003)
+    assert found.prefill_costs == Costs(744, 788)
+    placed = placement.start(found, request(1000), 0.0)
+    assert placement.loads.of(3).own.prefill_tokens == 744
+    assert selected(placement, view, 1000).prefill_costs == Costs(752, 788)  # it is going to have all full blocks
+    placed.end()
+    assert selected(placement, view, 1000).prefill_costs == Costs(8, 788)
+    ignoring = Placement("kv", known, overlap_credit=0.0)
     ignoring.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
     ignoring.loads.on_report(report(3, queued_prefill_tokens=1), 0.0)
-    assert pair(selected(ignoring, view, 1000, overlaps=overlaps))[0] == 1
+    assert pair(selected(ignoring, view, 1000))[0] == 1
 
 
 def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_that_have_the_prompt() -> None:
-    placement, view = Placement("kv", seed=1), view_of(1000, 1000)
-    overlaps = {Role.PREFILL: Cached({777: 900}), Role.DECODE: Cached({1005: 16})}
-    assert pair(selected(placement, view, 1000, overlaps=overlaps)) == (777, 1005)
-    assert overlaps[Role.PREFILL].looked_at <= 16
+    view = view_of(1000, 1000)
+    placement = Placement("kv", caching(view, {777: 896, 1005: 16}), seed=1)
+    assert pair(selected(placement, view, 1000)) == (777, 1005)
     for instance in view.prefill[:900]:
         placement.loads.on_report(report(instance.id, queued_prefill_tokens=5000), 0.0)
     idle = sum(pair(selected(placement, view))[0] > 900 for _ in range(100))
