@@ -145,7 +145,7 @@ examples, one prefill and one decode worker of the same model:
     publish_kv_events: bool = option(
         KV,
         False,
-        "Publish events for stored and removed KV blocks on the request plane, for routers.",
+        "Publish which prompt prefixes the prefix cache has, for frontends with --router-mode kv.",
     )
     ticket_ttl_s: PositiveFloat = option(KV, 60.0, "Seconds until KV that was not fetched is freed.")
     handoff_timeout_s: PositiveFloat = option(KV, 30.0, "Maximum seconds to fetch a prompt's KV.")
