@@ -204,7 +204,7 @@ examples, one prefill and one decode worker of the same model:
 
     @model_validator(mode="after")
     def _kv_settings_are_used(self) -> WorkerConfig:
-        """Reject addresses that the engine's own KV transfer would ignore, and events that it does not have."""
+        """Reject addresses that the engine's own KV transfer would ignore."""
         engines = ("torch", "mock")
         for flag, value, users in (
             ("--kv-transfer-host", self.kv_transfer_host, (*engines, "vllm")),

@@ -30,7 +30,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[TokenLogprob, ...]
     finish: str | None  # the library's finish reason
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache; set with `finish`
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
 
     def chunk(self, stats: PhaseTimings | None = None) -> Chunk:
         """Convert an output whose `finish` is None or in ENDS. The last one of a call needs its `stats`."""

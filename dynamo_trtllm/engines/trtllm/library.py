@@ -239,7 +239,7 @@ class TrtllmCall:
     def read(self, result: Any) -> EngineOutput:
         """See `LibraryCall.read`."""
         output = result.outputs[0]
-        is_reported = output.finish_reason is not None and self._library.bindings.capabilities.cached_tokens
+        is_reported = self._library.bindings.capabilities.cached_tokens
         return self._cursor.read(output, cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
 
     def phases(self, result: Any) -> dict[str, float]:

@@ -187,8 +187,7 @@ class VllmCall:
     def read(self, result: Any) -> EngineOutput:
         """See `LibraryCall.read`."""
         output = result.outputs[0]
-        cached_tokens = 0 if output.finish_reason is None else int(result.num_cached_tokens or 0)
-        read = self._cursor.read(output, cached_tokens=cached_tokens)
+        read = self._cursor.read(output, cached_tokens=int(result.num_cached_tokens or 0))
         if self._unscored is None or not result.prompt_logprobs:
             return read
         request, self._unscored = self._unscored, None

@@ -9,12 +9,31 @@ import pytest
 from dynamo_trtllm.engines.external.runner import Runner
 from dynamo_trtllm.engines.trtllm.transfers import unpack
 from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import FinishReason, Phase, ReleaseOutcome, Role
-from dynamo_trtllm.streams import as_stream
+from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
+from dynamo_trtllm.streams import StreamEvent, as_stream
 from tests.engines import check_stats
 from tests.unit.engines.trtllm.fake_bindings import PARAMS, Llm, ask, check_idle, make, some_transfer_params, started
 
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_chunk_has_them() -> None:
+    at, llm = make(Role.AGGREGATED)
+    events: list[StreamEvent] = []
+    handle = at.generate(ask(), events.append)
+    await asyncio.sleep(0)
+    result = llm.results[0]
+    result.cached_tokens = 64
+    result.say(7)
+    while not events:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    handle.cancel()
+    result.say(finish="cancelled")
+    await check_idle(at)
+    (first,) = events
+    assert isinstance(first, Chunk)
+    assert first.stats is not None
+    assert first.stats.cached_tokens == 64
 
 
 # --- ends of a prefill leg -----------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Llm:
 
 def output(*tokens: int, finish: str | None = None) -> Any:
     completion = SimpleNamespace(token_ids=list(tokens), logprobs=None, finish_reason=finish)
-    return SimpleNamespace(outputs=[completion], num_cached_tokens=0, kv_transfer_params=None, metrics=None)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=64, kv_transfer_params=None, metrics=None)
 
 
 def runner_of(llm: Llm) -> Runner:
@@ -70,7 +70,12 @@ async def test_submission_when_outputs_came_before_it_ended_then_none_is_lost() 
     llm.may_return.set()
     await settle()
     llm.collector.put(output(3, finish="length"))
-    assert [list(event.token_ids) for event in events if isinstance(event, Chunk)] == [[1, 2], [3]]
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    assert [list(chunk.token_ids) for chunk in chunks] == [[1, 2], [3]]
+    assert [chunk.stats and chunk.stats.cached_tokens for chunk in chunks] == [
+        64,
+        64,
+    ]  # a client may stop before the end
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
