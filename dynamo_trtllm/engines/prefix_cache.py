@@ -93,11 +93,11 @@ class PrefixCache:
         Returns:
             How many of them the cache owns now.
         """
-        size, parent = self._block_tokens, chain[-1].hash if chain else None
-        num_new = 0
+        size, width, data = self._block_tokens, tokens.itemsize, tokens.tobytes()
+        num_new, parent = 0, chain[-1].hash if chain else None
         runs: list[tuple[int | None, list[KvBlock]]] = []  # new blocks that follow each other, and the one before
         for begin, number in zip(range(len(chain) * size, len(tokens) - size + 1, size), numbers, strict=False):
-            key = (salt if parent is None else parent, tokens[begin : begin + size].tobytes())
+            key = (salt if parent is None else parent, data[begin * width : (begin + size) * width])
             block = self._blocks.get(key)
             if block is None:
                 self._last_hash += 1
@@ -136,10 +136,10 @@ class PrefixCache:
 
     def _match(self, prompt: TokenIds, salt: str | None) -> list[CachedBlock]:
         found: list[CachedBlock] = []
-        size = self._block_tokens
+        size, data = self._block_tokens * prompt.itemsize, prompt.tobytes()
         before: int | str | None = salt
-        for begin in range(0, len(prompt) - size, size):
-            block = self._blocks.get((before, prompt[begin : begin + size].tobytes()))
+        for begin in range(0, len(data) - size, size):
+            block = self._blocks.get((before, data[begin : begin + size]))
             if block is None:
                 break
             found.append(block)
