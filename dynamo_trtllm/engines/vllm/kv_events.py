@@ -29,8 +29,8 @@ from dynamo_trtllm.messages import token_ids
 
 _log = logging.getLogger(__name__)
 
-# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times as many: a step of
-# 16384 prompt tokens takes 80 kB.
+# Steps that vLLM queues, and as many that it stores for a replay. Its defaults are 100 and 10 times as many, but a step
+# of 16384 prompt tokens takes 80 kB per KV cache group.
 _QUEUED_STEPS = 1000
 _REPLAY_S = 5.0
 # Kinds of layers whose prefix can be reused as long as it is cached: those that see all tokens.
