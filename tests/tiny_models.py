@@ -17,7 +17,7 @@ def save_tiny_gpt_oss(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = GptOssConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         hidden_size=128,
         intermediate_size=128,
         num_local_experts=4,

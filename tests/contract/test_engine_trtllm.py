@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -125,8 +125,8 @@ def of_torch(gpt_oss: Path) -> Expected:
 # --- answers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transceiver", ["UCX", "NIXL"])
-@pytest.mark.parametrize("version", RELEASES)
+# The other pairs of both are in test_trtllm_matrix.
+@pytest.mark.parametrize(("version", "transceiver"), [*zip(RELEASES, cycle(("UCX", "NIXL")), strict=False)])
 async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
     version: str, transceiver: str, gpt_oss: Path, of_torch: Expected
 ) -> None:
@@ -193,14 +193,15 @@ async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_mad
 
 
 async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_transfer_is_left(package: Any) -> None:
-    async with start_engines(package, resolve("tiny-gpt-oss")) as engines:
+    aggregated, prefill = (make("trtllm", resolve("tiny-gpt-oss"), role) for role in (Role.AGGREGATED, Role.PREFILL))
+    async with started(aggregated, prefill):
         for stop in HARMONY_STOPS:
             forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
-            for engine, phase in ((engines.aggregated, Phase.AGGREGATED), (engines.prefill, Phase.PREFILL)):
+            for engine, phase in ((aggregated, Phase.AGGREGATED), (prefill, Phase.PREFILL)):
                 (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
                 assert (list(last.token_ids), last.finish_reason, last.kv_params) == ([stop], FinishReason.STOP, None)
                 await check_nothing_left(engine)
-            on = await collect(engines.aggregated, ask(PROMPT, ignore_eos=True, **forced))
+            on = await collect(aggregated, ask(PROMPT, ignore_eos=True, **forced))
             assert tokens(on) == [stop] * 20
 
 

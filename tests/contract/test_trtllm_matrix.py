@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker import startup
-from tests.engines import answer, make, prefill_then_decode, prompt_of, started, tokens
+from tests.engines import answer, ask, collect, make, prefill_then_decode, prompt_of, started, tokens
 from tests.fakes_path import fake_tensorrt_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
@@ -40,19 +41,29 @@ def table() -> dict[tuple[str, str], str]:
     return {(row[0], column): cell for row in body for column, cell in zip(head[1:], row[1:], strict=True)}
 
 
-async def outcome(folder: Path, transceiver: dict[str, Any], is_split: bool) -> str:
+@pytest.fixture(scope="module")
+def expected(gpt_oss: Path) -> list[int]:
+    """Return the answer of the torch engine itself."""
+
+    async def ask_torch() -> list[int]:
+        engine = make("torch", gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            return await answer(engine, PROMPT)
+
+    return asyncio.run(ask_torch())
+
+
+async def outcome(folder: Path, transceiver: dict[str, Any], is_split: bool, expected: list[int]) -> str:
     """Return what happens to workers with these arguments, as the page has it."""
-    roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE) if is_split else (Role.AGGREGATED,)
+    roles = (Role.PREFILL, Role.DECODE) if is_split else (Role.AGGREGATED,)
     given = {"cache_transceiver_config": {"max_tokens_in_buffer": 8192, **transceiver}}
     try:
-        whole, *split = [
-            make("trtllm", folder, role, **({} if is_split and role is Role.AGGREGATED else given)) for role in roles
-        ]
+        engines = [make("trtllm", folder, role, ttl_s=60.0, **given) for role in roles]
     except ConfigError as exc:
         ((_, argument),) = re.findall(r"has no ([a-z_]+)\.([a-z_]+)\.", exc.message)
         return f"rejected: no such argument (`{argument}`)"
     seen = set()
-    for engine in (whole, *split):
+    for engine in engines:
         try:
             await startup.preflight(engine, [])
         except ConfigError as exc:
@@ -60,11 +71,9 @@ async def outcome(folder: Path, transceiver: dict[str, Any], is_split: bool) -> 
             return f"rejected: `{rule}`"
         assert isinstance(engine, TrtllmEngine)
         seen |= {found.rule for found in engine.preflight([]) if found.field.startswith(("cache_trans", "release"))}
-    async with started(whole, *split):
-        expected = await answer(whole, PROMPT)
-        assert len(expected) == 8
-        if split:
-            assert tokens(await prefill_then_decode(split[0], split[1], PROMPT)) == expected
+    async with started(*engines):
+        chunks = await (prefill_then_decode(*engines, PROMPT) if is_split else collect(engines[0], ask(PROMPT)))
+        assert tokens(chunks) == expected
     return ", ".join(["works with the stand-in", *(f"`{rule}`" for rule in sorted(seen))])
 
 
@@ -74,6 +83,8 @@ def test_table_when_compared_with_what_is_tested_then_no_cell_is_missing() -> No
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("release", RELEASES)
-async def test_cell_when_the_workers_start_then_it_says_what_happens(release: str, column: str, gpt_oss: Path) -> None:
+async def test_cell_when_the_workers_start_then_it_says_what_happens(
+    release: str, column: str, gpt_oss: Path, expected: list[int]
+) -> None:
     with fake_tensorrt_llm(RELEASES[release]):
-        assert await outcome(gpt_oss, *COLUMNS[column]) == table()[release, column]
+        assert await outcome(gpt_oss, *COLUMNS[column], expected) == table()[release, column]
