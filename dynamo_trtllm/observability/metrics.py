@@ -48,6 +48,7 @@ PHASES = (
     *("migration", "respond"),
 )
 """All phases, about in their order. docs/timing.md describes them."""
+_NAMES = frozenset(PHASES)
 
 AFTER_FIRST_TOKEN = frozenset({"decode_wait", "decode", "migration", "respond"})
 
@@ -71,24 +72,30 @@ def divide(
     """
     phases: PhaseSeconds = {}
     has_migrated = "migration" in [span.phase for span in spans]
-    latest = {} if has_migrated else {"prefill": prefill, "first_token": decode}
-    for span, next_s in zip(spans, [*[span.begin_s for span in spans[1:]], end_s], strict=True):
-        left_s, rest, reported = next_s - span.begin_s, span.phase, list[tuple[str, float]]()
-        if (stats := latest.get(rest) or span.stats) is not None:
+    for span in reversed(spans):
+        rest, role, stats = span.phase, span.role, span.stats
+        reported: Sequence[tuple[str, float]] = ()
+        left_s, end_s = end_s - span.begin_s, span.begin_s
+        if not has_migrated:
+            if rest == "prefill":
+                stats = prefill or stats
+            elif rest == "first_token":
+                stats = decode or stats
+            elif rest == "decode" and decode is not None:
+                reported = (("decode_wait", decode.decode_queue_s),)
+        if stats is not None:
             reported, rest = _reported(stats), "send"
-        elif rest == "decode" and not has_migrated and decode is not None:
-            reported = [("decode_wait", decode.decode_queue_s)]
         for phase, seconds in reported:
             if seconds > 0 and left_s > 0:  # not a number: false
                 part_s = seconds if seconds < left_s else left_s
                 left_s -= part_s
-                phases[span.role, phase] = phases.get((span.role, phase), 0.0) + part_s
+                phases[role, phase] = phases.get((role, phase), 0.0) + part_s
         if left_s > 0:
-            phases[span.role, rest] = phases.get((span.role, rest), 0.0) + left_s
+            phases[role, rest] = phases.get((role, rest), 0.0) + left_s
     return phases
 
 
-def _reported(stats: PhaseTimings) -> list[tuple[str, float]]:
+def _reported(stats: PhaseTimings) -> Sequence[tuple[str, float]]:
     """Return the phases of a call until its first chunk."""
     reported = [("queue", stats.queue_s), ("prefill", stats.prefill_s), ("handoff", stats.kv_transfer_s)]
     return [*reported, *[(name, seconds) for name, seconds in stats.more.items() if "." not in name]]
@@ -111,10 +118,7 @@ class HistogramChild:
 
 
 class Histogram(Collector):
-    """Histogram that can add several equal observations at once. Observe `labels(...)`. Use it from one thread.
-
-    A request makes a dozen observations, each in a tenth of the time of prometheus_client's.
-    """
+    """Histogram to observe with `labels(...)`, from one thread, in a tenth of the time of prometheus_client's."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]) -> None:
         self._name = name
@@ -217,9 +221,7 @@ def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
     # Without this, each counter also exports the time at which it was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     metrics: dict[str, Any] = {}
-    for row in TABLE:
-        if row.process != process:
-            continue
+    for row in [row for row in TABLE if row.process == process]:
         name = PREFIX + row.name
         if row.kind == "histogram":
             metrics[row.name] = Histogram(name, row.help, row.labels, buckets=row.buckets)
@@ -329,7 +331,7 @@ class FrontendMetrics:
     def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
         """Observe the phases of one request. Those that only a newer worker knows have the label "unknown"."""
         for (role, phase), seconds in phases.items():
-            self._labelled("phase_seconds", model, role, phase if phase in PHASES else "unknown").observe(seconds)
+            self._labelled("phase_seconds", model, role, phase if phase in _NAMES else "unknown").observe(seconds)
 
     def observe_transfer(self, *, transport: str, kv_bytes: int) -> None:
         """Count the bytes of one KV transfer."""

@@ -349,7 +349,7 @@ def _by_name(phases: PhaseSeconds) -> dict[str, float]:
     sums: dict[str, float] = {}
     for (_, phase), seconds in phases.items():
         sums[phase] = sums.get(phase, 0.0) + seconds
-    return {phase: sums.pop(phase) for phase in PHASES if phase in sums} | sums
+    return {phase: sums[phase] for phase in PHASES if phase in sums} | sums
 
 
 def _seconds(value: float) -> str | None:
