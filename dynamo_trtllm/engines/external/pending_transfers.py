@@ -91,17 +91,12 @@ class PendingTransfers:
         self._numbers = itertools.count(1)
         self._awaiting_fetch: dict[str, _PendingTransfer] = {}
         self._retained: dict[int, _RetainedKv] = {}
+        self.kv_blocks = 0  # of these transfers, computed from their prompts: the library does not report them
         self.leaked_kv_blocks = 0  # that the library never frees
 
     def __len__(self) -> int:
         """Return the number of transfers whose KV is held and will be freed."""
         return len(self._awaiting_fetch) + len(self._retained)
-
-    @property
-    def kv_blocks(self) -> int:
-        """Blocks of these transfers, computed from their prompts: the library does not report them."""
-        pending = sum(self._blocks(each.prompt_tokens) for each in self._awaiting_fetch.values())
-        return pending + sum(each.kv_blocks for each in self._retained.values())
 
     def _blocks(self, prompt_tokens: int) -> int:
         return kv_blocks(self._identity.layout, prompt_tokens)
@@ -114,6 +109,7 @@ class PendingTransfers:
         self._awaiting_fetch[transfer_id] = _PendingTransfer(
             request.request_id, prompt_tokens, result.release_kv, expiry
         )
+        self.kv_blocks += self._blocks(prompt_tokens)
         num_bytes = kv_bytes(identity.layout, prompt_tokens)
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, num_bytes)
         self._on_change()
@@ -162,6 +158,7 @@ class PendingTransfers:
         event = RecordedEvent.KV_EXPIRED if has_expired else RecordedEvent.KV_RELEASED
         RECORDER.record(pending.request_id, event)
         pending.expiry.cancel()
+        self.kv_blocks -= self._blocks(pending.prompt_tokens)
         try:
             if not is_fetched:
                 self.release_kv(pending.release_kv, pending.prompt_tokens, has_expired=has_expired)
@@ -185,10 +182,11 @@ class PendingTransfers:
         number = next(self._numbers)
         end = asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), self._forget, number)
         self._retained[number] = _RetainedKv(self._blocks(prompt_tokens), end)
+        self.kv_blocks += self._retained[number].kv_blocks
         self._on_change()
 
     def _forget(self, number: int) -> None:
-        del self._retained[number]
+        self.kv_blocks -= self._retained.pop(number).kv_blocks
         self._on_change()
 
     def is_pending(self, transfer_id: str) -> bool:
@@ -209,6 +207,7 @@ class PendingTransfers:
             retained.end.cancel()
         self._awaiting_fetch.clear()
         self._retained.clear()
+        self.kv_blocks = 0
         self._on_change()
 
 
