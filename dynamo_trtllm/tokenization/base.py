@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelDeploymentCard, TokenIds, token_ids
 
 NO_FORCED_IDS = token_ids()
-INLINE_BYTES: Final = 48 << 10  # `Renderer.inline_bytes` of fast tokenizers
+INLINE_BYTES: Final = 128 << 10  # `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for so many words
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 

@@ -29,6 +29,9 @@ MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
 _MANY_OBJECTS = 200  # messages, tools and parts of them; each takes as long as a kilobyte of text
 _MAX_SESSION_ID = 256
 _TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
+_WORDLESS_BYTES = 48 << 10  # of text without words, which takes up to twenty times as long to tokenize
+_SAMPLED = 61  # one byte of so many is looked at
+_BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
 class SseEncoder(Protocol):
@@ -111,7 +114,11 @@ def _session_id(request: HttpRequest) -> str:
 def is_large_body(raw_body: bytes) -> bool:
     """Return whether the body is parsed and rendered in a thread, because it would delay other streams."""
     size = len(raw_body)
-    return size > INLINE_BYTES or (size > _TURN_BYTES and raw_body.count(b"{") > _MANY_OBJECTS)
+    if size > INLINE_BYTES:
+        return True
+    if size > _WORDLESS_BYTES and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size:
+        return True
+    return size > _TURN_BYTES and raw_body.count(b"{") > _MANY_OBJECTS
 
 
 class GenerateEndpoint(Generic[B]):
