@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelDeploymentCard, TokenIds, token_ids
+
+V = TypeVar("V")
 
 NO_FORCED_IDS = token_ids()
 INLINE_BYTES: Final = 128 << 10  # `Renderer.inline_bytes` of fast tokenizers, which take 1 or 2 ms for so many words
@@ -354,42 +356,44 @@ MAX_BYTES: Final = 16 << 20
 MIN_CACHED_CHARS: Final = 256  # encoding a shorter text is as fast as a lookup
 
 
-class TokenizationCache:
-    """Thread-safe LRU cache from texts to token ids. Callers must not modify the ids.
+class TextCache(Generic[V]):
+    """Thread-safe LRU cache from texts to what is made of them. Callers must not modify the values.
 
     All clients of a process share it. Only who already has a text can learn, from the time, that it was sent before.
 
     Args:
-        encode: Tokenizes a text.
-        max_bytes: Maximum size of the texts and their ids together.
+        make: Makes the value of a text, for example its token ids.
+        max_bytes: Maximum size of the texts and their values together.
+        min_chars: The values of shorter texts are made each time.
     """
 
-    def __init__(self, encode: Callable[[str], TokenIds], max_bytes: int = MAX_BYTES) -> None:
-        self._encode = encode
+    def __init__(self, make: Callable[[str], V], max_bytes: int = MAX_BYTES, min_chars: int = MIN_CACHED_CHARS) -> None:
+        self._make = make
         self._max_bytes = max_bytes
-        self._cached: OrderedDict[str, tuple[TokenIds, int]] = OrderedDict()  # ids and bytes by text
+        self._min_chars = min_chars
+        self._cached: OrderedDict[str, tuple[V, int]] = OrderedDict()  # values and bytes by text
         self._lock = threading.Lock()  # large bodies are rendered in threads
         self.num_bytes = 0
 
-    def ids(self, text: str) -> TokenIds:
-        """Return the token ids of the text, from the cache or encoded."""
-        if len(text) < MIN_CACHED_CHARS:
-            return self._encode(text)
+    def get(self, text: str) -> V:
+        """Return the value of the text, from the cache or made."""
+        if len(text) < self._min_chars:
+            return self._make(text)
         with self._lock:
             cached = self._cached.get(text)
             if cached is not None:
                 self._cached.move_to_end(text)
                 return cached[0]
-        ids = self._encode(text)
+        value = self._make(text)
         with self._lock:
-            self._put(text, ids)
-        return ids
+            self._put(text, value)
+        return value
 
-    def _put(self, text: str, ids: TokenIds) -> None:
-        num_bytes = sys.getsizeof(text) + sys.getsizeof(ids)
+    def _put(self, text: str, value: V) -> None:
+        num_bytes = sys.getsizeof(text) + sys.getsizeof(value)
         if text in self._cached or num_bytes > self._max_bytes:
             return
-        self._cached[text] = ids, num_bytes
+        self._cached[text] = value, num_bytes
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
             _, (_, num_bytes) = self._cached.popitem(last=False)

@@ -28,7 +28,7 @@ from dynamo_trtllm.tokenization.base import (
     Conversation,
     Message,
     OutputParser,
-    TokenizationCache,
+    TextCache,
     TokenTextCache,
     Tool,
 )
@@ -73,7 +73,7 @@ class HarmonyRenderer:
         self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tokenizer = vocabulary.load_tokenizer(cache_dir)
-        self._token_cache = TokenizationCache(self.encode)
+        self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
         self._token_texts = HarmonyTexts(
             content=TokenTextCache(self._tokenizer.token_bytes),
@@ -161,7 +161,7 @@ class HarmonyRenderer:
         for part in head:
             ids.extend(self.encode(part.replace(_NAME, name or "")) if isinstance(part, str) else part)
         text = content if isinstance(content, str) else self._developer_texts.text(content)
-        ids.extend(self._token_cache.ids(text))
+        ids.extend(self._token_cache.get(text))
         ids.extend(tail)
 
     def _make_frame(self, role: oh.Role, *header: str | None) -> tuple[list[str | list[int]], list[int]]:

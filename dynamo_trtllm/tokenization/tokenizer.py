@@ -21,7 +21,7 @@ import msgspec
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import MIN_CACHED_CHARS, TokenizationCache
+from dynamo_trtllm.tokenization.base import MIN_CACHED_CHARS, TextCache
 
 if TYPE_CHECKING:
     import tokenizers
@@ -222,7 +222,7 @@ class SlowJsonTokenizer:
     def __init__(self, source: bytes, file: _TokenizerFile) -> None:
         self._source = source
         self._segments = _Segments(file)
-        self._cache = TokenizationCache(functools.partial(self._encode, is_plain=False))
+        self._cache = TextCache(functools.partial(self._encode, is_plain=False))
         self._library = self._load()
         added = self._library.get_added_tokens_decoder()
         self.added: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
@@ -233,7 +233,7 @@ class SlowJsonTokenizer:
             return self._encode(text, is_plain=True)
         ids = token_ids()
         for segment in self._segments.split(text):
-            ids.extend(self._cache.ids(segment))
+            ids.extend(self._cache.get(segment))
         return ids
 
     def _encode(self, text: str, *, is_plain: bool) -> TokenIds:

@@ -238,6 +238,24 @@ def test_render_when_tools_are_odd_then_ids_equal_openai_harmony(renderer: Harmo
         assert renderer.render(conversation).tolist() == reference(conversation), tools
 
 
+def test_render_when_tools_come_again_then_only_changed_ones_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = HarmonyRenderer(today=lambda: TODAY)
+    translated: list[str] = []
+    rendered = renderer._developer_texts._rendered
+
+    def noting(content: oh.DeveloperContent) -> str:
+        translated.append(content.model_dump_json())
+        return rendered(content)
+
+    monkeypatch.setattr(renderer._developer_texts, "_rendered", noting)
+    tools = (WEATHER, Tool(name="other", parameters={"type": "object", "properties": {"a": {}, "b": {}}}))
+    swapped = (WEATHER, Tool(name="other", parameters={"type": "object", "properties": {"b": {}, "a": {}}}))
+    for text, given in (("hi", tools), ("and then", tools), ("hi", swapped), ("hi", tools)):
+        conversation = Conversation(messages=(Message(role="user", content=text),), tools=given)
+        assert renderer.render(conversation).tolist() == reference(conversation)
+    assert len(translated) == 2
+
+
 def test_render_when_schema_is_too_deep_then_request_is_invalid(renderer: HarmonyRenderer) -> None:
     schema: dict[str, object] = {"type": "string"}
     for _ in range(300):
