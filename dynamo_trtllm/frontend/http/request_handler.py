@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -26,7 +27,8 @@ from dynamo_trtllm.tokenization.base import INLINE_BYTES, ServedModel
 log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
-_MANY_OBJECTS = 200  # messages, tools and parts of them; each takes as long as a kilobyte of text
+_MANY_OBJECTS = 500  # messages, tools and parts of them; each takes as long as half a kilobyte of text
+_OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')  # code in a message has braces, too: there, a quotation mark is escaped
 _MAX_SESSION_ID = 256
 _TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
 _WORDLESS_BYTES = 48 << 10  # of text without words, which takes up to twenty times as long to tokenize
@@ -118,7 +120,9 @@ def is_large_body(raw_body: bytes) -> bool:
         return True
     if size > _WORDLESS_BYTES and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size:
         return True
-    return size > _TURN_BYTES and raw_body.count(b"{") > _MANY_OBJECTS
+    if size <= _TURN_BYTES or raw_body.count(b"{") <= _MANY_OBJECTS:
+        return False
+    return len(_OBJECT.findall(raw_body)) > _MANY_OBJECTS
 
 
 class GenerateEndpoint(Generic[B]):
