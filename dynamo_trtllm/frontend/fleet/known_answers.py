@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,9 +110,12 @@ def random_prompt(selection: WorkerSelection) -> TokenIds:
 
     Control tokens and image placeholders are usually at the ends. Raises ValueError for a card without a vocabulary.
     """
-    vocab_size = selection.decode.card.vocab_size
-    ids = (vocab_size // 4 + secrets.randbelow(vocab_size // 2) for _ in range(_prompt_tokens(selection)))
-    return token_ids(ids)
+    begin, count = (size := selection.decode.card.vocab_size) // 4, size // 2
+    if count < 1:
+        raise ValueError(f"the card of model {selection.decode.card.name} has a vocabulary of {size} tokens")
+    # One system call. One per token was half of the CPU time of a probe.
+    numbers = array("I", secrets.token_bytes(array("I").itemsize * _prompt_tokens(selection)))
+    return token_ids(begin + number % count for number in numbers)
 
 
 def _prompt_tokens(selection: WorkerSelection) -> int:
