@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 _CANCEL_S = 1.0  # for the cancel of a probe to arrive
 
 _MAX_CONCURRENT = 2  # probes per decode worker: one of them may wait for a prefill worker that hangs
+_MAX_ALL = 128  # probes at the same time: thousands of them would be an overload that makes them fail
+_UNAVAILABLE_S = 1.0  # until the request plane is checked again
 _PROMPTS = 3  # a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
 _SUSPECT_OPENINGS = 3  # in a row, of the breakers of all pairs of an instance: it is asked to restart
 _PASSED = "ok"
@@ -98,6 +100,7 @@ class PairProbes:
         self._queue: list[tuple[float, int, Pair]] = []  # a heap by the time at which a pair is due
         self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
         self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _MAX_CONCURRENT))
+        self._all_slots = asyncio.Semaphore(_MAX_ALL)
         self._probed = asyncio.Event()
 
     async def run(self, plane: Plane, metrics: PairProbeMetrics) -> None:
@@ -107,6 +110,9 @@ class PairProbes:
                 changed = self._view.changed
                 self._probed.clear()
                 self._schedule_changed()
+                if plane.unavailable_reason() is not None:  # thousands of probes would fail per second
+                    await asyncio.sleep(_UNAVAILABLE_S)
+                    continue
                 now = time.monotonic()
                 for pair, model in self._pop_due(now):
                     self._probing.add(pair)
@@ -169,7 +175,7 @@ class PairProbes:
 
     async def _probe_one(self, pair: Pair, model: str, plane: Plane, metrics: PairProbeMetrics) -> None:
         try:
-            async with self._slots[pair[1]]:
+            async with self._slots[pair[1]], self._all_slots:
                 code = await self._probe_safely(pair)
             metrics.probe_finished(model=model, code=code)
             if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:  # else it makes no instance a suspect
