@@ -3,6 +3,7 @@
     python -m benchmarks.routing index --blocks 1000000 --instances 1000
     python -m benchmarks.routing select --instances 10 100 1000
     python -m benchmarks.routing modes --rate 8 --requests 400
+    python -m benchmarks.routing frontends
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
@@ -13,14 +14,19 @@ a worker's load takes.
 
 modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a deployment of mock
 workers: four for prefill, one of which has a quarter of the speed of the others, and two for decode.
+
+frontends: the same for several frontends, each of which knows the requests of the others only from the reports of the
+workers. Simulated, with prefill workers that compute one prompt after the other and are busy for 80% of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +48,9 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router.load import Share
 from dynamo_trtllm.router.placement import Placement
-from dynamo_trtllm.router.policy import PairBreakers, select
+from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ClusterView, ModelView
 
@@ -53,6 +60,8 @@ from .deployment import NAME_VARIABLE, LaunchedDeployment
 _LOOKUPS = 2000
 _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
+_REPORT_S = 0.05  # between reports to one frontend
+_BROADCAST_S = 0.25
 
 
 def main() -> None:
@@ -74,6 +83,9 @@ def main() -> None:
     modes.add_argument("--requests", type=int, default=400)
     modes.add_argument("--modes", nargs="+", default=["round-robin", "random", "least-loaded"])
     modes.set_defaults(run=measure_modes)
+    frontends = commands.add_parser("frontends", help="the time to first token with several frontends, simulated")
+    frontends.add_argument("--seconds", type=float, default=60.0, help="simulated time per cell")
+    frontends.set_defaults(run=measure_frontends)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -114,6 +126,99 @@ def _select_by_load(
 
 def _take_report(placement: Placement, reports: Sequence[LoadReport], turn: int) -> None:
     placement.loads.on_report(reports[turn], 1.0)
+
+
+class SimulatedFrontends:
+    """Frontends that send prompts to prefill workers, in simulated time.
+
+    A frontend gets a worker's load when the worker has computed a prompt of it, at most every 50 ms, and with the
+    broadcasts of the worker.
+    """
+
+    def __init__(self, count: int, rates: Mapping[int, float], *, by_load: bool) -> None:
+        """`rates`: tokens per second of each worker."""
+        self._rates = rates
+        self._by_load = by_load
+        self._frontends = [Placement("least-loaded", seed=seed) for seed in range(count)]
+        self._num_sent = [0] * count
+        self._view = ModelView(
+            prefill=tuple(msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL) for worker in rates),
+            decode=(_instance(1 << 20, 32),),
+        )
+        self._breakers = PairBreakers()
+        self._free_at = dict.fromkeys(rates, 0.0)
+        self._num_reports = 0
+        self._reported_at: dict[tuple[int, int], float] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._num_events = 0
+        self._ttfts: list[float] = []
+
+    def _at(self, time_s: float, event: Callable[[float], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, event))
+
+    def ttfts(self, lengths: Sequence[int], seconds: float) -> list[float]:
+        """Return the sorted times to first token."""
+        rnd, requests = random.Random(1), {length: _request(range(length)) for length in lengths}
+        rate, now = 0.8 * sum(self._rates.values()) / (sum(lengths) / len(lengths)), 0.0
+        while (now := now + rnd.expovariate(rate)) < seconds:
+            frontend, request = rnd.randrange(len(self._frontends)), requests[rnd.choice(lengths)]
+            self._at(now, partial(self._send, frontend, request))
+        for worker in self._rates:
+            offset = rnd.random() * _BROADCAST_S
+            for turn in range(int(seconds / _BROADCAST_S)):
+                self._at(offset + turn * _BROADCAST_S, partial(self._broadcast, worker))
+        while self._events:
+            time_s, _, event = heapq.heappop(self._events)
+            event(time_s)
+        return sorted(self._ttfts)
+
+    def _send(self, frontend: int, request: GenerateRequest, now: float) -> None:
+        placement, count = self._frontends[frontend], len(request.token_ids)
+        selection: WorkerSelection | None = None
+        if self._by_load:
+            selection = placement.select(self._view, request, self._breakers, now)
+        if selection is None:
+            self._num_sent[frontend] += 1
+            selection = select(self._view, "model", self._num_sent[frontend], self._breakers)
+        assert selection.prefill is not None
+        worker = selection.prefill.id
+        share = placement.loads.of(worker).place(count, 0)
+        share.sent(now)
+        self._free_at[worker] = max(now, self._free_at[worker]) + count / self._rates[worker]
+        self._ttfts.append(self._free_at[worker] - now)
+        self._at(self._free_at[worker], partial(self._computed, frontend, worker, share))
+
+    def _computed(self, frontend: int, worker: int, share: Share, now: float) -> None:
+        share.end()
+        if now - self._reported_at.get((frontend, worker), -1.0) >= _REPORT_S:
+            self._reported_at[frontend, worker] = now
+            self._report(frontend, worker, now)
+        else:
+            self._at(now + 2 * _REPORT_S, partial(self._report, frontend, worker))
+
+    def _broadcast(self, worker: int, now: float) -> None:
+        for frontend in range(len(self._frontends)):
+            self._report(frontend, worker, now)
+
+    def _report(self, frontend: int, worker: int, now: float) -> None:
+        self._num_reports += 1
+        tokens = int(max(0.0, self._free_at[worker] - now) * self._rates[worker])
+        report = LoadReport(worker, self._num_reports, 0, 0, tokens, 0, 0, 0)
+        self._frontends[frontend].loads.on_report(report, now)
+
+
+def measure_frontends(arguments: argparse.Namespace) -> None:
+    """Print a row per number of frontends, workers and lengths of prompts."""
+    print("frontends  workers  prompts  TTFT ms: round-robin p50    p99  least-loaded p50    p99")
+    for count, workers, lengths in itertools.product((1, 4, 16), (4, 16), ((1000,), (200, 500, 1000, 6000))):
+        rates = dict.fromkeys(range(1, workers + 1), 20_000.0)
+        cells = []
+        for by_load in (False, True):
+            ttfts = SimulatedFrontends(count, rates, by_load=by_load).ttfts(lengths, arguments.seconds)
+            cells += [ttfts[len(ttfts) * share // 100] * 1000 for share in (50, 99)]
+        kind = "equal" if len(lengths) == 1 else "mixed"
+        print("{:9} {:8}  {:7} {:24.0f} {:6.0f} {:17.0f} {:6.0f}".format(count, workers, kind, *cells), flush=True)
 
 
 class UnequalWorkers(LaunchedDeployment):

@@ -137,7 +137,7 @@ async def test_server_when_a_client_does_not_read_its_answer_then_its_connection
         writer.transport.abort()
 
 
-async def test_broadcast_when_the_load_does_not_change_then_one_of_ten_seconds_is_sent_else_each(
+async def test_broadcast_when_the_load_does_not_change_then_one_in_ten_seconds_is_sent_else_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(health, "_BROADCAST_S", 0.0)
@@ -148,9 +148,9 @@ async def test_broadcast_when_the_load_does_not_change_then_one_of_ten_seconds_i
         count += 1
         if len(sent) == 4:
             done.set()
-        return LoadReport(7, count, max(0, count - 20), 0, 0, 0, 0, 0)  # changes from the 21st on
+        return LoadReport(7, count, max(0, count - 80), 0, 0, 0, 0, 0)  # changes from the 81st on
 
     task = asyncio.create_task(broadcast_load(load, lambda data: sent.append(decode(data, LoadReport))))
     await asyncio.wait_for(done.wait(), SOON_S)
     task.cancel()
-    assert [report.number for report in sent[:4]] == [1, 11, 21, 22]
+    assert [report.number for report in sent[:4]] == [1, 41, 81, 82]
