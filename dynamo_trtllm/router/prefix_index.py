@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from dynamo_trtllm.kv_events import KvCacheUpdate, prefix_hashes, root_hash, unpack_hashes
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
@@ -19,11 +19,8 @@ MAX_SENT_BLOCKS: Final = 1 << 20  # as Dynamo's --router-max-tree-size
 _EXPIRED_AT_ONCE = 4  # prompts per sent prompt, so that none waits for the expiry of many
 
 
-class Level(NamedTuple):
-    """The instances that have at least the first `depth` blocks of a prompt."""
-
-    depth: int
-    mask: int
+Level: TypeAlias = tuple[int, int]
+"""A number of blocks, and the mask of the instances that have at least so many of a prompt's first blocks."""
 
 
 class PrefixIndex:
@@ -34,7 +31,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}  # prefix hash -> mask of slots
-        self._slots: dict[int, int] = {}  # instance id -> slot
+        self.slots: dict[int, int] = {}  # instance id -> bit of it in masks
         self._bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
         self._blocks: list[set[int]] = []  # prefix hashes of each slot
         self._ids: list[int] = []  # instance id of each slot
@@ -45,7 +42,7 @@ class PrefixIndex:
 
     def add(self, instance_id: int) -> None:
         """Add an instance without blocks. An instance that is there keeps its blocks."""
-        if instance_id in self._slots:
+        if instance_id in self.slots:
             return
         if self._free:
             slot = self._free.pop()
@@ -55,21 +52,21 @@ class PrefixIndex:
             self._ids.append(instance_id)
             self._bits.append(1 << slot)
             self._blocks.append(set())
-        self._slots[instance_id] = slot
+        self.slots[instance_id] = slot
 
     def remove(self, instance_id: int) -> None:
         """Remove an instance and its blocks, in time linear in their number. Unknown ids are ignored."""
-        if instance_id in self._slots:
+        if instance_id in self.slots:
             self.clear(instance_id)
-            self._free.append(self._slots.pop(instance_id))
+            self._free.append(self.slots.pop(instance_id))
 
     def clear(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""
-        self.discard(instance_id, tuple(self._blocks[self._slots[instance_id]]))
+        self.discard(instance_id, tuple(self._blocks[self.slots[instance_id]]))
 
     def store(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Add blocks of an instance."""
-        slot, masks = self._slots[instance_id], self._masks
+        slot, masks = self.slots[instance_id], self._masks
         bit, own = self._bits[slot], self._blocks[slot]
         new = set(hashes) - own
         own |= new
@@ -79,7 +76,7 @@ class PrefixIndex:
 
     def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Remove blocks of an instance. Unknown ones are ignored."""
-        slot, masks = self._slots[instance_id], self._masks
+        slot, masks = self.slots[instance_id], self._masks
         bit, own = self._bits[slot], self._blocks[slot]
         for prefix in hashes:
             if prefix in own:
@@ -93,10 +90,11 @@ class PrefixIndex:
         """Return how deep instances match a prompt, the deepest first; each mask includes the one before it."""
         if not hashes:
             return []
-        masks, levels = self._masks, []
+        masks = self._masks
+        levels: list[Level] = []
         depth, mask = len(hashes), masks.get(hashes[-1], 0)
         if mask:
-            levels.append(Level(depth, mask))
+            levels.append((depth, mask))
         first = masks.get(hashes[0], 0) | mask
         while mask != first:  # further instances have less: search for the deepest block that one of them has
             low, low_mask, high = 1, first, depth
@@ -108,18 +106,9 @@ class PrefixIndex:
                 else:
                     low, low_mask = middle, middle_mask
             depth, mask = low, low_mask
-            levels.append(Level(depth, mask))
+            levels.append((depth, mask))
             first |= mask
         return levels
-
-    def depth(self, levels: Sequence[Level], instance_id: int) -> int:
-        """Return how many blocks of the prompt of `levels` an instance has."""
-        slot = self._slots.get(instance_id)
-        if slot is not None:
-            for depth, mask in levels:
-                if mask >> slot & 1:
-                    return depth
-        return 0
 
     def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
         """Return ids of at most `limit` instances of a mask. Another `turn` begins at another instance."""
@@ -178,8 +167,10 @@ class PrefixOverlaps:
     def get(self, instance_id: int, default: int = 0, /) -> int:
         """Return the overlap of an instance, or `default` if it has none."""
         for blocks, block_tokens, levels in self._matches:
-            if depth := blocks.depth(levels, instance_id):
-                return depth * block_tokens
+            if (slot := blocks.slots.get(instance_id)) is not None:
+                for depth, mask in levels:
+                    if mask >> slot & 1:
+                        return depth * block_tokens
         return default
 
     def deepest(self, limit: int) -> list[int]:
