@@ -7,13 +7,16 @@
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
-a conversation with one instance. The prefix hashes of the prompt are measured separately.
+a conversation with one instance. The prefix hashes of the prompt are measured separately. The last column is a whole
+selection with --router-mode kv, with hashes and look-ups.
 
 select: how long the selection of a pair takes with --router-mode round-robin and least-loaded, and how long a report of
 a worker's load takes.
 
 modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a deployment of mock
-workers: four for prefill, one of which has a quarter of the speed of the others, and two for decode.
+workers: four for prefill, one of which has a quarter of the speed of the others, and two for decode. With --documents
+N, all have the same speed, prompts begin with one of N documents of 1,000 words, and a worker can cache a quarter of
+them.
 
 frontends: the same for several frontends, each of which knows the requests of the others only from the reports of the
 workers. Simulated, with prefill workers that compute one prompt after the other and are busy for 80% of the time.
@@ -29,10 +32,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import uvloop
 
 from dynamo_trtllm.frontend.process.run_app import tune_gc
 from dynamo_trtllm.kv_events import MAX_UPDATE_BLOCKS, KvCacheUpdate, pack_hashes, prefix_hashes
@@ -54,8 +55,7 @@ from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ClusterView, ModelView
 
-from .client import Load, measure_load
-from .deployment import NAME_VARIABLE, LaunchedDeployment
+from .routing_modes import measure_modes
 
 _LOOKUPS = 2000
 _SYSTEM_TOKENS = 2048
@@ -82,6 +82,9 @@ def main() -> None:
     modes.add_argument("--rate", type=float, default=8.0, help="requests per second (Poisson)")
     modes.add_argument("--requests", type=int, default=400)
     modes.add_argument("--modes", nargs="+", default=["round-robin", "random", "least-loaded"])
+    modes.add_argument(
+        "--documents", type=int, default=0, help="with which prompts begin; 0: none, and unequal workers"
+    )
     modes.set_defaults(run=measure_modes)
     frontends = commands.add_parser("frontends", help="the time to first token with several frontends, simulated")
     frontends.add_argument("--seconds", type=float, default=60.0, help="simulated time per cell")
@@ -98,8 +101,7 @@ def measure_select(arguments: argparse.Namespace) -> None:
     for count in arguments.instances:
         view, placement, rnd = ClusterView(), Placement("least-loaded", seed=1), random.Random(1)
         for number in range(1, count + 1):
-            role = Role.PREFILL if number % 2 else Role.DECODE
-            view.add(msgspec.structs.replace(_instance(number, 32), role=role))
+            view.add(_instance(number, 32))
         reports = [
             LoadReport(rnd.randint(1, count), turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0)
             for turn in range(1, _LOOKUPS + 1)
@@ -221,64 +223,10 @@ def measure_frontends(arguments: argparse.Namespace) -> None:
         print("{:9} {:8}  {:7} {:24.0f} {:6.0f} {:17.0f} {:6.0f}".format(count, workers, kind, *cells), flush=True)
 
 
-class UnequalWorkers(LaunchedDeployment):
-    """Four prefill workers, one of which is slow, and two decode workers, of the mock engine."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-        self._prefill_tokens = {"prefill-1": 25, "prefill-2": 100, "prefill-3": 100, "prefill-4": 100}  # per step
-        super().__init__(workers=(*self._prefill_tokens, "decode-1", "decode-2"), model="mock", ready_s=120.0)
-
-    def description(self) -> dict[str, Any]:
-        frontend = {"http-host": "127.0.0.1", "http-port": self.http_port, "router-mode": self._mode}
-        return {
-            "namespace": self.namespace,
-            "services": self.services(),
-            "frontend": frontend,
-            "workers": [self._worker(name) for name in self.workers],
-        }
-
-    def _worker(self, name: str) -> dict[str, Any]:
-        arguments = {"step_s": 0.02, "prefill_tokens_per_step": self._prefill_tokens.get(name, 8192)}
-        flags = {"model": "mock", "engine": "mock", "override-engine-args": arguments, "system-port": 0}
-        env = {NAME_VARIABLE: name}
-        return {"name": name, "disaggregation_mode": name.partition("-")[0], "flags": flags, "env": env}
-
-
-def measure_modes(arguments: argparse.Namespace) -> None:
-    """Print a row per mode."""
-    rnd = random.Random(1)
-    prompts = tuple(f"{number} " + "word " * rnd.randint(50, 1500) for number in range(arguments.requests))
-    print("mode           ok  failed  TTFT ms p50       p99  ITL ms p99")
-    for mode in arguments.modes:
-        deployment = UnequalWorkers(mode)
-        try:
-            deployment.start()
-            load = Load(
-                url=deployment.url,
-                model="mock",
-                rate=arguments.rate,
-                requests=arguments.requests,
-                osl=16,
-                seed=1,
-                prompts=prompts,
-                seconds=600.0,
-            )
-            result, _ = uvloop.run(measure_load(load, warmup=8, pids={}))
-        finally:
-            deployment.stop()
-        ttft, itl = result["ttft_ms"], result["itl_ms"]
-        failed = sum(result["errors"].values())
-        print(
-            f"{mode:12} {result['ok']:4} {failed:7} {ttft['p50']:12.1f} {ttft['p99']:9.1f} {itl['p99']:11.1f}",
-            flush=True,
-        )
-
-
 def measure_index(arguments: argparse.Namespace) -> None:
     """Print a row per block size."""
     print("block  ingest blocks/s  bytes/block  hashes us  ", end="")
-    print("".join(f"{name:>12} p50  p99 us" for name in ("unknown", "system", "conversation")))
+    print("".join(f"{name:>12} p50  p99 us" for name in ("unknown", "system", "conversation", "selection")))
     for block_tokens in arguments.block_tokens:
         _measure_block_size(block_tokens, arguments)
 
@@ -292,9 +240,11 @@ def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> Non
         token_ids(rnd.randrange(1 << 17) for _ in range(block_tokens * (prompt_blocks - len(shared))))
         for _ in range(min(arguments.instances, 100))
     ]
-    known, updates = KnownPrefixes(), []
+    known, view, updates = KnownPrefixes(), ClusterView(), []
     for number in range(arguments.instances):
-        known.add_instance(_instance(number, block_tokens))
+        instance = _instance(number, block_tokens)
+        known.add_instance(instance)
+        view.add(instance)
         own = prefix_hashes(conversations[number % 100], block_tokens, shared[-1]) if number < 100 else []
         rest = max(0, per_instance - len(own))
         updates += _snapshot(number, [*shared, *own, *(rnd.getrandbits(64) for _ in range(rest))], block_tokens)
@@ -315,7 +265,16 @@ def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> Non
     for each in prompts.values():
         times = _lookups(known, [_prompt(ids) for ids in each], block_tokens)
         print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}", end="")
-    print()
+    requests = [_request([*ids, 0]) for ids in prompts["conversation"]]
+    choose = partial(_select_for_each, Placement("kv", known, seed=1), view.model("model"), requests, PairBreakers())
+    times = sorted(_times(choose, _LOOKUPS))
+    print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}")
+
+
+def _select_for_each(
+    placement: Placement, view: ModelView, requests: Sequence[GenerateRequest], breakers: PairBreakers, turn: int
+) -> object:
+    return placement.select(view, requests[turn % len(requests)], breakers, 1.0)
 
 
 def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens: int) -> list[float]:
@@ -357,7 +316,7 @@ def _instance(number: int, block_tokens: int) -> Instance:
         component="c",
         endpoint="e",
         subject=f"s{number}",
-        role=Role.DECODE,
+        role=Role.PREFILL if number % 2 else Role.DECODE,
         engine="mock",
         card=ModelDeploymentCard(name="model", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony"),
         layout=KvLayout(dtype="fp8", block_tokens=block_tokens, num_layers=1, num_kv_heads=1, head_dim=1),

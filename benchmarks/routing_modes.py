@@ -1,0 +1,80 @@
+"""Measures the time to first token with each --router-mode on a deployment of mock workers, for `benchmarks.routing`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from typing import Any
+
+import uvloop
+
+from .client import Load, measure_load
+from .deployment import NAME_VARIABLE, LaunchedDeployment
+
+_DOCUMENT_BLOCKS = 33  # of 32 tokens
+_RUNNING_PROMPTS = 4  # for which a worker has space besides
+
+
+class RoutedWorkers(LaunchedDeployment):
+    """Four prefill workers and two decode workers of the mock engine. One is slow, or all cache a few documents."""
+
+    def __init__(self, mode: str, documents: int) -> None:
+        self._mode = mode
+        self._cached_documents = documents // 4
+        slowest = 100 if documents else 25
+        self._prefill_tokens = {"prefill-1": slowest, "prefill-2": 100, "prefill-3": 100, "prefill-4": 100}  # per step
+        super().__init__(workers=(*self._prefill_tokens, "decode-1", "decode-2"), model="mock", ready_s=120.0)
+
+    def description(self) -> dict[str, Any]:
+        frontend = {"http-host": "127.0.0.1", "http-port": self.http_port, "router-mode": self._mode}
+        return {
+            "namespace": self.namespace,
+            "services": self.services(),
+            "frontend": frontend,
+            "workers": [self._worker(name) for name in self.workers],
+        }
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        arguments = {"step_s": 0.02, "prefill_tokens_per_step": self._prefill_tokens.get(name, 8192)}
+        flags = {"model": "mock", "engine": "mock", "override-engine-args": arguments, "system-port": 0}
+        if self._cached_documents:
+            flags["publish-kv-events"] = arguments["enable_prefix_caching"] = True
+            if name in self._prefill_tokens:
+                arguments["kv_cache_blocks"] = _DOCUMENT_BLOCKS * (self._cached_documents + _RUNNING_PROMPTS)
+        env = {NAME_VARIABLE: name}
+        return {"name": name, "disaggregation_mode": name.partition("-")[0], "flags": flags, "env": env}
+
+
+def measure_modes(arguments: argparse.Namespace) -> None:
+    """Print a row per mode."""
+    rnd = random.Random(1)
+    numbers = range(arguments.requests)
+    if arguments.documents:
+        starts = [f"{number} " + "word " * 1000 for number in range(arguments.documents)]
+        prompts = tuple(f"{rnd.choice(starts)} {number} " + "more " * rnd.randint(5, 50) for number in numbers)
+    else:
+        prompts = tuple(f"{number} " + "word " * rnd.randint(50, 1500) for number in numbers)
+    print("mode           ok  failed  TTFT ms p50       p99  ITL ms p99")
+    for mode in arguments.modes:
+        deployment = RoutedWorkers(mode, arguments.documents)
+        try:
+            deployment.start()
+            load = Load(
+                url=deployment.url,
+                model="mock",
+                rate=arguments.rate,
+                requests=arguments.requests,
+                osl=16,
+                seed=1,
+                prompts=prompts,
+                seconds=600.0,
+            )
+            result, _ = uvloop.run(measure_load(load, warmup=8, pids={}))
+        finally:
+            deployment.stop()
+        ttft, itl = result["ttft_ms"], result["itl_ms"]
+        failed = sum(result["errors"].values())
+        print(
+            f"{mode:12} {result['ok']:4} {failed:7} {ttft['p50']:12.1f} {ttft['p99']:9.1f} {itl['p99']:11.1f}",
+            flush=True,
+        )
