@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm.background import first_of
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 PAUSE_S: Final = 2.0  # after the first request for a snapshot; each one after it waits twice as long
 _LONGEST_PAUSE_S = 30.0
 _TIMEOUT_S = 2.0
-_AT_ONCE = 32
+_AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
 _UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
 
 
@@ -36,6 +36,7 @@ class _Resync:
     count: int = 0
     failure: str = ""
     task: asyncio.Task[None] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # the worker is in sync
 
 
 class PrefixFeed:
@@ -92,7 +93,10 @@ class PrefixFeed:
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
                 _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
             return
-        if update.instance_id in self._known.unsynced and update.instance_id not in self._resyncs:
+        resync = self._resyncs.get(update.instance_id)
+        if resync is not None and update.instance_id not in self._known.unsynced:
+            resync.ended.set()
+        elif resync is None and update.instance_id in self._known.unsynced:
             self._wake.set()
 
     def _ask(self, group: asyncio.TaskGroup) -> float | None:
@@ -117,8 +121,12 @@ class PrefixFeed:
         resync.failure = ""
         try:
             await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
+            async with asyncio.timeout(min(_TIMEOUT_S, self._pause_s)):
+                await resync.ended.wait()
         except DynamoError as exc:
             resync.failure = f"{exc.code}: {exc.message}"
+        except TimeoutError:
+            pass  # the snapshot may come later
         pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2**resync.count)
         resync.count, resync.due_s = resync.count + 1, asyncio.get_running_loop().time() + pause_s
         resync.task = None
