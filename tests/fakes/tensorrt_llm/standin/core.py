@@ -107,5 +107,6 @@ def _engine_args(args: Mapping[str, Any]) -> dict[str, Any]:
         "kv_block_size": block,
         "kv_cache_blocks": kv["max_tokens"] // block if kv.get("max_tokens") else None,
         "max_queue": 1 << 30,
+        "enable_prefix_caching": False,  # blocks that requests share are counted once
     }
     return {name: value for name, value in chosen.items() if value is not None}
