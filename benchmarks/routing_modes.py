@@ -1,4 +1,4 @@
-"""Measures the time to first token with each --router-mode on a deployment of mock workers, for `benchmarks.routing`."""
+"""Measures the time to first token with each --router-mode, with mock workers. Part of `benchmarks.routing`."""
 
 from __future__ import annotations
 
