@@ -125,7 +125,6 @@ def of_torch(gpt_oss: Path) -> Expected:
 # --- answers ---------------------------------------------------------------------------------------------
 
 
-# The other pairs of both are in test_trtllm_matrix.
 @pytest.mark.parametrize(("version", "transceiver"), [*zip(RELEASES, cycle(("UCX", "NIXL")), strict=False)])
 async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
     version: str, transceiver: str, gpt_oss: Path, of_torch: Expected
