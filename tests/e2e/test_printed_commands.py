@@ -90,7 +90,8 @@ def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path)
     assert len(clients) == 4
     serve, _, stop = by_hand.partition(END)
     activate = "source .venv/bin/activate"
-    with_sdk = "\n".join(f"python - <<'END'\n{client}END" for client in clients)
+    # One process, which imports the SDK once; each program has its own names.
+    with_sdk = f"python - <<'END'\nfor text in {clients!r}:\n    exec(text, {{'__name__': '__main__'}})\nEND"
     measure = measure.replace("--url", "--concurrency 1 --requests 1 --url")
     script = "\n".join([activate, serve, ask, with_sdk, measure, END + stop])
     first = free_ports(4)

@@ -51,7 +51,7 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
         assert figures["ok"] == 16
         assert figures["tokens_per_s"] == pytest.approx(16 * 12 / figures["wall_s"])
         span_s = max(r["end_s"] for r in records) - min(r["planned_s"] for r in records)
-        assert figures["wall_s"] == pytest.approx(span_s, abs=0.1)
+        assert figures["wall_s"] == pytest.approx(span_s, abs=0.5)
         ttft_ms = sorted((r["first_s"] - r["planned_s"]) * 1e3 for r in records)
         assert figures["ttft_ms"]["p50"] == pytest.approx(ttft_ms[8])
         assert figures["ttft_ms"]["max"] == pytest.approx(ttft_ms[-1])
