@@ -12,6 +12,7 @@ TOGETHER = (
     ("tests/e2e/demo_model/",),
     (  # mock_cluster
         "tests/e2e/test_bad_input.py",
+        "tests/e2e/test_chat_client.py",
         "tests/e2e/test_overload.py",
         "tests/e2e/test_profile.py",
         "tests/e2e/test_status.py",
@@ -42,7 +43,6 @@ FIRST = (
     "tests/e2e/test_failures.py",
     "tests/e2e/test_printed_commands.py",
     "tests/e2e/test_stand_in.py",
-    "tests/e2e/test_examples.py",
     "tests/e2e/",
     "tests/integration/",
     "tests/contract/",

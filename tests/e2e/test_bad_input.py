@@ -70,6 +70,12 @@ BAD = {
                                      "context_length_exceeded", "at most 131071", path=TEXT, param="max_tokens"),
     "id that is no token": Bad({"json": {"model": "mock", "prompt": [1, 999_999]}}, 400, "invalid_request",
                                "999999", path=TEXT, param="prompt"),
+    "log-probabilities of the mock engine": Bad(field(logprobs=True), 400, "unsupported_parameter", "logprobs",
+                                                param="logprobs"),
+    "JSON of the mock engine": Bad(field(response_format={"type": "json_object"}), 400, "unsupported_parameter",
+                                   "response_format", param="response_format"),
+    "penalty of the mock engine": Bad(field(presence_penalty=1), 400, "unsupported_parameter", "presence_penalty",
+                                      param="presence_penalty"),
     "unknown path": Bad({"json": GOOD}, 404, "unknown_url", "/v1/chat", path="/v1/chat"),
     "wrong method": Bad({}, 405, "method_not_allowed", "GET", method="GET"),
 }  # fmt: skip

@@ -133,3 +133,10 @@ def test_worker_when_neither_package_nor_stand_in_is_there_then_one_line_says_ho
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 2
     assert "pip install tensorrt-llm" in done.stderr.splitlines()[-1]
+
+
+def test_example_when_tensorrt_llm_is_not_installed_then_it_says_so_in_one_line() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "embedded_trtllm.py")]
+    worker = Process("", ["--model-path", TINY], dict(os.environ), command=command)
+    assert worker.wait() == 2
+    assert "pip install tensorrt-llm" in worker.lines[-1]

@@ -1,10 +1,15 @@
-"""The demo model by real processes, one cluster of them for all tests of this folder, which run in one process."""
+"""The demo model by real processes, one cluster of them for all tests of this folder, which run in one process.
+
+The worker that serves aggregated requests is the example of a worker inside another program.
+"""
 
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +19,8 @@ import pytest
 
 from tests.e2e.cluster import PLAIN, TINY, Cluster, Process
 
-AGGREGATED = f"{TINY}-aggregated"
+AGGREGATED = "embedded"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "embedded_torch.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +34,26 @@ class TorchCluster:
 
 @pytest.fixture(scope="session")
 def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
-    """The demo model twice: by a prefill and a decode worker, and by one worker under another name."""
+    """The demo model twice: by a prefill and a decode worker, and by the example under another name."""
     cluster = Cluster(etcd_server, nats_server, f"torch-{secrets.token_hex(4)}")
     try:
         workers = TorchCluster(
             cluster=cluster,
             prefill=cluster.torch("prefill"),
             decode=cluster.torch("decode"),
-            aggregated=cluster.torch("prefill_and_decode", AGGREGATED),
+            aggregated=_start_example(cluster),
         )
         cluster.until_ready(TINY, AGGREGATED)
         _measure(workers)
         yield workers
     finally:
         cluster.stop()
+
+
+def _start_example(cluster: Cluster) -> Process:
+    flags = {"--etcd-endpoints": "ETCD_ENDPOINTS", "--nats-server": "NATS_SERVER", "--namespace": "DYN_NAMESPACE"}
+    argv = [text for flag, name in flags.items() for text in (flag, cluster.env[name])]
+    return cluster.script([sys.executable, str(EXAMPLE)], argv)
 
 
 def _measure(torch: TorchCluster) -> None:

@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.e2e.cluster import PLAIN, TINY, Cluster
+from tests.e2e.cluster import TINY
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
@@ -39,7 +39,7 @@ def test_response_format_when_the_sdk_parses_then_an_instance(sdk: openai.OpenAI
 
 def test_json_object_when_streamed_then_the_content_is_an_object(sdk: openai.OpenAI) -> None:
     stream = sdk.chat.completions.create(
-        model=TINY, messages=HELLO, response_format={"type": "json_object"}, max_tokens=300, seed=1, stream=True
+        model=TINY, messages=HELLO, response_format={"type": "json_object"}, max_tokens=60, seed=1, stream=True
     )
     chunks = [chunk.choices[0] for chunk in stream]
     content = "".join(chunk.delta.content or "" for chunk in chunks)
@@ -66,12 +66,9 @@ def test_output_format_of_vllm_then_content_and_completion_are_of_it(
 
 
 @pytest.mark.parametrize("choice", ["required", WEATHER])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_tool_choice_when_a_call_is_demanded_then_one_that_was_offered(
-    sdk: openai.OpenAI, choice: Any, seed: int
-) -> None:
+def test_tool_choice_when_a_call_is_demanded_then_one_that_was_offered(sdk: openai.OpenAI, choice: Any) -> None:
     answer = sdk.chat.completions.create(
-        model=TINY, messages=HELLO, tools=TOOLS, tool_choice=choice, seed=seed, max_tokens=300
+        model=TINY, messages=HELLO, tools=TOOLS, tool_choice=choice, seed=1, max_tokens=300
     )
     (got,) = answer.choices
     assert got.message.tool_calls
@@ -128,18 +125,3 @@ def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: opena
     with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as caught:
         sdk.chat.completions.create(model=TINY, messages=HELLO, response_format=schema)
     assert caught.value.code == "engine_refused"
-
-
-def test_mock_engine_when_asked_for_what_it_can_not_show_then_refused(mock_cluster: Cluster) -> None:
-    with openai.DefaultHttpxClient(**PLAIN) as http:
-        url = f"{mock_cluster.frontend.url()}/v1"
-        sdk = openai.OpenAI(base_url=url, api_key="none", http_client=http, max_retries=0)
-        asked: list[tuple[dict[str, Any], str]] = [
-            ({"logprobs": True}, "logprobs"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
-            ({"presence_penalty": 1}, "presence_penalty"),
-        ]
-        for fields, param in asked:
-            with pytest.raises(openai.BadRequestError) as caught:
-                sdk.chat.completions.create(model="mock", messages=HELLO, extra_body=fields)
-            assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")

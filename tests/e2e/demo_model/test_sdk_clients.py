@@ -1,21 +1,24 @@
-"""What the OpenAI SDK makes of errors and headers, and clients of it that leave, through real processes."""
+"""Errors and headers in the OpenAI SDK, clients of it that leave, and the terminal client, through real processes."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.cluster import PLAIN, TINY, Process, gauges, until
-from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.cluster import PLAIN, START_TIMEOUT_S, TINY, Process, command, gauges, until
+from tests.e2e.demo_model.conftest import AGGREGATED, TorchCluster
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
+CHAT_CLIENT = "dynamo_trtllm.chat"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0}
 ENDLESS: dict[str, Any] = {"model": TINY, "messages": HELLO, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
@@ -143,3 +146,31 @@ def test_client_when_its_time_is_up_then_its_timeout_error_and_the_workers_are_i
     with pytest.raises(openai.APITimeoutError):
         sdk.with_options(timeout=0.5).chat.completions.create(**ENDLESS)
     check_idle(torch_cluster)
+
+
+def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colors(
+    torch_cluster: TorchCluster,
+) -> None:
+    cluster = torch_cluster.cluster
+    argv = ["--url", cluster.frontend.url(), "--model", TINY, "--temperature", "0", "--max-tokens", "24"]
+    done = subprocess.run(
+        [sys.executable, "-m", CHAT_CLIENT, *argv, "--reasoning-effort", "low"],
+        input="What is prefill?\n\nWhat is decode?\n",
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("TTFT"), done.stderr.count("tokens/s")) == (0, 2, 2), done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "<|" not in done.stdout
+
+
+def test_chat_when_several_models_are_served_and_none_is_named_then_says_which(torch_cluster: TorchCluster) -> None:
+    cluster = torch_cluster.cluster
+    status, said = command([CHAT_CLIENT, "--url", cluster.frontend.url()], cluster.env)
+    assert status == 2
+    assert len(said) == 1
+    assert f"choose one with --model: {AGGREGATED}, {TINY}" in said[0]

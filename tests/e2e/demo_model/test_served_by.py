@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import httpx
 import pytest
 
 from tests.e2e.cluster import TINY, events
-from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.demo_model.conftest import AGGREGATED, TorchCluster
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
@@ -52,3 +54,13 @@ def test_stats_when_asked_for_then_who_served_and_how(
 
 def test_stats_when_not_asked_for_then_none(tiny: httpx.Client) -> None:
     assert "dynamo_trtllm" not in tiny.post("/v1/chat/completions", json=HELLO).json()
+
+
+def test_example_when_told_to_leave_then_its_worker_drains_and_exits_with_0(
+    tiny: httpx.Client, torch_cluster: TorchCluster
+) -> None:
+    """The last test of this folder: one of the workers ends."""
+    assert tiny.post("/v1/chat/completions", json=HELLO | {"model": AGGREGATED}).status_code == 200
+    torch_cluster.aggregated.send(signal.SIGTERM)
+    assert torch_cluster.aggregated.wait(20.0) == 0
+    torch_cluster.cluster.until_status(AGGREGATED, 503)

@@ -1,4 +1,4 @@
-"""The terminal client against real frontends: from a pipe, and in a terminal of its own."""
+"""The terminal client against a real frontend. Its answers from a pipe are tested with the demo model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.cluster import TINY, Cluster, command
-from tests.e2e.demo_model.conftest import TorchCluster
+from tests.e2e.cluster import Cluster, command
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
@@ -72,34 +71,6 @@ def terminal(mock_cluster: Cluster) -> Iterator[Terminal]:
     made = Terminal(mock_cluster, "--model", "mock", "--max-tokens", "2000")  # other tests leave models known
     yield made
     made.close()
-
-
-def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colors(
-    torch_cluster: TorchCluster,
-) -> None:
-    cluster = torch_cluster.cluster
-    argv = ["--url", cluster.frontend.url(), "--model", TINY, "--temperature", "0", "--max-tokens", "24"]
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, *argv, "--reasoning-effort", "low"],
-        input="What is prefill?\n\nWhat is decode?\n",
-        env=cluster.env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr.count("TTFT"), done.stderr.count("tokens/s")) == (0, 2, 2), done.stderr
-    assert len(done.stdout.splitlines()) >= 2
-    assert "\x1b" not in done.stdout + done.stderr
-    assert "<|" not in done.stdout
-
-
-def test_chat_when_several_models_are_served_and_none_is_named_then_says_which(torch_cluster: TorchCluster) -> None:
-    cluster = torch_cluster.cluster
-    status, said = command([MODULE, "--url", cluster.frontend.url()], cluster.env)
-    assert status == 2
-    assert len(said) == 1
-    assert f"choose one with --model: {TINY}, {TINY}-aggregated" in said[0]
 
 
 def test_chat_when_there_is_no_frontend_then_one_line_and_exit_status_1(mock_cluster: Cluster) -> None:
