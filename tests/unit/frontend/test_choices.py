@@ -27,6 +27,8 @@ TEXT = "/v1/completions"
 class Each:
     """A pipeline that plays another script for each choice."""
 
+    placement = None  # it selects no workers
+
     def __init__(self, *scripts: list[Any]) -> None:
         self.each = [ScriptedPipeline(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
