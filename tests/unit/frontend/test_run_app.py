@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from dynamo_trtllm.frontend.fleet import pair_probe
 from dynamo_trtllm.frontend.process.run_app import follow_loads, prune_breakers
 from dynamo_trtllm.messages import LoadReport, Role, encode
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.router.load import FleetLoad
-from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance
+from tests.unit.frontend.test_pair_probe import HANDOFF, Bench, answer
 
 
 async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_no_canary() -> None:
@@ -56,3 +60,32 @@ async def test_loads_when_workers_report_and_leave_then_they_are_known_until_the
     assert loads.requests() == {2: 0}
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_probes_when_there_are_very_many_pairs_then_few_are_probed_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair_probe, "_MAX_ALL", 2)
+    bench = Bench()
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        decodes = [await bench.add(number, Role.DECODE, None) for number in (2, 3, 4, 5)]
+        await bench.until(lambda: sum(len(decode.asked) for decode in decodes) == 2)
+        await asyncio.sleep(0.05)
+        assert sum(len(decode.asked) for decode in decodes) == 2
+
+
+async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair_probe, "_UNAVAILABLE_S", 0.01)
+    bench, reasons = Bench(), ["away"]
+    monkeypatch.setattr(bench.plane, "unavailable_reason", lambda: reasons[0] if reasons else None)
+    async with bench.running():
+        prefill = await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(2, Role.DECODE, answer())
+        await asyncio.sleep(0.05)
+        assert not prefill.asked
+        reasons.clear()
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
+    assert bench.codes == {"inconclusive": 1}
