@@ -243,6 +243,7 @@ class WorkerService:
         self._max_leaked_kv_fraction = max_leaked_kv_fraction
         self._admission = admission
         self._instance_id = instance.id
+        self.called = asyncio.Event()  # set by each call
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
         self._kv_events = kv_events
@@ -259,6 +260,7 @@ class WorkerService:
         stream = _ServiceStream(request, self._metrics, on_event)
         name, tokens = request.request_id, len(request.token_ids)
         RECORDER.record(name, RecordedEvent.CALL_RECEIVED, tokens, reason=request.phase)
+        self.called.set()
         context = contextvars.copy_context()  # of the stream's log lines
         context.run(request_id.set, request.request_id)
         try:

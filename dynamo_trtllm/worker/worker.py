@@ -242,7 +242,7 @@ class Worker:
         serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
         broadcast = partial(plane.try_publish, load_subject(instance.namespace))
-        task = self._tasks.start(broadcast_load(service.load_report, broadcast), "load-reports")
+        task = self._tasks.start(broadcast_load(service.load_report, service.called, broadcast), "load-reports")
         stack.push_async_callback(self._tasks.cancel, task)
         register = partial(discovery.register, instance)
         name, timeout_s = instance.card.name, config.drain_timeout_s

@@ -137,20 +137,35 @@ async def test_server_when_a_client_does_not_read_its_answer_then_its_connection
         writer.transport.abort()
 
 
-async def test_broadcast_when_the_load_does_not_change_then_one_in_ten_seconds_is_sent_else_each(
+async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_reports_each_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(health, "_BROADCAST_S", 0.0)
-    count, sent, done = 0, list[LoadReport](), asyncio.Event()
+    monkeypatch.setattr(health, "_CALLED_S", 0.0)
+    running, num_read, sent, called = 0, 0, list[LoadReport](), asyncio.Event()
 
     def load() -> LoadReport:
-        nonlocal count
-        count += 1
-        if len(sent) == 4:
-            done.set()
-        return LoadReport(7, count, max(0, count - 80), 0, 0, 0, 0, 0)  # changes from the 81st on
+        nonlocal num_read
+        num_read += 1
+        return LoadReport(7, num_read, running, 0, 0, 0, 0, 0)
 
-    task = asyncio.create_task(broadcast_load(load, lambda data: sent.append(decode(data, LoadReport))))
-    await asyncio.wait_for(done.wait(), SOON_S)
+    async def settle() -> list[int]:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return [report.running for report in sent]
+
+    task = asyncio.create_task(broadcast_load(load, called, lambda data: sent.append(decode(data, LoadReport))))
+    assert await settle() == [0]
+    assert num_read == 2
+    called.set()
+    running = 3
+    assert await settle() == [0, 3]
+    assert num_read > 10
+    running = 0
+    assert await settle() == [0, 3, 0]
+    monkeypatch.setattr(health, "_UNCHANGED_S", 0.0)
+    called.set()
+    await settle()
+    assert len(await settle()) > 5
     task.cancel()
-    assert [report.number for report in sent[:4]] == [1, 41, 81, 82]
+    await asyncio.gather(task, return_exceptions=True)
