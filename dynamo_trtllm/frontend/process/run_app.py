@@ -76,7 +76,7 @@ async def run_app(
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane, _options(config), breakers, _placement(config))
+        pipeline = Pipeline(view, plane, _options(config), breakers, placement_of(config))
         stack.push_async_callback(pipeline.aclose)
         store = await _store(config)
         stack.push_async_callback(store.aclose)
@@ -87,7 +87,7 @@ async def run_app(
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
-        work |= _routing_work(config.namespace, plane, pipeline, breakers)
+        work |= routing_work(config.namespace, plane, pipeline, breakers)
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
@@ -133,7 +133,7 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
         await changed.wait()
 
 
-def _routing_work(
+def routing_work(
     namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """Return the background work, by the names of its tasks, that keeps up to date what selections read."""
@@ -176,7 +176,7 @@ def _options(config: FrontendConfig) -> PipelineOptions:
     )
 
 
-def _placement(config: FrontendConfig) -> Placement | None:
+def placement_of(config: FrontendConfig) -> Placement | None:
     """Return what selects workers by cost, if the router mode does."""
     if config.router_mode not in ("least-loaded", "kv"):
         return None

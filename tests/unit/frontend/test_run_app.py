@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.fleet import pair_probe
-from dynamo_trtllm.frontend.process.run_app import follow_loads, prune_breakers
+from dynamo_trtllm.frontend.generation.pipeline import Pipeline
+from dynamo_trtllm.frontend.process.run_app import follow_loads, placement_of, prune_breakers, routing_work
 from dynamo_trtllm.messages import LoadReport, Role, encode
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.router.load import FleetLoad
@@ -89,3 +92,29 @@ async def test_probes_when_the_request_plane_is_away_then_no_pair_is_probed_and_
         reasons.clear()
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
     assert bench.codes == {"inconclusive": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "work"),
+    [
+        ({"router_mode": "random"}, {"pairs"}),
+        ({"router_mode": "least-loaded"}, {"pairs", "loads"}),
+        ({"router_mode": "kv"}, {"pairs", "loads", "kv-events"}),
+        ({"router_mode": "kv", "router_kv_events": False}, {"pairs", "loads", "kv-events"}),
+    ],
+)
+async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_date(
+    settings: dict[str, Any], work: set[str]
+) -> None:
+    config, plane, breakers = FrontendConfig(**settings), InprocPlane(), PairBreakers()
+    pipeline = Pipeline(ClusterView(), plane, None, breakers, placement_of(config))
+    tasks = {name: asyncio.create_task(each) for name, each in routing_work("ns", plane, pipeline, breakers).items()}
+    assert set(tasks) == work
+    pipeline.view.add(make_instance(1))
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in tasks.values())
+    if pipeline.placement is not None and pipeline.placement.prefixes is not None:
+        assert pipeline.placement.prefixes.reads_events is config.router_kv_events
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
