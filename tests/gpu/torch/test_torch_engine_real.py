@@ -125,3 +125,19 @@ async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(s
             prefill._kv_connector.transfers.release(transfer_id)  # type: ignore[attr-defined]
         await check_nothing_left(prefill)
         await check_nothing_staged(prefill)
+
+
+async def test_prompt_when_its_beginning_is_cached_then_the_rest_is_computed_with_equal_tokens(
+    site: Site, tiny: Path
+) -> None:
+    exact = {"dtype": "float32"}  # or sums would depend on where the computation begins
+    plain = make_on(site, tiny, Role.AGGREGATED, enable_prefix_caching=False, **exact)
+    prefill = make_on(site, tiny, Role.PREFILL, **exact)
+    decode = make_on(site, tiny, Role.DECODE, 1, **exact)
+    async with started(plain, prefill, decode):
+        for length in (1000, 1000, 1500):
+            expected = await answer(plain, prompt_of(length))
+            assert tokens(await prefill_then_decode(prefill, decode, prompt_of(length))) == expected
+        last = (await collect(prefill, ask(prompt_of(1500), phase=Phase.PREFILL)))[-1]
+        assert last.stats is not None
+        assert last.stats.cached_tokens == 1472
