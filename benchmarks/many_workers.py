@@ -186,11 +186,11 @@ def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
         total = args.workers // args.processes * args.processes
         registered_s = wait_for_workers(port, total, args.start_timeout_s)
         outcomes, seconds, ids = asyncio.run(ask_all(port, args.requests, args.timeout_s))
-        num_explained = explained(folder, ids)
         print(f"{total} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
         print(f"{args.requests} requests at once: " + ", ".join(f"{count} {name}" for name, count in outcomes.items()))
         if seconds:
             print(f"time of a request: p50 {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
+        num_explained = explained(folder, ids)
         print(f"explained: {num_explained}; memory of the frontend: {frontend.rss_mib():.0f} MiB")
         return int(outcomes["complete"] != args.requests or num_explained != args.requests)
     finally:

@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -138,6 +139,7 @@ class Recordings:
         self.processes = list(processes)
         self.problems = list(problems)  # a line for each file that can't be read
         self.requests: dict[int, RequestRecording] = {}
+        self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)  # by the hash of its X-Request-Id
         boot = boot_id()
         for process in self.processes:
             for entry in process.entries:
@@ -147,6 +149,8 @@ class Recordings:
                     if request is None:
                         request = self.requests[key] = RequestRecording(key)
                     request.steps.append(Step(process, entry))
+                    if entry.event == RecordedEvent.RECEIVED:
+                        self._keys_by_client_id[entry.a].add(key)
         for request in self.requests.values():
             request.steps.sort(key=lambda step: (step.process.header.boot_id == boot, step.entry.ns))
 
@@ -181,13 +185,7 @@ class Recordings:
 
     def find(self, text: str) -> list[RequestRecording]:
         """Return the requests with this id: of a response, of `X-Request-Id`, of a log line, or of this command."""
-        hashed = id_hash(text)
-        found = {
-            step.entry.key
-            for request in self.requests.values()
-            for step in request.steps
-            if step.entry.event == RecordedEvent.RECEIVED and step.entry.a == hashed
-        }
+        found = set(self._keys_by_client_id.get(id_hash(text), ()))
         tail = text.rpartition("-")[2].rpartition("_")[2]
         if len(tail) >= 32:
             tail = tail[-32:][:16]  # of a response: the first half is the request's
