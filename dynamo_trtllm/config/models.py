@@ -247,16 +247,17 @@ class FrontendConfig(ProcessConfig):
     router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
         HTTP,
         "round-robin",
-        "How workers are selected: round-robin (equal requests and equal workers), random, least-loaded (prompts of "
-        "different lengths or workers of different speed: the worker with the fewest prompt tokens to compute, and the "
-        "one with the fewest tokens in its KV cache), kv (prompts that begin alike, as in conversations: the same, but "
-        "tokens that a worker has in its prefix cache cost nothing there).",
+        "How workers are selected. round-robin: in turn. random: at random. least-loaded: the prefill worker with the "
+        "fewest prompt tokens to compute and the decode worker with the fewest tokens in its KV cache; for prompts of "
+        "different lengths or workers of different speed. kv: as least-loaded, but prompt tokens in a worker's prefix "
+        "cache do not count; for prompts that begin alike, as in conversations.",
     )
     router_kv_events: bool = option(
         HTTP,
         True,
-        "With --router-mode kv: read the KV events of workers with --publish-kv-events. Otherwise, and of other "
-        "workers, assume that a worker has the prompts that this frontend process sent it.",
+        "With --router-mode kv: read the KV events of workers that run with --publish-kv-events. For all other "
+        "workers (with --no-router-kv-events: for all), assume that a worker has the prompts that this frontend "
+        "process sent to it.",
         env="DYN_ROUTER_USE_KV_EVENTS",
         aliases=("--kv-events",),
     )
@@ -269,8 +270,8 @@ class FrontendConfig(ProcessConfig):
     router_kv_overlap_score_credit: Annotated[float, Field(ge=0, le=1)] = option(
         HTTP,
         1.0,
-        "With --router-mode kv: part of the cost of a prompt token that is saved if it is in the prefix cache; 0 "
-        "ignores the caches.",
+        "With --router-mode kv: how much of a prompt token's cost is saved if the token is in the prefix cache, from "
+        "0 (caches are ignored) to 1 (the token costs nothing).",
         env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
     )
     request_timeout_s: PositiveFloat = option(

@@ -103,7 +103,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "port": _PORT,
     "pp": _PIPELINE,
     "pp-size": _PIPELINE,
-    "publish-events-and-metrics": _UNSUPPORTED,
+    "publish-events-and-metrics": OtherName(("publish_kv_events",)),
     "quantization": _ENGINE_ARGUMENT,
     "request-plane": _PLANE,
     "reasoning-parser": OtherName(("dyn_reasoning_parser",)),

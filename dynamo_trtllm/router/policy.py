@@ -66,7 +66,7 @@ class PairBreakers:
         self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that wait for a probe
         self._known: defaultdict[int, set[Pair]] = defaultdict(set)  # by instance id: its pairs of the three above
-        self.open_partners: dict[int, set[int | None]] = {}  # by second id of the pairs that get no requests: the first
+        self.open_partners: dict[int, set[int | None]] = {}  # decode id: prefill ids of its pairs that get no requests
         self._half_open_at = math.inf  # no breaker of `_open` may become half open earlier
         self.revision = object()  # another one after each change of `open_partners`
         self.rescheduled: set[Pair] = set()  # pairs that may be due earlier than before; the probes empty it

@@ -115,7 +115,9 @@ class PrefixFeed:
     async def _request(self, instance: Instance, resync: _Resync) -> None:
         if resync.count == _UNANSWERED:
             reason = resync.failure or "it accepts requests but publishes nothing"
-            _log.warning("worker %x does not publish its prefix cache again: %s", instance.id, reason)
+            _log.warning(
+                "worker %x did not send its prefix cache, asked %d times: %s", instance.id, _UNANSWERED, reason
+            )
             if instance.id in self._known.unsynced:
                 self._known.forget(instance.id)
         resync.failure = ""
