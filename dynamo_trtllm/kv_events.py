@@ -98,7 +98,8 @@ def root_hash(cache_salt: str | None) -> int:
 def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
     """Return the hash of each full block and of all tokens before it, of 64 bits.
 
-    Two prompts with equal hashes are treated as equal. This only decides where a request runs: engines find KV by their own keys.
+    Two prompts with equal hashes are treated as equal. This only decides where a request runs: engines find KV by
+    their own keys.
 
     Args:
         ids: tokens that follow `parent`.

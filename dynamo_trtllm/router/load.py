@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -123,9 +122,9 @@ class FleetLoad:
         """Return the load of an instance to read it."""
         return self._loads.get(instance_id, _UNKNOWN)
 
-    def keep_only(self, ids: Collection[int]) -> None:
-        """Drop the instances that are not in `ids`."""
-        self._loads = {instance_id: load for instance_id, load in self._loads.items() if instance_id in ids}
+    def remove(self, instance_id: int) -> None:
+        """Drop an instance. Unknown ids are ignored."""
+        self._loads.pop(instance_id, None)
 
     def requests(self) -> dict[int, int]:
         """Return the number of this frontend's requests by instance id."""
@@ -167,7 +166,7 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
             cost += REQUEST_TOKENS * (report.running + report.waiting)
             kv_total = report.kv_blocks_total * instance.layout.block_tokens
             kv_tokens += report.kv_blocks_used * instance.layout.block_tokens if kv_total else report.context_tokens
-            if 0 < kv_total < kv_tokens:
+            if 0 < kv_total < kv_tokens + overlap_tokens:  # cached blocks may be evicted before the request begins
                 cost += kv_total
         cost += kv_tokens
     return cost

@@ -144,7 +144,7 @@ _CALLED_S = 0.05  # between a call and the broadcast that it causes
 
 
 async def broadcast_load(
-    load: Callable[[], LoadReport], called: asyncio.Event, publish: Callable[[bytes], object]
+    load: Callable[[], LoadReport], called: asyncio.Event, publish: Callable[[bytes], bool]
 ) -> None:
     """Publish the load every _BROADCAST_S if it has changed, and every ten seconds otherwise, until cancelled.
 
@@ -153,21 +153,24 @@ async def broadcast_load(
     Args:
         load: returns the load.
         called: is set by each call to the worker.
-        publish: sends a report.
+        publish: sends a report; False: it was not accepted now, and is tried again.
     """
     last: LoadReport | None = None
     published_at, clock = 0.0, asyncio.get_running_loop().time
     while True:
+        was_called = called.is_set()
+        called.clear()
         report = load()
         is_same = last is not None and msgspec.structs.replace(last, number=report.number) == report
         if not is_same or clock() - published_at >= _UNCHANGED_S:
-            publish(encode(report))
+            if not publish(encode(report)):
+                await asyncio.sleep(_BROADCAST_S)
+                continue
             published_at = clock()
         last = report
-        if not is_same or report.running or report.waiting:
+        if not is_same or was_called or report.running or report.waiting:
             await asyncio.sleep(_BROADCAST_S)
             continue
-        called.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_UNCHANGED_S):
                 await called.wait()

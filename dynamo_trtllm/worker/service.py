@@ -301,8 +301,7 @@ class WorkerService:
         now, last = time.monotonic(), self._last_load
         if last is not None and now - self._load_read_at < _SAME_LOAD_S:
             return last
-        engine, active = self._engine, self._admission.active()
-        stats = engine.stats() if isinstance(engine, HasStats) else replace(NO_STATS, running=active)
+        stats = self._engine_stats() or replace(NO_STATS, running=self._admission.active())
         work = stats.running, stats.waiting, stats.queued_prefill_tokens
         kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
         load = LoadReport(self._instance_id, 1 if last is None else last.number + 1, *work, *kv)

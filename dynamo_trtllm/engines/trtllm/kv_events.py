@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.kv_events import (
@@ -62,13 +62,14 @@ class KvEventPoller:
 
     def _poll(self, loop: asyncio.AbstractEventLoop, on_events: OnKvEvents) -> None:
         while not self._stop.wait(_PAUSE_S):
+            read: Iterable[Mapping[str, Any]] = ()
             try:
-                read = self._get_events(timeout=_TIMEOUT_S)
-                events = [event for each in read or () for event in self.convert(each)]
+                read = self._get_events(timeout=_TIMEOUT_S) or ()
+                events = [event for each in read for event in self.convert(each)]
             except Exception as exc:  # noqa: BLE001 - logged, and tried again
                 # Of any class, as for statistics: 1.0 and 1.1 raise TypeError when there are none.
                 self._note_failure(f"{type(exc).__name__}: {exc}")
-                continue
+                events = [BlocksCleared()] if read else []  # those that were read are lost
             if events and not loop.is_closed():
                 loop.call_soon_threadsafe(on_events, events)
 

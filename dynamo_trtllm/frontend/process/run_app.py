@@ -23,6 +23,7 @@ from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_store import store_limits
 from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.exchange import Handler
+from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
@@ -147,11 +148,20 @@ def routing_work(
 
 async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: FleetLoad) -> None:
     """Take the load that workers report, and drop that of workers that are gone, until cancelled."""
-    unsubscribe = await plane.watch_loads(namespace, lambda report: loads.on_report(report, time.monotonic()))
+
+    def take(report: LoadReport) -> None:
+        if view.instance(report.instance_id) is not None:  # else it came late, or before the instance
+            loads.on_report(report, time.monotonic())
+
+    changes = view.subscribe()
+    unsubscribe = await plane.watch_loads(namespace, take)
     try:
         while True:
             changed = view.changed
-            loads.keep_only(view.ids())
+            while changes:
+                instance, is_added = changes.popleft()
+                if not is_added:
+                    loads.remove(instance.id)
             await changed.wait()
     finally:
         await unsubscribe()

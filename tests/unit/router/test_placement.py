@@ -132,7 +132,7 @@ def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_no
     found = placement.select(view, request(), NONE_OPEN, now + 0.1)
     assert found is not None
     assert (found.decode.id, found.decode_costs) == (2001, Costs(200, 200 + 100 + 256))
-    placement.loads.keep_only({2002})
+    placement.loads.remove(2001)
     assert placement.loads.requests() == {2002: 1}
 
 

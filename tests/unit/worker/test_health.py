@@ -142,26 +142,33 @@ async def test_broadcast_when_a_worker_is_idle_then_it_sleeps_until_a_call_and_r
 ) -> None:
     monkeypatch.setattr(health, "_BROADCAST_S", 0.0)
     monkeypatch.setattr(health, "_CALLED_S", 0.0)
-    running, num_read, sent, called = 0, 0, list[LoadReport](), asyncio.Event()
+    running, num_read, sent, called, is_up = 0, 0, list[LoadReport](), asyncio.Event(), True
 
     def load() -> LoadReport:
         nonlocal num_read
         num_read += 1
         return LoadReport(7, num_read, running, 0, 0, 0, 0, 0)
 
+    def publish(data: bytes) -> bool:
+        if is_up:
+            sent.append(decode(data, LoadReport))
+        return is_up
+
     async def settle() -> list[int]:
         for _ in range(20):
             await asyncio.sleep(0)
         return [report.running for report in sent]
 
-    task = asyncio.create_task(broadcast_load(load, called, lambda data: sent.append(decode(data, LoadReport))))
+    task = asyncio.create_task(broadcast_load(load, called, publish))
     assert await settle() == [0]
     assert num_read == 2
     called.set()
     running = 3
     assert await settle() == [0, 3]
     assert num_read > 10
-    running = 0
+    running, is_up = 0, False
+    assert await settle() == [0, 3]
+    is_up = True  # what was not accepted is sent again
     assert await settle() == [0, 3, 0]
     monkeypatch.setattr(health, "_UNCHANGED_S", 0.0)
     called.set()
