@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.engines import (
     prefill_params,
     prefill_then_decode,
     prompt_of,
+    release,
     started,
     stats,
     tokens,
@@ -176,6 +178,38 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(gpt_oss: Pa
         with pytest.raises(EngineFailed):
             async for _ in stream:
                 pass
+
+
+async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_those_that_came_since(
+    gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("torch", gpt_oss, Role.PREFILL, prefill_chunk_tokens=64)
+    assert isinstance(engine, TorchEngine)
+    entered, goes_on = asyncio.Event(), threading.Event()
+    async with started(engine):
+        assert engine._scheduler is not None
+        loop, module = asyncio.get_running_loop(), engine._scheduler._module
+
+        def slow(**inputs: Any) -> Any:
+            loop.call_soon_threadsafe(entered.set)
+            goes_on.wait(SOON_S)
+            return module(**inputs)
+
+        monkeypatch.setattr(engine._scheduler, "_module", slow)
+        try:
+            first = asyncio.create_task(prefill_params(engine, prompt_of(100)))
+            await asyncio.wait_for(entered.wait(), SOON_S)
+            load = stats(engine)
+            assert (load.running, load.waiting, load.queued_prefill_tokens, load.kv_blocks_used) == (1, 0, 100, 4)
+            others = [asyncio.create_task(prefill_params(engine, prompt_of(length, length))) for length in (40, 70)]
+            await asyncio.sleep(0)  # they post their requests
+            load = stats(engine)
+            assert (load.running, load.waiting, load.queued_prefill_tokens) == (1, 2, 210)
+        finally:
+            goes_on.set()
+        for kv_params in await asyncio.gather(first, *others):
+            release(engine, kv_params)
+        await check_nothing_left(engine)
 
 
 async def test_step_when_it_breaks_then_streams_fail_and_check_raises(

@@ -66,7 +66,7 @@ class _TorchStream(TaskStream):
 
     def _submit(self, seq: TorchSequence, scheduler: Scheduler, matcher: grammar.GrammarMatcher | None) -> None:
         seq.logits_processor = logits_processor_for(seq.request, matcher)
-        scheduler.post(partial(scheduler.submit, seq))
+        scheduler.submit(seq)
 
     def receive(self, event: Event) -> None:
         """Take an event of the scheduler, on the event loop."""

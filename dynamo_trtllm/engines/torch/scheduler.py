@@ -13,6 +13,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from dynamo_trtllm.engines.torch.sequence import (
     Delivery,
     Freed,
     PrefillDone,
+    SchedulerLoad,
     TorchSequence,
 )
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
@@ -44,7 +46,7 @@ _MOST_SCORED = 256  # prompt tokens per step whose log-probabilities are request
 
 
 class Scheduler:
-    """The thread that runs the model. `post` and `stats` are thread-safe; all else runs on its thread."""
+    """The thread that runs the model. The first methods may be called from outside, all others run on the thread."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Scheduler:
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
-        self._stats = self._take_stats()
+        self._load = SchedulerLoad(self._take_stats())
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
     # --- called from outside ---------------------------------------------------------------------------
@@ -97,12 +99,18 @@ class Scheduler:
         """Run `message` on the scheduler's thread before its next step."""
         self._posted.put(message)
 
+    def submit(self, seq: TorchSequence) -> None:
+        """Queue a sequence, from one thread only. The statistics have it from now on."""
+        self._load.submit(seq)
+        self.post(partial(self._take, seq))
+
     def stats(self) -> EngineStats:
-        return self._stats
+        return self._load.read()
 
     # --- messages: run on the thread -------------------------------------------------------------------
 
-    def submit(self, seq: TorchSequence) -> None:
+    def _take(self, seq: TorchSequence) -> None:
+        self._load.take(seq)
         if len(self._waiting) >= self._limits.max_queue:
             self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
@@ -186,6 +194,7 @@ class Scheduler:
             queued = (*self._waiting, *self._reserved, *self._prefilling, *self._decoding)
             for seq in (*queued, *(seq for seq, _ in self._awaiting_buffer), *self._awaiting_fetch):
                 self._drop(seq)
+            self._load.take_all()
             self._publish()
         finally:  # on a broken GPU, dropping sequences raises
             self._on_end(reason)
@@ -202,11 +211,12 @@ class Scheduler:
         self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
+            self._load.publish(self._take_stats())  # a step may take seconds
             self._step()
         self._publish()
 
     def _publish(self) -> None:
-        self._stats = self._take_stats()
+        self._load.publish(self._take_stats())
         if self._events:
             events, self._events = self._events, []
             self._deliver(events)
@@ -377,12 +387,8 @@ class Scheduler:
                 self._events.append((seq, RequestRejected(LEFT_FORMAT, field="guided")))
                 self._drop(seq)
                 return
-        ids = token_ids([choice.token_id])
+        ids, reason = token_ids([choice.token_id]), seq.finish_reason()
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
-        if choice.token_id in seq.stop_ids:
-            reason: FinishReason | None = FinishReason.STOP
-        else:
-            reason = FinishReason.LENGTH if seq.num_output_tokens >= seq.max_new_tokens else None
         if reason is None and seq.request.phase is Phase.PREFILL:
             self._decoding.remove(seq)
             self._awaiting_buffer.append((seq, Chunk(token_ids=ids, logprobs=logprobs)))

@@ -1,4 +1,4 @@
-"""Define one request inside the torch engine, the events that the scheduler sends about it, and its KV blocks."""
+"""Define one request inside the torch engine, the scheduler's events about it, its KV blocks, and the load."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadata, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Phase,
+    PhaseTimings,
+    TokenIds,
+    TokenLogprob,
+    token_ids,
+)
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import phase_timings
 
@@ -137,6 +147,12 @@ class TorchSequence:
         """Return whether the log-probabilities of the prompt are requested."""
         return self.request.sampling.prompt_logprobs is not None
 
+    def finish_reason(self) -> FinishReason | None:
+        """Return why the output ends with its last token. None if it goes on."""
+        if self.output_ids[-1] in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_output_tokens >= self.max_new_tokens else None
+
     def prompt_chunk(self, logits: Tensor) -> Chunk:
         """Return the log-probabilities of the prompt tokens that follow those of the last step.
 
@@ -170,6 +186,45 @@ class TorchSequence:
     def timings(self) -> PhaseTimings:
         """Return the durations of the phases that have ended."""
         return phase_timings(self.phases, self.request.kv_params, cached_tokens=self.cached_tokens)
+
+
+class SchedulerLoad:
+    """The statistics that the scheduler's thread publishes, with the sequences that it has not taken yet.
+
+    A step may take seconds, and the thread takes sequences between steps only. `submit` and `read` are for one other
+    thread. No lock is needed: each attribute has one thread that writes it, and is replaced as a whole.
+    """
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._submitted = self._taken = (0, 0)  # sequences so far, and their prompt tokens to compute
+        self._published = stats, self._taken
+
+    def submit(self, seq: TorchSequence) -> None:
+        """Count a sequence that the thread has not taken. Call this before the thread can take it."""
+        self._submitted = self._submitted[0] + 1, self._submitted[1] + seq.prefill_left
+
+    def read(self) -> EngineStats:
+        """Return the last statistics, with the sequences that were submitted and not in them."""
+        stats, (taken, taken_tokens) = self._published
+        submitted, submitted_tokens = self._submitted  # read last, so these are never fewer
+        if submitted == taken:
+            return stats
+        return replace(
+            stats,
+            waiting=stats.waiting + submitted - taken,
+            queued_prefill_tokens=stats.queued_prefill_tokens + submitted_tokens - taken_tokens,
+        )
+
+    def take(self, seq: TorchSequence) -> None:
+        """Leave the sequence to the statistics that are published next."""
+        self._taken = self._taken[0] + 1, self._taken[1] + seq.prefill_left
+
+    def take_all(self) -> None:
+        """Leave out what was submitted, because no step follows."""
+        self._taken = self._submitted
+
+    def publish(self, stats: EngineStats) -> None:
+        self._published = stats, self._taken
 
 
 class BlockAllocator:
