@@ -16,7 +16,8 @@ from dynamo_trtllm.kv_events import KvCacheUpdate, prefix_hashes, root_hash, unp
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 
 MAX_SENT_BLOCKS: Final = 1 << 20  # as Dynamo's --router-max-tree-size
-_EXPIRED_AT_ONCE = 4  # prompts per sent prompt, so that none waits for the expiry of many
+_EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
+_EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 
 
 Level: TypeAlias = tuple[int, int]
@@ -299,19 +300,21 @@ class KnownPrefixes:
         expires = self._expires.get(instance_id)
         if expires is None:
             return
-        self._expire(now)
         hashes = prompt.of(self._caches[instance_id].block_tokens)
+        if not hashes:
+            return
+        self._expire(now, MAX_SENT_BLOCKS - len(hashes), max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes)))
         self._index_of(instance_id).store(instance_id, hashes)
         expires.update(dict.fromkeys(hashes, now + self._ttl_s))
         self._sent.append(_Sent(now + self._ttl_s, instance_id, hashes))
         self._num_sent += len(hashes)
 
-    def _expire(self, now: float) -> None:
-        for _ in range(_EXPIRED_AT_ONCE):
-            if not self._sent or (self._sent[0].expires_s > now and self._num_sent <= MAX_SENT_BLOCKS):
-                return
+    def _expire(self, now: float, limit: int, budget: int) -> None:
+        """Remove the oldest prompts: all above a limit of blocks, and about `budget` blocks of expired ones."""
+        while self._sent and (self._num_sent > limit or (budget > 0 and self._sent[0].expires_s <= now)):
             sent = self._sent.popleft()
             self._num_sent -= len(sent.hashes)
+            budget -= len(sent.hashes) + 1
             expires = self._expires.get(sent.instance_id)
             if expires is not None:  # the instance is still there
                 old = [each for each in sent.hashes if expires.get(each, now) <= sent.expires_s]

@@ -242,12 +242,31 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
     assert overlaps(known, [8]) == {}
 
 
+@pytest.mark.parametrize(("ttl_s", "limit"), [(3600.0, 200), (1.0, 1 << 20)])
+def test_record_sent_when_short_prompts_are_followed_by_long_ones_then_no_more_blocks_stay_than_allowed(
+    ttl_s: float, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", limit)
+    known = KnownPrefixes(ttl_s=ttl_s)
+    known.add_instance(instance(1, has_events=False))
+    sent = [[number] for number in range(200)] + [[number] * 100 for number in range(200, 220)]
+    for number, blocks in enumerate(sent):
+        known.record_sent(prompt(blocks), 1, now=0.0 if number < 200 else 1.5 * number)
+    found = [overlaps(known, blocks) for blocks in sent]
+    assert found[-1] == {1: 100 * BLOCK}
+    assert sum(len(blocks) for blocks, each in zip(sent, found, strict=True) if each) <= 200
+
+
 def test_record_sent_when_too_many_blocks_then_the_oldest_prompts_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", 3)
+    monkeypatch.setattr(prefix_index, "MAX_SENT_BLOCKS", 4)
     known = KnownPrefixes(reads_events=False)
     known.add_instance(instance(1))
     for number in range(6):
         known.record_sent(prompt([number, 7]), 1, now=number)
     assert [number for number in range(6) if overlaps(known, [number])] == [4, 5]
+    known.record_sent(prompt([6, 7, 7, 7, 7]), 1, now=6)  # more than all may have: it stays until the next one
+    assert [number for number in range(7) if overlaps(known, [number])] == [6]
+    known.record_sent(prompt([7]), 1, now=7)
+    assert [number for number in range(8) if overlaps(known, [number])] == [7]
     known.on_update(snapshot(1, [0]))
     assert overlaps(known, [0]) == {}
