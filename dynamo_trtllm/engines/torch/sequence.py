@@ -97,6 +97,7 @@ class TorchSequence:
     queued: dict[str, float] = field(default_factory=dict)  # the queue's clock when the sequence was queued
     awaits_step: bool = False  # decode: its KV is in the pool, and it waits for its first step
     recorded_wait: str = ""  # what it lacked last
+    refused_at: int = -1  # the allocator's changes when it had too few blocks for the sequence
 
     def lack(self, what: str) -> str:
         """Record, once, what the sequence lacks as the first one that waits. Return the same."""
@@ -239,6 +240,7 @@ class BlockAllocator:
         self.pool = pool
         self._cache = PrefixCache(pool.block_tokens)
         self._has_prefix_cache = has_prefix_cache
+        self._changes = 0  # after which a refused sequence may have enough blocks
 
     @property
     def used(self) -> int:
@@ -252,14 +254,19 @@ class BlockAllocator:
     def reserve(self, seq: TorchSequence) -> bool:
         """Reserve the blocks of a sequence, which begins after the tokens that are cached.
 
+        The first waiting sequence asks before each step, so a refusal stays until blocks were freed or stored.
+
         Returns:
             False if too few blocks are free.
         """
+        if seq.refused_at == self._changes:
+            return False
         pool, request = self.pool, seq.request
         has_logits = request.kv_params is None and not seq.scores_prompt  # of the last prompt token only
         prompt, needed = request.token_ids if has_logits else token_ids(), pool.blocks_for(seq.kv_tokens)
         reserved = self._cache.reserve(prompt, request.cache_salt, needed, pool.num_free)
         if reserved is None:
+            seq.refused_at = self._changes
             return False
         pool.free(reserved.evicted)
         seq.chain = reserved.reused
@@ -284,6 +291,7 @@ class BlockAllocator:
             is_whole = len(seq.chain) == prompt_tokens // size
         if self._has_prefix_cache and is_whole:
             ids = (seq.request.token_ids + seq.output_ids)[: seq.num_computed_tokens]
+            self._changes += 1
             self._cache.store(ids, seq.request.cache_salt, seq.chain, seq.block_numbers[len(seq.chain) :])
 
     def discard(self, seq: TorchSequence) -> None:
@@ -297,6 +305,7 @@ class BlockAllocator:
         own, forgotten = self._own(seq), self._cache.release(seq.chain)
         self._scrub(forgotten)
         self.pool.free(own + forgotten)
+        self._changes += bool(seq.block_numbers)
         seq.block_table, seq.block_numbers, seq.chain = None, [], []
 
     def _own(self, seq: TorchSequence, most: int | None = None) -> list[int]:

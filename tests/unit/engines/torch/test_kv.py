@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from dynamo_trtllm.engines.prefix_cache import PrefixCache
 from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.engines.torch.sequence import BlockAllocator, TorchSequence
+from dynamo_trtllm.messages import KvLayout, token_ids
+from tests.engines import ask
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=3)
 WINDOWS = (8, None, 8)
@@ -67,3 +72,33 @@ def test_keys_when_one_is_not_finite_then_only_its_block_is_found() -> None:
 @pytest.mark.parametrize(("tokens", "is_whole"), [(4, True), (10, True), (11, False), (40, False)])
 def test_holds_all_when_a_window_hides_blocks_then_false(tokens: int, is_whole: bool) -> None:
     assert make_pool().holds_all(tokens) is is_whole
+
+
+@pytest.mark.parametrize("change", ["store", "free"])
+def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_after_a_change(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[int] = []
+
+    def counted(cache: PrefixCache, *args: Any) -> Any:
+        looked_up.append(1)
+        return reserve(cache, *args)
+
+    reserve = PrefixCache.reserve
+    monkeypatch.setattr(PrefixCache, "reserve", counted)
+    blocks = BlockAllocator(make_pool(10), has_prefix_cache=True)
+    running, first, second = (
+        TorchSequence(ask(token_ids(range(16))), max_new_tokens=9, stop_ids=(), inbox=lambda _: None) for _ in range(3)
+    )
+    assert blocks.reserve(running)
+    assert [blocks.reserve(first) for _ in range(3)] == [False] * 3
+    assert len(looked_up) == 2
+    assert not blocks.reserve(second)  # another one may need fewer blocks
+    assert len(looked_up) == 3
+    if change == "store":  # it can use blocks that are in use
+        running.num_computed_tokens = 16
+        blocks.store(running)
+    else:
+        blocks.free(running)
+    assert blocks.reserve(first)
+    assert len(looked_up) == 4
