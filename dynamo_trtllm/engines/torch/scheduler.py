@@ -26,6 +26,7 @@ from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
 from dynamo_trtllm.engines.torch.sequence import (
+    AwaitingFetch,
     BlockAllocator,
     BlocksReserved,
     Delivery,
@@ -75,7 +76,7 @@ class Scheduler:
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
         self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, no buffer space yet
-        self._awaiting_fetch: set[TorchSequence] = set()  # KV is in the transfer buffer
+        self._awaiting_fetch = AwaitingFetch()
         self._queue_clock = QueueClock()
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
@@ -156,8 +157,8 @@ class Scheduler:
             self.blocks.discard(seq)
         elif seq in self._decoding:
             self.blocks.store(seq)
-        for group in (self._reserved, self._awaiting_fetch):
-            group.discard(seq)
+        self._reserved.discard(seq)
+        self._awaiting_fetch.discard(seq)
         for seqs in (self._waiting, self._prefilling, self._decoding):
             if seq in seqs:
                 seqs.remove(seq)
@@ -228,7 +229,7 @@ class Scheduler:
             kv_blocks_used=self.blocks.used,
             kv_blocks_total=self.pool.num_blocks,
             tickets_held=len(self._awaiting_fetch),
-            ticket_kv_blocks=len({number for seq in self._awaiting_fetch for number in seq.block_numbers}),
+            ticket_kv_blocks=self._awaiting_fetch.num_blocks,
             queued_prefill_tokens=sum(seq.prefill_left for seq in (*self._waiting, *self._prefilling)),
             context_tokens=sum(seq.num_computed_tokens for seq in self._decoding),
         )
@@ -303,9 +304,8 @@ class Scheduler:
             at += count
         finite = self._finite(step, decoding, chunks)
         if sampled:
-            self._update_from_output(
-                sampled, sample(logits[: len(rows)], [seq.sampling_metadata() for seq in sampled], finite)
-            )
+            metadata = [seq.sampling_metadata() for seq in sampled]
+            self._update_from_output(sampled, sample(logits[: len(rows)], metadata, finite))
 
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -187,6 +188,34 @@ class TorchSequence:
     def timings(self) -> PhaseTimings:
         """Return the durations of the phases that have ended."""
         return phase_timings(self.phases, self.request.kv_params, cached_tokens=self.cached_tokens)
+
+
+class AwaitingFetch:
+    """The prefilled sequences whose KV is in the transfer buffer. Their prompts may share blocks."""
+
+    def __init__(self) -> None:
+        self._counted: dict[TorchSequence, list[int]] = {}  # with their blocks
+        self._blocks: Counter[int] = Counter()  # sequences by block
+
+    def __len__(self) -> int:
+        return len(self._counted)
+
+    def __iter__(self) -> Iterator[TorchSequence]:
+        return iter(self._counted)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    def add(self, seq: TorchSequence) -> None:
+        self._counted[seq] = seq.block_numbers
+        self._blocks.update(seq.block_numbers)
+
+    def discard(self, seq: TorchSequence) -> None:
+        for number in self._counted.pop(seq, ()):
+            self._blocks[number] -= 1
+            if not self._blocks[number]:
+                del self._blocks[number]
 
 
 class SchedulerLoad:

@@ -9,7 +9,7 @@ import torch
 
 from dynamo_trtllm.engines.prefix_cache import PrefixCache
 from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
-from dynamo_trtllm.engines.torch.sequence import BlockAllocator, TorchSequence
+from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, BlockAllocator, TorchSequence
 from dynamo_trtllm.messages import KvLayout, token_ids
 from tests.engines import ask
 
@@ -19,6 +19,10 @@ WINDOWS = (8, None, 8)
 
 def make_pool(num_blocks: int = 20) -> KvPool:
     return KvPool(LAYOUT, num_blocks, windows=WINDOWS, device=torch.device("cpu"))
+
+
+def sequence() -> TorchSequence:
+    return TorchSequence(ask(token_ids(range(16))), max_new_tokens=9, stop_ids=(), inbox=lambda _: None)
 
 
 def test_reserve_when_blocks_were_freed_then_the_same_memory_is_used_again() -> None:
@@ -87,9 +91,7 @@ def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_a
     reserve = PrefixCache.reserve
     monkeypatch.setattr(PrefixCache, "reserve", counted)
     blocks = BlockAllocator(make_pool(10), has_prefix_cache=True)
-    running, first, second = (
-        TorchSequence(ask(token_ids(range(16))), max_new_tokens=9, stop_ids=(), inbox=lambda _: None) for _ in range(3)
-    )
+    running, first, second = sequence(), sequence(), sequence()
     assert blocks.reserve(running)
     assert [blocks.reserve(first) for _ in range(3)] == [False] * 3
     assert len(looked_up) == 2
@@ -102,3 +104,15 @@ def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_a
         blocks.free(running)
     assert blocks.reserve(first)
     assert len(looked_up) == 4
+
+
+def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_counts_once() -> None:
+    awaiting, (first, second) = AwaitingFetch(), (sequence(), sequence())
+    first.block_numbers, second.block_numbers = [1, 2, 3], [1, 2, 4]
+    counts = []
+    for change, seq in ((awaiting.add, first), (awaiting.add, second), (awaiting.discard, first)):
+        change(seq)
+        counts.append((len(awaiting), awaiting.num_blocks))
+    awaiting.discard(first)  # again
+    awaiting.discard(second)
+    assert [*counts, (len(awaiting), awaiting.num_blocks)] == [(1, 3), (2, 4), (1, 3), (0, 0)]
