@@ -283,7 +283,7 @@ def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens
         prompt.of(block_tokens)
 
     def look_up(turn: int) -> None:
-        for found in known.overlaps(prompts[turn % len(prompts)]).values():
+        for found in known.overlaps(prompts[turn % len(prompts)], 0.0).values():
             for instance_id in found.deepest(_CANDIDATES):
                 found.get(instance_id)
 

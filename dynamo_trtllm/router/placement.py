@@ -115,7 +115,7 @@ class Placement:
             avoid: prefill instance to use only if no other matches.
         """
         prompt = None if self.prefixes is None else PromptHashes(request)
-        overlaps = {} if self.prefixes is None or prompt is None else self.prefixes.overlaps(prompt)
+        overlaps = {} if self.prefixes is None or prompt is None else self.prefixes.overlaps(prompt, now)
         best, least = None, math.inf
         for group in view.groups.values():
             if not group.prefill or not group.decode:

@@ -7,8 +7,9 @@ block to block, and a binary search finds where. Callers pass the time.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 MAX_SENT_BLOCKS: Final = 1 << 20  # as Dynamo's --router-max-tree-size
 _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
+_MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
 
 Level: TypeAlias = tuple[int, int]
@@ -87,15 +89,21 @@ class PrefixIndex:
                 else:
                     del masks[prefix]
 
-    def levels(self, hashes: Sequence[int]) -> list[Level]:
-        """Return how deep instances match a prompt, the deepest first; each mask includes the one before it."""
-        if not hashes:
-            return []
+    def has_any_of(self, hashes: Sequence[int]) -> bool:
+        """Return whether any instance has the beginning of a prompt."""
+        return bool(hashes) and (hashes[0] in self._masks or hashes[-1] in self._masks)
+
+    def depth(self, instance_id: int, hashes: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks an instance has."""
+        masks, bit = self._masks, self._bits[self.slots[instance_id]]  # unlike the sets, shared by all searches
+        return _first_lacking(hashes, lambda prefix: not masks.get(prefix, 0) & bit)
+
+    def levels(self, hashes: Sequence[int]) -> Iterator[Level]:
+        """Yield how deep instances match a prompt, the deepest first. Each mask includes the one before it."""
         masks = self._masks
-        levels: list[Level] = []
         depth, mask = len(hashes), masks.get(hashes[-1], 0)
         if mask:
-            levels.append((depth, mask))
+            yield depth, mask
         first = masks.get(hashes[0], 0) | mask
         while mask != first:  # further instances have less: search for the deepest block that one of them has
             low, low_mask, high = 1, first, depth
@@ -107,9 +115,8 @@ class PrefixIndex:
                 else:
                     low, low_mask = middle, middle_mask
             depth, mask = low, low_mask
-            levels.append((depth, mask))
+            yield depth, mask
             first |= mask
-        return levels
 
     def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
         """Return ids of at most `limit` instances of a mask. Another `turn` begins at another instance."""
@@ -124,6 +131,11 @@ class PrefixIndex:
                 found.append(ids[bit.bit_length() - 1])
                 left ^= bit
         return found
+
+
+def _first_lacking(hashes: Sequence[int], lacks: Callable[[int], bool]) -> int:
+    """Return how many hashes come before the first one that `lacks` is true of."""
+    return len(hashes) if not lacks(hashes[-1]) else bisect_left(hashes, True, key=lacks)
 
 
 class PromptHashes:
@@ -150,40 +162,79 @@ class PromptHashes:
         return hashes
 
 
-class _IndexMatch(NamedTuple):
-    blocks: PrefixIndex
-    block_tokens: int
-    levels: list[Level]
+class _IndexMatch:
+    """How deep the instances of an index match a prompt. Only what is asked for is searched."""
+
+    __slots__ = ("_found", "_others", "block_tokens", "blocks", "hashes")
+
+    def __init__(self, blocks: PrefixIndex, block_tokens: int, hashes: Sequence[int]) -> None:
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.hashes = hashes
+        self._found: list[Level] = []
+        self._others = blocks.levels(hashes)
+
+    def levels(self) -> Iterator[Level]:
+        yield from self._found
+        for level in self._others:
+            self._found.append(level)
+            yield level
+
+    def depth(self, instance_id: int) -> int:
+        slot, found = self.blocks.slots[instance_id], self._found
+        for depth, mask in found:
+            if mask >> slot & 1:
+                return depth
+        while len(found) < _MOST_LEVELS:
+            level = next(self._others, None)
+            if level is None:
+                return 0
+            found.append(level)
+            if level[1] >> slot & 1:
+                return level[0]
+        return self.blocks.depth(instance_id, self.hashes)
 
 
 class PrefixOverlaps:
-    """How many tokens at the start of a prompt the instances of one role have in their caches."""
+    """How many tokens at the start of a prompt the instances of one role have in their caches.
 
-    __slots__ = ("_matches", "_turn")
+    It can be read until the next change of what is known.
+    """
 
-    def __init__(self, matches: Sequence[_IndexMatch], turn: int) -> None:
+    __slots__ = ("_expires", "_matches", "_now", "_turn")
+
+    def __init__(
+        self, matches: Sequence[_IndexMatch], expires: Mapping[int, Mapping[int, float]], now: float, turn: int
+    ) -> None:
         self._matches = matches
+        self._expires = expires
+        self._now = now
         self._turn = turn
 
     def get(self, instance_id: int, default: int = 0, /) -> int:
         """Return the overlap of an instance, or `default` if it has none."""
-        for blocks, block_tokens, levels in self._matches:
-            if (slot := blocks.slots.get(instance_id)) is not None:
-                for depth, mask in levels:
-                    if mask >> slot & 1:
-                        return depth * block_tokens
+        for match in self._matches:
+            if instance_id in match.blocks.slots:
+                return self._depth(match, instance_id) * match.block_tokens or default
         return default
+
+    def _depth(self, match: _IndexMatch, instance_id: int) -> int:
+        depth, expires, now = match.depth(instance_id), self._expires.get(instance_id), self._now
+        if not depth or expires is None or expires.get(match.hashes[depth - 1], now) > now:
+            return depth
+        return _first_lacking(match.hashes, lambda prefix: expires.get(prefix, now) <= now)  # they are removed later
 
     def deepest(self, limit: int) -> list[int]:
         """Return at most `limit` instances per block size, those with the longest overlaps first.
 
-        Of equal ones, others come first with each request, so that they share the load.
+        Of equal ones, others come first with each request, so that they share the load. Those whose prompts have just
+        expired may be among them.
         """
         found: list[int] = []
-        for blocks, _, levels in self._matches:
+        for match in self._matches:
             before, left = 0, limit
-            for _, mask in levels:
-                ids = blocks.ids_of(mask ^ before, left, self._turn)
+            for _, mask in match.levels():
+                ids = match.blocks.ids_of(mask ^ before, left, self._turn)
                 found += ids
                 before, left = mask, left - len(ids)
                 if not left:
@@ -322,18 +373,19 @@ class KnownPrefixes:
                     expires.pop(each, None)
                 self._index_of(sent.instance_id).discard(sent.instance_id, old)
 
-    def overlaps(self, prompt: PromptHashes) -> dict[Role, PrefixOverlaps]:
+    def overlaps(self, prompt: PromptHashes, now: float) -> dict[Role, PrefixOverlaps]:
         """Return what the instances of the prompt's model have of it, by role. Roles without any are left out."""
+        self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)  # maybe nothing is recorded any more
         self._turn += 1
         found = {}
         for role, indexes in self._indexes.get(prompt.model, {}).items():
             matches = [
-                _IndexMatch(index, block_tokens, levels)
+                _IndexMatch(index, block_tokens, prompt.of(block_tokens))
                 for block_tokens, index in indexes.items()
-                if len(index) and (levels := index.levels(prompt.of(block_tokens)))
+                if len(index) and index.has_any_of(prompt.of(block_tokens))
             ]
             if matches:
-                found[role] = PrefixOverlaps(matches, self._turn)
+                found[role] = PrefixOverlaps(matches, self._expires, now, self._turn)
         return found
 
     def _index_of(self, instance_id: int) -> PrefixIndex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -59,7 +60,7 @@ class Follower:
 
     def overlaps(self, prompt: int) -> dict[Role, list[int]]:
         """Return the overlaps of the workers by role, without those that have none."""
-        found = self.known.overlaps(PromptHashes(request(max_tokens=3, prompt=prompt)))
+        found = self.known.overlaps(PromptHashes(request(max_tokens=3, prompt=prompt)), time.monotonic())
         return {role: [each.get(name) for name in each.deepest(9)] for role, each in found.items()}
 
     async def until_overlaps(self, prompt: int, tokens: int) -> None:

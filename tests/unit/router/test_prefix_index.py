@@ -43,8 +43,10 @@ def prompt(blocks: list[int], *, salt: str | None = None, scores: int | None = N
     )
 
 
-def overlaps_of(known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE) -> dict[int, int]:
-    found = known.overlaps(asked).get(role)
+def overlaps_of(
+    known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE, now: float = 0.0
+) -> dict[int, int]:
+    found = known.overlaps(asked, now).get(role)
     return {} if found is None else {name: found.get(name) for name in found.deepest(100)}
 
 
@@ -91,6 +93,14 @@ class NaiveCache:
 
     def overlap(self, blocks: list[int]) -> int:
         return BLOCK * max((end for end in range(len(blocks) + 1) if tuple(blocks[:end]) in self._prefixes), default=0)
+
+
+def common(blocks: list[int], others: list[int]) -> int:
+    """Return how many blocks at the start are the same."""
+    return next(
+        (at for at, pair in enumerate(zip(blocks, others, strict=False)) if pair[0] != pair[1]),
+        min(len(blocks), len(others)),
+    )
 
 
 def random_blocks(rnd: random.Random) -> list[int]:
@@ -188,7 +198,7 @@ def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_
     known.on_update(snapshot(1, [1, 2, 3]))
     known.on_update(snapshot(2, [1, 2, 3], block=2 * BLOCK))
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 2 * BLOCK}
-    assert known.overlaps(prompt([1, 2, 3]))[Role.DECODE].get(3, -1) == -1
+    assert known.overlaps(prompt([1, 2, 3]), 0.0)[Role.DECODE].get(3, -1) == -1
 
 
 def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
@@ -217,11 +227,67 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
     for name in range(1, 9):
         known.add_instance(instance(name))
         known.on_update(snapshot(name, [1, 2] if name == 5 else [1]))
-    found = [known.overlaps(prompt([1, 2, 3]))[Role.DECODE].deepest(3) for _ in range(8)]
+    found = [known.overlaps(prompt([1, 2, 3]), 0.0)[Role.DECODE].deepest(3) for _ in range(8)]
     assert {each[0] for each in found} == {5}
     assert {name for each in found for name in each[1:]} == {1, 2, 3, 4, 6, 7, 8}
     assert all(len(each) == 3 for each in found)
     assert len(overlaps(known, [1])) == 8
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_overlaps_when_many_instances_have_different_depths_then_get_is_exact_and_the_deepest_come_first(
+    has_events: bool,
+) -> None:
+    rnd, known, asked = random.Random(1), KnownPrefixes(), [*range(100)]
+    depths = dict(enumerate(rnd.choices(range(101), k=150)))
+    for name, depth in depths.items():
+        known.add_instance(instance(name, has_events=has_events))
+        blocks = asked[:depth] + [200] * rnd.randrange(3)
+        if has_events:
+            known.on_update(snapshot(name, blocks))
+        else:
+            known.record_sent(prompt(blocks), name, now=0)
+    for length in (1, 2, 3, 50, 99, 100):
+        found = known.overlaps(prompt(asked[:length]), 0.0)[Role.DECODE]
+        exact = {name: min(depth, length) for name, depth in depths.items()}
+        assert {name: found.get(name) // BLOCK for name in depths} == exact
+        for limit in (1, 2, 4, 150):
+            deepest = found.deepest(limit)
+            assert len(set(deepest)) == len(deepest)
+            longest = sorted(filter(None, exact.values()), reverse=True)[:limit]
+            assert [exact[name] for name in deepest] == longest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_not_expired(seed: int) -> None:
+    rnd, known, now = random.Random(seed), KnownPrefixes(ttl_s=10), 0
+    sent: list[tuple[int, int, list[int]]] = []
+    for name in (1, 2, 3):
+        known.add_instance(instance(name, has_events=False))
+    for _ in range(200):
+        now += rnd.choice((0, 0, 1, 1, 2, 15))
+        for _ in range(rnd.randrange(3)):
+            sent.append((now, rnd.randint(1, 3), random_blocks(rnd) * 3))
+            known.record_sent(prompt(sent[-1][2]), sent[-1][1], now)
+        asked = rnd.choice(sent)[2] if sent else [1]
+        found = known.overlaps(prompt(asked), now).get(Role.DECODE)
+        for name in (1, 2, 3):
+            alive = [blocks for sent_s, to, blocks in sent if to == name and sent_s + 10 > now]
+            naive = BLOCK * max((common(blocks, asked) for blocks in alive), default=0)
+            assert (0 if found is None else found.get(name)) == naive
+
+
+def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> None:
+    known = KnownPrefixes(ttl_s=10)
+    known.add_instance(instance(1, has_events=False))
+    for number in range(200):
+        known.record_sent(prompt([number]), 1, now=0)
+    assert overlaps_of(known, prompt([199]), now=9) == {1: BLOCK}
+    found = known.overlaps(prompt([199]), 10)[Role.DECODE]
+    assert (found.deepest(1), found.get(1)) == ([1], 0)
+    for _ in range(10):
+        known.overlaps(prompt([199]), 10)
+    assert known.overlaps(prompt([199]), 10) == {}
 
 
 def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> None:
