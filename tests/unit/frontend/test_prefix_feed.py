@@ -66,7 +66,7 @@ class Frontend:
         request = GenerateRequest(
             request_id="r", model="tiny", token_ids=TOKENS + TOKENS, sampling=Sampling(max_tokens=1), deadline=0.0
         )
-        found = self.known.overlaps(PromptHashes(request)).get(Role.DECODE)
+        found = self.known.overlaps(PromptHashes(request), 0.0).get(Role.DECODE)
         return 0 if found is None else found.get(instance_id)
 
 
@@ -132,5 +132,7 @@ async def test_feed_when_a_worker_does_not_answer_then_its_blocks_are_forgotten_
         publisher.is_deaf = False
         await until(lambda: frontend.overlap(1) == 16)
         publisher.close()
-    said = "worker 1 did not send its prefix cache, asked 3 times: it accepts requests but publishes nothing"
-    assert said in caplog.text
+    assert (
+        "worker 1 did not send its prefix cache, asked 3 times: it accepts requests but publishes nothing"
+        in caplog.text
+    )
