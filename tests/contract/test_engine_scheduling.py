@@ -49,7 +49,7 @@ async def test_priority_when_requests_wait_then_lower_values_run_first_and_equal
         stack.enter_context(fake_vllm() if kind == "vllm" else fake_tensorrt_llm("1.3.0rc29"))
         engine = make(kind, gpt_oss, Role.AGGREGATED, max_batch_size=1, **args)
         async with started(engine):
-            async with aclosing(as_stream(engine, ask(prompt_of(40), max_tokens=400))) as running:
+            async with aclosing(as_stream(engine, ask(prompt_of(40), max_tokens=3000))) as running:
                 await anext(running)
                 names = (("late", 5), ("second", 0), ("third", 0), ("first", -5))
                 tasks = []
