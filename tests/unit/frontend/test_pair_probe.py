@@ -221,10 +221,10 @@ async def test_run_when_a_quarantined_pair_recovers_then_a_canary_lets_it_serve_
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
         decode = await bench.add(2, Role.DECODE, TransferFailed("for now"))
-        await bench.until(lambda: bench.breakers.is_open((1, 2)))
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.QUARANTINED)
         decode.ending = answer()
-        await bench.until(lambda: not bench.breakers.is_open((1, 2)))
-        assert bench.breakers.status((1, 2)).state is PairState.WORKING
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
+        assert not bench.breakers.is_open((1, 2))
 
 
 @pytest.mark.parametrize("losses", [0, 1])
