@@ -26,8 +26,9 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
+from dynamo_trtllm.cost_model import CostModel
 from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
+from dynamo_trtllm.observability.metrics_aggregator import Snapshot, SnapshotCollector, snapshot_of
 
 FRONTEND = "frontend"
 """The role of the frontend, beside those of workers in `messages.Role`."""
@@ -160,6 +161,7 @@ Process = Literal["frontend", "worker"]
 Value: TypeAlias = Callable[[], float]
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -213,6 +215,12 @@ TABLE = (
     Metric("worker", "context_tokens", "gauge", "Tokens of the requests in the batch"),
     Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
     Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
+    Metric("worker", "time_ratio", "histogram", "Measured time divided by the predicted time", ("kind",), RATIOS),
+    Metric(
+        "worker", "predictions_total", "counter", "Predicted times, by whether the bounds held", ("kind", "outcome")
+    ),
+    Metric("worker", "cost_seconds", "gauge", "Coefficients of the cost model (docs/cost-model.md)", ("kind", "term")),
+    Metric("worker", "cost_samples", "gauge", "Samples that the cost model has learned from; 0: its prior", ("kind",)),
     Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),
 )
 
@@ -236,20 +244,6 @@ def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
 def _labelled(metrics: Mapping[str, Any]) -> Callable[..., Any]:
     """Return a function of name and label values that returns a child: prometheus_client takes long to find it."""
     return functools.cache(lambda name, *labels: metrics[name].labels(*labels))
-
-
-class _SnapshotCollector(Collector):
-    """Collector of a stored snapshot."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Collected]:
-        for family in self._snapshot:
-            collected = Collected(family.name, family.help, family.kind)
-            for sample in family.samples:
-                collected.add_sample(sample.name, dict(sample.labels), sample.value)
-            yield collected
 
 
 class FrontendMetrics:
@@ -347,15 +341,7 @@ class FrontendMetrics:
 
     def snapshot(self) -> Snapshot:
         """Return the current metrics of this process."""
-        return tuple(
-            Family(
-                family.name,
-                family.documentation,
-                family.type,
-                tuple(Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples),
-            )
-            for family in self._collected().collect()
-        )
+        return snapshot_of(self._collected())
 
     def render(self) -> bytes:
         """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE)."""
@@ -363,7 +349,7 @@ class FrontendMetrics:
 
     async def render_all(self) -> bytes:
         """Return the metrics of all processes of this frontend like `render`. Raises the errors of `gather`."""
-        return self.render() if self.gather is None else generate_latest(_SnapshotCollector(await self.gather()))
+        return self.render() if self.gather is None else generate_latest(SnapshotCollector(await self.gather()))
 
 
 class WorkerMetrics:
@@ -384,6 +370,19 @@ class WorkerMetrics:
         """Set the functions that return the values of gauges at each scrape."""
         self._metrics["legs"].set_function(active)
         self._metrics["reserved"].set_function(reserved)
+
+    def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
+        """Observe the ratio of a measured time to the predicted one. `is_covered`: it was within the bounds."""
+        self._labelled("time_ratio", kind).observe(ratio)
+        self._labelled("predictions_total", kind, "within" if is_covered else "outside").inc()
+
+    def set_cost(self, cost: CostModel) -> None:
+        """Set the coefficients of the cost model."""
+        for kind, (terms, fit) in cost.fits().items():
+            if fit is not None:
+                self._labelled("cost_samples", kind).set(fit.num_samples)
+                for term, seconds in zip(terms, fit.coefficients, strict=True):
+                    self._labelled("cost_seconds", kind, term).set(seconds)
 
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
         """Return the metrics in the Prometheus text format (CONTENT_TYPE).

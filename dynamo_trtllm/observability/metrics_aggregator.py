@@ -13,10 +13,13 @@ of 22 ms for four processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 PROCESS_LABEL = "process"
 _OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
@@ -41,6 +44,33 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
 
 Snapshot = tuple[Family, ...]
+
+
+def snapshot_of(registry: CollectorRegistry) -> Snapshot:
+    """Return the current metrics of a registry."""
+    return tuple(
+        Family(
+            family.name,
+            family.documentation,
+            family.type,
+            tuple(Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples),
+        )
+        for family in registry.collect()
+    )
+
+
+class SnapshotCollector(Collector):
+    """Collector of a stored snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._snapshot:
+            collected = Metric(family.name, family.help, family.kind)
+            for sample in family.samples:
+                collected.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield collected
 
 
 class MetricsAggregator:
