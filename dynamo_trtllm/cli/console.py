@@ -201,9 +201,9 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     if not isinstance(flags, type):
         parser: argparse.ArgumentParser = flags()
         return parser
-    from dynamo_trtllm.config.load import command_parser
+    from dynamo_trtllm.config.flags import build_parser
 
-    return command_parser(flags, f"{CONSOLE} {command.name}", command.summary)
+    return build_parser(flags, f"{CONSOLE} {command.name}", command.summary)
 
 
 def _loaded(path: str) -> Any:
@@ -240,11 +240,13 @@ def completion(shell: str) -> str:
             parser = parser_of(command)
         except ConfigError:
             continue  # a package of this command is not installed
-        for action, words in parser.values.items() if isinstance(parser, CommandParser) else ():
-            if words:
-                action.choices = words
-            else:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's own attribute
+        if isinstance(parser, CommandParser):
+            parser.describe()
+            for action, words in parser.values.items():
+                if words:
+                    action.choices = words
+                else:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's own attribute
         commands.add_parser(command.name, help=command.summary, parents=[parser], add_help=False)
     script: str = shtab.complete(root, shell)
     return script

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config.commands import PreflightConfig
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file, read_yaml
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load
+from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import schema

@@ -10,8 +10,9 @@ from typing import Any
 from dynamo_trtllm.config.base import LogFormat
 from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment, program
+from dynamo_trtllm.config.load import exit_with, load, process_environment, program
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites

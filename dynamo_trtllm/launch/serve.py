@@ -22,7 +22,8 @@ from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment, program
+from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.config.load import exit_with, load, process_environment, program
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, command_streams
 from dynamo_trtllm.demo_models.hub import Hub, HubModel
