@@ -7,9 +7,11 @@ of one line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
@@ -22,10 +24,12 @@ from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, build_parser, flags_of,
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.unknown import reject_unknown
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.sanitize import MASK, escape_controls, mask_address, mask_credentials
 
 C = TypeVar("C", bound=Config)
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -72,6 +76,31 @@ def exit_with(prog: str, error: ConfigError) -> NoReturn:
     """Print a ConfigError as one line on stderr, and exit with status 2."""
     sys.stderr.write(f"{program(prog)}: {escape_controls(' '.join(error.message.split()))}\n")
     raise SystemExit(2) from error
+
+
+@contextmanager
+def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
+    """End a command with a status, and with one line instead of a traceback, if it raises an error in this context.
+
+    Args:
+        prog: Command, as for `load`.
+        failures: Errors that end it with their `exit_status` or 1. Another DynamoError is logged and ends it with 1.
+
+    Raises:
+        SystemExit: After an error; with status 2 after a ConfigError, and 130 after Ctrl-C.
+    """
+    try:
+        yield
+    except ConfigError as exc:
+        exit_with(prog, exc)
+    except failures as exc:
+        sys.stderr.write(f"{program(prog)}: {escape_controls(str(exc))}\n")
+        raise SystemExit(getattr(exc, "exit_status", 1)) from exc
+    except DynamoError as exc:
+        log.error("%s: %s", exc.code, exc.message)
+        raise SystemExit(1) from exc
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def process_environment() -> dict[str, str]:
