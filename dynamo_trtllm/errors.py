@@ -1,8 +1,7 @@
 """Define every error that crosses a package boundary, as one class tree with stable codes.
 
 A code is part of the wire format and a metric label, so it never changes. An error is `retryable` if another worker may
-succeed with the same request; a retry is possible until the first token is sent. `http_server/errors.py` maps codes to
-HTTP statuses.
+succeed with the same request; a retry is possible until the first token is sent.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ class DynamoError(Exception):
     """
 
     code: ClassVar[str] = "error"
+    http_status: ClassVar[int] = 500  # of the response if no token was sent
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -51,6 +51,7 @@ class RequestError(DynamoError):
     """The caller must change the request."""
 
     code = "request"
+    http_status = 400
 
 
 class InvalidRequest(RequestError):
@@ -75,38 +76,45 @@ class PayloadTooLarge(RequestError):
     """A message, HTTP body or stored value is larger than its limit."""
 
     code = "payload_too_large"
+    http_status = 413
 
 
 class HeadTooLarge(RequestError):
     """The HTTP request line and headers are too large."""
 
     code = "head_too_large"
+    http_status = 431
 
 
 class RequestTimeout(RequestError):
     """The client sent its request too slowly."""
 
     code = "request_timeout"
+    http_status = 408
 
 
 class UnsupportedMedia(RequestError):
     code = "unsupported_media"
+    http_status = 415
 
 
 class ModelNotFound(RequestError):
     code = "model_not_found"
+    http_status = 404
 
 
 class ResponseNotFound(RequestError):
     """The response store has no response with this id, or the response has expired."""
 
     code = "response_not_found"
+    http_status = 404
 
 
 class Cancelled(RequestError):
     """A client cancelled this response by its id."""
 
     code = "cancelled"
+    http_status = 409
 
 
 # --- come back later -----------------------------------------------------------------------------------
@@ -116,12 +124,14 @@ class CapacityError(DynamoError):
     """The request is valid, but no capacity is free. The caller may try again later."""
 
     code = "capacity"
+    http_status = 503
 
 
 class Overloaded(CapacityError):
     """A limit of a frontend or worker is reached."""
 
     code = "overloaded"
+    http_status = 429
     retryable = True
 
 
@@ -143,12 +153,14 @@ class NoInstances(CapacityError):
 
 class PlaneError(DynamoError):
     code = "plane"
+    http_status = 502
 
 
 class Unreachable(PlaneError):
     """No process replies at the subject."""
 
     code = "unreachable"
+    http_status = 503
     retryable = True
 
 
@@ -156,6 +168,7 @@ class Disconnected(PlaneError):
     """The connection to the request plane is lost."""
 
     code = "disconnected"
+    http_status = 503
     retryable = True
 
 
@@ -163,6 +176,7 @@ class DeadlineExceeded(PlaneError):
     """The request's deadline passed."""
 
     code = "deadline"
+    http_status = 504
 
 
 class StreamIncomplete(PlaneError):
@@ -190,6 +204,7 @@ class VersionMismatch(PlaneError):
 
 class KvTransferError(DynamoError):
     code = "handoff"
+    http_status = 502
     retryable = True
 
 
@@ -209,6 +224,7 @@ class TransferTimeout(KvTransferError):
     """The KV transfer did not finish in time."""
 
     code = "handoff_timeout"
+    http_status = 504
 
 
 class TransferFailed(KvTransferError):
@@ -232,6 +248,7 @@ class EngineNotReady(EngineError):
     """The engine is not started yet, or the frontend is still loading the model's files."""
 
     code = "not_ready"
+    http_status = 503
     retryable = True
 
 
@@ -239,12 +256,14 @@ class RequestRejected(EngineError):
     """The engine rejected this request. It continues to run other requests."""
 
     code = "engine_refused"
+    http_status = 400
 
 
 class MigrationFailed(EngineError):
     """The stream broke and can't be continued on another worker."""
 
     code = "not_migratable"
+    http_status = 502
 
 
 class NonFinite(EngineError):
