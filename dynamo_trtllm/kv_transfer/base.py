@@ -61,7 +61,6 @@ class TransferBackend(Protocol):
         Raises:
             ConfigError: The backend can't start with this configuration.
         """
-        ...
 
     async def register(self, region: MemoryRegion) -> None:
         """Register memory until `aclose`. Regions within it can then be published and fetched without registration.
@@ -69,7 +68,6 @@ class TransferBackend(Protocol):
         Raises:
             TransferFailed: This backend can't transfer such memory. Nothing is registered.
         """
-        ...
 
     async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         """Make regions readable for every peer that has the returned bytes, until `unpublish`.
@@ -86,15 +84,12 @@ class TransferBackend(Protocol):
         Raises:
             TransferFailed: The backend is not running, or can't transfer such memory.
         """
-        ...
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         """Report that the first `ready` regions hold their data. Unknown ids are ignored."""
-        ...
 
     async def unpublish(self, transfer_id: str) -> None:
         """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
-        ...
 
     async def read(
         self,
@@ -122,7 +117,6 @@ class TransferBackend(Protocol):
             TransferTimeout: The time is over.
             TransferFailed: The peer died, the transfer is no longer published, or the checksum is wrong.
         """
-        ...
 
     def check(self) -> None:
         """Check that this backend can send and fetch KV. It is called often and must be cheap.
@@ -130,11 +124,9 @@ class TransferBackend(Protocol):
         Raises:
             EngineFailed: It can't.
         """
-        ...
 
     async def aclose(self) -> None:
         """Unpublish all transfers and stop the backend."""
-        ...
 
 
 def view(region: MemoryRegion) -> memoryview:
