@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.errors import DynamoError, RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,
@@ -90,8 +89,8 @@ class LibraryCall(Protocol):
         The runner calls it at the first tokens and at the end. Empty: the library does not report them.
         """
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
-        """Return what the decode worker needs for the KV of this prefill call, which has ended.
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+        """Return the first token, and what the decode worker needs for the KV of this prefill call, which has ended.
 
         Raises:
             DynamoError: the library gave nothing to transfer.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmModelLimits,
@@ -23,7 +22,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
 )
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams, EndpointProbe, pack, transferred_fields, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, token_ids
 
 _log = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ class TrtllmCall:
         times = getattr(metrics, "timing_metrics", None)
         return {} if times is None else reported_phases(times, fetches_kv=self._fetches_kv)
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
         params = result.outputs[0].disaggregated_params
         if params is None:
@@ -262,7 +261,7 @@ class TrtllmCall:
         if not values.get("disagg_request_id") and self._disagg is not None:  # the id that this call was given
             values |= {name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg}
         state = pack(values, release=capabilities.release)
-        return PrefillResult(values["first_gen_tokens"][:1], output.logprobs, state, self.release_kv)
+        return Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=output.logprobs), state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A stopped executor is not an error."""

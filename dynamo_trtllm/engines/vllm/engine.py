@@ -20,7 +20,6 @@ from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.loading import EngineLoader
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.vllm import settings
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
@@ -29,6 +28,7 @@ from dynamo_trtllm.engines.vllm.compilation import cache, kernels
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.kv_events import OnKvEvents
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult, TransferIdentity
 from dynamo_trtllm.engines.external.runner import ExternalCall, Runner, Times
 from dynamo_trtllm.errors import (
     RequestRejected,
 )
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -54,8 +54,8 @@ class Call:
     def phases(self, result: Any) -> dict[str, float]:
         return dict(self.reported)
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
-        return PrefillResult(output.token_ids, output.logprobs, b"state", self.release_kv)
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+        return Chunk(token_ids=token_ids(output.token_ids), logprobs=output.logprobs), b"state"
 
     def abort(self) -> None:
         self.aborts += 1

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Runner, Times
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Chunk, Role
 from dynamo_trtllm.streams import StreamEvent
 from tests.unit.engines.scripted_library import LAYOUT, ask
