@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
 from dynamo_trtllm.engines.external.runner import ExternalCall, Runner, Times
 from dynamo_trtllm.errors import (
@@ -18,6 +19,7 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     KvLayout,
     KvTransferParams,
+    Limits,
     Phase,
     Sampling,
     TokenLogprob,
@@ -28,6 +30,20 @@ from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
 STOP_ID = 99
+
+
+def info_of(**fields: Any) -> EngineInfo:
+    """Return properties of an engine."""
+    values = {
+        "engine": "vllm",
+        "context_length": 100,
+        "vocab_size": 1000,
+        "eos_token_ids": (STOP_ID,),
+        "renderer": "harmony",
+        "layout": LAYOUT,
+        "limits": Limits(),
+    }
+    return EngineInfo(**{**values, **fields})
 
 
 class Call:
