@@ -170,6 +170,11 @@ def _create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
     return SimulatedEngine(config, instance_id=instance_id)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the worker."""
     worker.create_engine = _create_engine  # type: ignore[attr-defined]  # this engine is for measurements, so no flag names it
     main.main()
+
+
+if __name__ == "__main__":
+    run()

@@ -13,10 +13,12 @@ of 22 ms for four processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
+from prometheus_client.core import Metric as Collected
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 PROCESS_LABEL = "process"
 _OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
@@ -61,6 +63,20 @@ class MetricsAggregator:
     def total(self) -> Snapshot:
         """Return the metrics of all processes."""
         return merged([*(self._last[name] for name in sorted(self._last)), self._past])
+
+
+class SnapshotCollector(Collector):
+    """Collector of a stored snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Collected]:
+        for family in self._snapshot:
+            collected = Collected(family.name, family.help, family.kind)
+            for sample in family.samples:
+                collected.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield collected
 
 
 def merged(parts: Iterable[Iterable[Family]]) -> Snapshot:

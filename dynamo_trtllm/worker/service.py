@@ -266,7 +266,6 @@ class WorkerService:
         try:
             self._check(request)
             stream.admission.enter_context(self._admission.admit(request, self._stats(request)))
-            RECORDER.record(name, RecordedEvent.QUEUED)
             RECORDER.follow(stream)
             stream.source = context.run(self._engine.generate, request, stream.emit)
         except DynamoError as exc:
