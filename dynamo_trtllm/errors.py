@@ -1,7 +1,8 @@
 """Define every error that crosses a package boundary, as one class tree with stable codes.
 
 A code is part of the wire format and a metric label, so it never changes. An error is `retryable` if another worker may
-succeed with the same request; a retry is possible until the first token is sent.
+succeed with the same request; a retry is possible until the first token is sent. `http_server/errors.py` maps codes to
+HTTP statuses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ class DynamoError(Exception):
     """
 
     code: ClassVar[str] = "error"
-    http_status: ClassVar[int] = 500  # of the response if no token was sent
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -51,7 +51,6 @@ class RequestError(DynamoError):
     """The caller must change the request."""
 
     code = "request"
-    http_status = 400
 
 
 class InvalidRequest(RequestError):
@@ -76,45 +75,38 @@ class PayloadTooLarge(RequestError):
     """A message, HTTP body or stored value is larger than its limit."""
 
     code = "payload_too_large"
-    http_status = 413
 
 
 class HeadTooLarge(RequestError):
     """The HTTP request line and headers are too large."""
 
     code = "head_too_large"
-    http_status = 431
 
 
 class RequestTimeout(RequestError):
     """The client sent its request too slowly."""
 
     code = "request_timeout"
-    http_status = 408
 
 
 class UnsupportedMedia(RequestError):
     code = "unsupported_media"
-    http_status = 415
 
 
 class ModelNotFound(RequestError):
     code = "model_not_found"
-    http_status = 404
 
 
 class ResponseNotFound(RequestError):
     """The response store has no response with this id, or the response has expired."""
 
     code = "response_not_found"
-    http_status = 404
 
 
 class Cancelled(RequestError):
     """A client cancelled this response by its id."""
 
     code = "cancelled"
-    http_status = 409
 
 
 # --- come back later -----------------------------------------------------------------------------------
@@ -124,14 +116,12 @@ class CapacityError(DynamoError):
     """The request is valid, but no capacity is free. The caller may try again later."""
 
     code = "capacity"
-    http_status = 503
 
 
 class Overloaded(CapacityError):
     """A limit of a frontend or worker is reached."""
 
     code = "overloaded"
-    http_status = 429
     retryable = True
 
 
@@ -153,14 +143,12 @@ class NoInstances(CapacityError):
 
 class PlaneError(DynamoError):
     code = "plane"
-    http_status = 502
 
 
 class Unreachable(PlaneError):
     """No process replies at the subject."""
 
     code = "unreachable"
-    http_status = 503
     retryable = True
 
 
@@ -168,7 +156,6 @@ class Disconnected(PlaneError):
     """The connection to the request plane is lost."""
 
     code = "disconnected"
-    http_status = 503
     retryable = True
 
 
@@ -176,7 +163,6 @@ class DeadlineExceeded(PlaneError):
     """The request's deadline passed."""
 
     code = "deadline"
-    http_status = 504
 
 
 class StreamIncomplete(PlaneError):
@@ -204,7 +190,6 @@ class VersionMismatch(PlaneError):
 
 class KvTransferError(DynamoError):
     code = "handoff"
-    http_status = 502
     retryable = True
 
 
@@ -224,7 +209,6 @@ class TransferTimeout(KvTransferError):
     """The KV transfer did not finish in time."""
 
     code = "handoff_timeout"
-    http_status = 504
 
 
 class TransferFailed(KvTransferError):
@@ -248,7 +232,6 @@ class EngineNotReady(EngineError):
     """The engine is not started yet, or the frontend is still loading the model's files."""
 
     code = "not_ready"
-    http_status = 503
     retryable = True
 
 
@@ -256,14 +239,12 @@ class RequestRejected(EngineError):
     """The engine rejected this request. It continues to run other requests."""
 
     code = "engine_refused"
-    http_status = 400
 
 
 class MigrationFailed(EngineError):
     """The stream broke and can't be continued on another worker."""
 
     code = "not_migratable"
-    http_status = 502
 
 
 class NonFinite(EngineError):

@@ -1,4 +1,4 @@
-"""The class of an error decides the answer."""
+"""Every error class has its own row, and the row decides the answer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded, error_classes
-from dynamo_trtllm.http_server.errors import to_response
+from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.http_server.errors import TABLE, to_response
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-CLASSES = [each for each in error_classes().values() if each.__module__ == DynamoError.__module__]
+def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in walk(child))]
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_class_of_the_tree_then_its_status_and_code_are_answered(cls: type[DynamoError]) -> None:
+@pytest.mark.parametrize("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"])
+def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
+    assert cls in TABLE
     told = to_response(cls("change this"))
-    assert told.status == cls.http_status
+    assert told.status == TABLE[cls].status
     assert told.body["error"]["code"] == cls.code
     assert ("Retry-After" in told.headers) == (told.status in (429, 503))
 
@@ -32,18 +34,18 @@ def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -
         for status in re.findall(r"\d{3}", statuses)
         for code in re.findall(r"`(\w+)`", " ".join(rest))
     }
-    leaves = [cls for cls in CLASSES if cls is InvalidRequest or not cls.__subclasses__()]
-    wanted = {(cls.http_status, cls.code) for cls in leaves if cls is not ConfigError}  # one that ends the start
+    leaves = [cls for cls in TABLE if cls is InvalidRequest or not cls.__subclasses__()]
+    wanted = {(TABLE[cls].status, cls.code) for cls in leaves if cls is not ConfigError}  # one that ends the start
     assert wanted <= listed
 
 
 def test_retryable_classes_then_no_client_error_but_429() -> None:
-    for cls in CLASSES:
+    for cls in TABLE:
         if cls.retryable:
-            assert cls.http_status >= 500 or cls is Overloaded
+            assert TABLE[cls].status >= 500 or cls is Overloaded
 
 
-def test_subclass_without_a_status_then_its_parents() -> None:
+def test_subclass_without_a_row_then_its_parents() -> None:
     class Narrower(InvalidRequest):
         pass
 
