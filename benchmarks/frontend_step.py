@@ -62,7 +62,7 @@ def make_stream(channel: str, steps: int) -> Answer:
     text = ARGUMENTS if channel == "tool arguments" else PROSE
     body = list(RENDERER.encode(text))
     body = (body * (steps // len(body) + 1))[:steps]
-    header = vocabulary.load_harmony().encode(HEADERS[channel], allowed_special="all")
+    header = vocabulary.load_tokenizer().harmony.encode(HEADERS[channel], allowed_special="all")
     return Answer(header, body, 200012 if channel == "tool arguments" else 200002)
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7, help="repetitions of which medians are shown (default: 7)")
     rounds = parser.parse_args().rounds
-    renderer, encoding = HarmonyRenderer(), vocabulary.load_harmony()
+    renderer, encoding = HarmonyRenderer(), vocabulary.load_tokenizer().harmony
     for name, text in HARMONY.items():
         ids = encoding.encode(text, allowed_special="all")
         _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)

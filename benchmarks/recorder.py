@@ -1,9 +1,9 @@
 """Measures what phases and the flight recorder cost: CPU time per token of a deployment, an event, a second of streams.
 
-Runs two deployments of mock workers side by side and measures them in turn while the other is idle: as they are, and
-without phases and recordings. Prints the median of the pairs with its 95% interval, by bootstrap, and whether it is at
-most the bar of 3%. Spans, which are readings of a clock, are taken in both. Other load on the machine widens the
-interval.
+Runs one deployment of mock workers, whose processes switch both off and on again at a signal: runs with and without
+them alternate in the same processes, so that these do not differ in anything else. A pair is four runs: with, without,
+without, with. Prints the median of the pairs with its 95% interval, by bootstrap, and whether it is at most the bar of
+3%. Spans, which are readings of a clock, are taken in both. Other load on the machine widens the interval.
 
     python -m benchmarks.recorder [--pairs N] [--point NAME]
 """
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.observability.recorder import OFF, RECORDER, RecordedEvent
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 from .gpu.open_loop import interval
 from .plane import measure, report
@@ -34,19 +35,22 @@ _EVENTS = 50_000
 _STREAMS = 1_000
 _ROUNDS = 15
 _ID = "0123456789abcdef-0123456789abcdef"
-_FRONTEND = "frontend"  # as first argument: run the frontend without phases
+_SWITCHES = ("frontend", "worker")  # as first argument: run this process with the switch
+_OFF, _ON = signal.SIGUSR1, signal.SIGUSR2
+_SWITCHED_S = 0.05
 _MEASURES = {"all processes": report.cpu("frontend", "prefill", "decode"), "frontend": report.cpu("frontend")}
 
 
-class Plain(Ours):
-    """This project without phases and recordings."""
+class Switched(Ours):
+    """This project with a switch in its processes."""
 
     def frontend(self, port: int) -> Sequence[str]:
         _, _, *flags = super().frontend(port)
-        return ("-m", f"{__package__}.recorder", _FRONTEND, *flags, "--recorder-dir", OFF)
+        return ("-m", f"{__package__}.recorder", "frontend", *flags)
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
-        return (*super().worker(role, pace_s), "--recorder-dir", OFF)
+        _, _, *flags = super().worker(role, pace_s)
+        return ("-m", f"{__package__}.recorder", "worker", *flags)
 
 
 class CountingStream:
@@ -65,8 +69,8 @@ class CountingStream:
 
 def main() -> None:
     """Print what an event costs, and both together. The exit status is 1 if they cost more than the bar."""
-    if sys.argv[1:2] == [_FRONTEND]:
-        _run_frontend()
+    if sys.argv[1:2] and sys.argv[1] in _SWITCHES:
+        _run_switched(sys.argv.pop(1))
         return
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}.recorder",
@@ -87,13 +91,31 @@ def main() -> None:
     raise SystemExit(0 if cost <= BAR else 1)
 
 
-def _run_frontend() -> None:
-    """Run a frontend that divides no request into phases."""
+def _run_switched(process: str) -> None:
+    """Run a frontend or worker that records nothing and divides no request into phases between two signals."""
     from dynamo_trtllm.frontend.http import request_context
-    from dynamo_trtllm.frontend.process.main import main as run
+    from dynamo_trtllm.frontend.process.main import main as run_frontend
+    from dynamo_trtllm.observability import metrics
 
-    del sys.argv[1]
-    request_context.divide = lambda *_: {}  # type: ignore[attr-defined]  # for measurements, so no flag does it
+    from .plane import runner_worker
+
+    divide, rings = metrics.divide, list[object]()
+
+    def switch_off(*_: object) -> None:
+        rings.append(RECORDER._ring)
+        RECORDER._ring = None
+        request_context.divide = lambda *_: {}  # type: ignore[attr-defined]  # for measurements, so no flag does it
+
+    def switch_on(*_: object) -> None:
+        RECORDER._ring = rings.pop()  # type: ignore[assignment]
+        request_context.divide = divide  # type: ignore[attr-defined]
+        if RECORDER._timer is not None:
+            RECORDER._timer.cancel()
+        RECORDER._tick()
+
+    signal.signal(_OFF, switch_off)
+    signal.signal(_ON, switch_on)
+    run = run_frontend if process == "frontend" else runner_worker.run
     run()
 
 
@@ -101,19 +123,27 @@ def _measure_pairs(name: str, count: int) -> dict[str, list[float]]:
     """Return by measure how much more CPU time each pair took with phases and recordings, as a share."""
     [point] = select([name], quick=False)
     extra: dict[str, list[float]] = {each: [] for each in _MEASURES}
-    with ExitStack() as exits:
-        engines = Engines(point.pace_s, point.pairs)
-        both = [exits.enter_context(Stack(side, free_ports(), engines)) for side in (Plain(), Ours())]
-        for stack in both:
-            measure.run(point, stack, 0)  # not counted: it fills caches
+    engines = Engines(point.pace_s, point.pairs)
+    with Stack(Switched(), free_ports(), engines) as stack:
+        measure.run(point, stack, 0)  # not counted: it fills caches
         for number in range(count):
-            order = both if number % 2 else both[::-1]
-            runs = {id(stack): measure.run(point, stack, number) for stack in order}
-            without, with_it = (runs[id(stack)]["figures"] for stack in both)
+            with_it, without = [measure.run(point, stack, number)], []
+            _switch(stack, _OFF)
+            without += [measure.run(point, stack, number) for _ in range(2)]
+            _switch(stack, _ON)
+            with_it.append(measure.run(point, stack, number))
             for each, cpu_ms in _MEASURES.items():
-                extra[each].append(cpu_ms(with_it) / cpu_ms(without) - 1)
+                costs = [sum(cpu_ms(run["figures"]) for run in runs) for runs in (with_it, without)]
+                extra[each].append(costs[0] / costs[1] - 1)
             sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
     return extra
+
+
+def _switch(stack: Stack, number: signal.Signals) -> None:
+    for name, pid in stack.pids.items():
+        if name not in ("etcd", "nats"):
+            os.kill(pid, number)
+    time.sleep(_SWITCHED_S)
 
 
 async def _print_parts(folder: Path) -> None:

@@ -31,8 +31,7 @@ from dynamo_trtllm.config.commands import (
     VersionConfig,
 )
 from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
-from dynamo_trtllm.config.flags import Flag, flags_of
-from dynamo_trtllm.config.load import ENV_PREFIX
+from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, flags_of
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines.mock.args import MockArgs
@@ -117,32 +116,29 @@ documentation; what is known of them by release is checked before anything loads
 
 
 def _program(model: type[Config]) -> Iterator[str]:
-    flags = flags_of(model)
+    flags, descriptions = flags_of(model), model.descriptions()
     for group in GROUPS:
         if members := [flag for flag in flags if flag.group == group]:
             yield f"### {group[0].upper()}{group[1:]}\n"
-            rows = [_flag(flag, model.model_fields[flag.field]) for flag in members]
+            rows = [_flag(flag, model.model_fields[flag.field], descriptions[flag.field]) for flag in members]
             yield table(("flag", "variable", "default", "what it is for"), rows)
 
 
-def _flag(flag: Flag, info: FieldInfo) -> tuple[str, ...]:
+def _flag(flag: Flag, info: FieldInfo, description: str) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in flag.names)
     if flag.choices:
         names += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
     variables = f"`{ENV_PREFIX}{flag.field.upper()}`" + (f", `{flag.env}`" if flag.env else "")
-    return names, variables, _default(info), _description(info)
+    return names, variables, _default(info), html.escape(description, quote=False)
 
 
 def _fields(model: type[BaseModel]) -> str:
-    rows = [
-        (f"`{name}`" + _choices(info.annotation), _default(info), _description(info))
-        for name, info in model.model_fields.items()
-    ]
+    descriptions = model.descriptions() if issubclass(model, Config) else {}
+    rows = []
+    for name, info in model.model_fields.items():
+        description = html.escape(descriptions.get(name) or str(info.description), quote=False)
+        rows.append((f"`{name}`" + _choices(info.annotation), _default(info), description))
     return table(("key", "default", "what it is for"), rows)
-
-
-def _description(info: FieldInfo) -> str:
-    return html.escape(str(info.description), quote=False)
 
 
 def _choices(annotation: Any) -> str:

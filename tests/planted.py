@@ -105,7 +105,7 @@ PLANTS = (
         "Log-probabilities of a decode call",
         "every release transfers the first token's",
         f"{_TRTLLM}.settings",
-        'if facts.is_disaggregated and "first_gen_log_probs" not in capabilities.disagg_fields:',
+        'if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
         "test_logprobs_when_prefill_and_decode_are_apart_then_rejected_where_the_first_token_has_none[1.2.1]",
@@ -155,7 +155,7 @@ PLANTS = (
         "Classes of errors",
         "what a wait for a result raises is a rejection of the request",
         f"{_TRTLLM}.library",
-        "if self._is_healthy() and isinstance(exc, self.bindings.request_error):",
+        'if self._is_healthy() and isinstance(exc, self.bindings.classes["RequestError"]):',
         "if self._is_healthy():",
         "contract/test_engine_trtllm.py::test_result_when_the_call_for_it_fails_then_no_rejection",
     ),
@@ -187,7 +187,7 @@ PLANTS = (
         "Speculative decoding",
         "every release takes `speculative_config` as a dictionary",
         f"{_TRTLLM}.bindings",
-        "if not given or self.capabilities.config_dicts:",
+        "if not given or self.is_since_1_3:",
         "if True:",
         "contract/test_engine_trtllm_arguments.py::"
         "test_start_when_a_config_names_its_class_then_the_engine_has_one_of_that_class[1.2.1]",

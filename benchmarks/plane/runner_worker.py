@@ -19,10 +19,10 @@ from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult, TransferIdentity
 from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, Limits, Phase
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, Limits, Phase, token_ids
 from dynamo_trtllm.worker import main, worker
 
 _ENGINE = "simulated"
@@ -80,8 +80,8 @@ class SimulatedCall:
     def phases(self, result: Any) -> dict[str, float]:
         return {}
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
-        return PrefillResult(output.token_ids, (), b"", release_kv=self.release_kv)
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+        return Chunk(token_ids=token_ids(output.token_ids)), b""
 
     def abort(self) -> None:
         self._give(0, "abort")
@@ -170,6 +170,11 @@ def _create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
     return SimulatedEngine(config, instance_id=instance_id)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the worker."""
     worker.create_engine = _create_engine  # type: ignore[attr-defined]  # this engine is for measurements, so no flag names it
     main.main()
+
+
+if __name__ == "__main__":
+    run()

@@ -213,12 +213,14 @@ class ResponseFormat(RequestModel):
         return self
 
 
-class ToolChoiceValue(RequestModel):
-    """A `tool_choice`, normalized from any of the forms that clients send."""
+class ToolChoice(RequestModel):
+    """The tools that the model may or must call, normalized from any of the forms of `tool_choice`."""
 
-    mode: Literal["auto", "none", "required", "named"] = "auto"
+    mode: Literal["auto", "none", "required", "named"] = "auto"  # "none": the prompt contains no tools
     name: Label = ""  # of the function, when mode is "named"
-    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # None: all tools
+    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        None  # in the prompt; None: all
+    )
 
 
 class FunctionName(RequestModel):
@@ -246,13 +248,13 @@ ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | ToolsA
 def _tool_choice(value: Any, info: ValidationInfo) -> Any:
     match value:
         case "auto" | "none" | "required":
-            return ToolChoiceValue(mode=value)
+            return ToolChoice(mode=value)
         case {"type": "function"}:
             named = ToolNamed.model_validate(value, context=info.context)
-            return ToolChoiceValue(mode="named", name=named.function.name)
+            return ToolChoice(mode="named", name=named.function.name)
         case {"type": "allowed_tools"}:
             allowed = ToolsAllowed.model_validate(value, context=info.context).allowed_tools
-            return ToolChoiceValue(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+            return ToolChoice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
         case {"type": "custom"}:
             unsupported("of type 'custom' is not supported; only 'function' is")
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
@@ -274,9 +276,7 @@ class ChatRequest(CompletionFields):
     messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Tools = Field(default_factory=list)
-    tool_choice: Annotated[ToolChoiceValue, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = (
-        ToolChoiceValue()
-    )
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = ToolChoice()
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)

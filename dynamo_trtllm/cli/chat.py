@@ -10,7 +10,7 @@ from typing import Any, Final, TextIO
 
 from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Screen, models, stream_chat
 from dynamo_trtllm.config.commands import ChatConfig
-from dynamo_trtllm.config.load import exit_with, is_color_disabled, load, program
+from dynamo_trtllm.config.load import command_errors, is_color_disabled, load
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import escape_controls, mask_address
 
@@ -29,24 +29,16 @@ Ctrl-C stops an answer. Any other line is sent as a question.
 Ask = Callable[[Mapping[str, Any]], Generator[dict[str, Any], None, None]]
 
 
+@command_errors(PROG, ChatFailed)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer, and with 2 for a
     bad command line.
     """
-    try:
-        config = load(ChatConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-        model = config.model or only_model(models(config.url), config.url)
-        failures = _converse(config.model_copy(update={"model": model}))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except ChatFailed as exc:
-        sys.stderr.write(f"{program(PROG)}: {escape_controls(str(exc))}\n")
-        raise SystemExit(1) from exc
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    raise SystemExit(1 if failures else 0)
+    config = load(ChatConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    model = config.model or only_model(models(config.url), config.url)
+    raise SystemExit(1 if _converse(config.model_copy(update={"model": model})) else 0)
 
 
 def _converse(config: ChatConfig) -> int:

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
-from dynamo_trtllm.config.load import exit_with, load, program
+from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
@@ -53,24 +53,16 @@ class StaleRecords:
             yield f"  JetStream  {info.bucket} ({info.messages} messages, {info.size_bytes} bytes of stored responses)"
 
 
+@command_errors(PROG, Unreachable)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Exit with status 0 if the namespace is clear, 1 if records are left or a server is unreachable, and 2 for a bad
     command line.
     """
-    try:
-        config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-        observe_logging.setup(config.log_level, "clear", config.log_format)
-        is_clear = asyncio.run(clear(config, _read_confirmation))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except Unreachable as exc:
-        sys.stderr.write(f"{program(PROG)}: {exc.message}\n")
-        raise SystemExit(1) from exc
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    raise SystemExit(0 if is_clear else 1)
+    config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    observe_logging.setup(config.log_level, "clear", config.log_format)
+    raise SystemExit(0 if asyncio.run(clear(config, _read_confirmation)) else 1)
 
 
 async def clear(config: ClearNamespaceConfig, confirm: Confirm) -> bool:

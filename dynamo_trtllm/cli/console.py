@@ -10,9 +10,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_trtllm.config.environ import command_line, set_command_line
 from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
@@ -28,115 +27,56 @@ _DEPLOY, _PROCESS, _USE, _CHECK, _OTHER = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """One subcommand. `main` and `flags` are MODULE:NAME, relative to `dynamo_trtllm`."""
+class Command(NamedTuple):
+    """One subcommand. `main` is MODULE or MODULE:NAME, in `dynamo_trtllm`; without NAME it is the function `main`."""
 
     name: str
     group: str
     summary: str
     main: str
-    flags: str  # a class of settings, or a function that returns the parser
+    flags: str  # a class in `config.commands`; or MODULE:NAME of one, or of a function that returns the parser
 
 
 COMMANDS = (
     Command(
-        name="demo",
-        group=_DEPLOY,
-        summary="Start the sample deployment, and send it a request.",
-        main=".launch.main:demo_main",
-        flags=".config.commands:DemoConfig",
+        "demo", _DEPLOY, "Start the sample deployment, and send it a request.", "launch.main:demo_main", "DemoConfig"
     ),
+    Command("serve", _DEPLOY, "Serve a model with settings chosen for this machine.", "launch.serve", "ServeConfig"),
+    Command("launch", _DEPLOY, "Start the processes of a deployment file.", "launch.main", "LaunchConfig"),
+    Command("worker", _PROCESS, "Run one worker: an engine with a model.", "worker.main", "config.models:WorkerConfig"),
     Command(
-        name="serve",
-        group=_DEPLOY,
-        summary="Serve a model with settings chosen for this machine.",
-        main=".launch.serve:main",
-        flags=".config.commands:ServeConfig",
+        "frontend",
+        _PROCESS,
+        "Run an OpenAI-compatible HTTP frontend.",
+        "frontend.process.main",
+        "config.models:FrontendConfig",
     ),
+    Command("chat", _USE, "Chat with a running deployment.", "cli.chat", "ChatConfig"),
+    Command("status", _USE, "Show processes, health and load of a deployment.", "cli.status", "StatusConfig"),
+    Command("explain", _USE, "Show the life of a request, or what is stuck.", "cli.explain", "ExplainConfig"),
     Command(
-        name="launch",
-        group=_DEPLOY,
-        summary="Start the processes of a deployment file.",
-        main=".launch.main:main",
-        flags=".config.commands:LaunchConfig",
+        "clear-namespace",
+        _USE,
+        "Remove the records of a deployment that is gone.",
+        "cli.clear_namespace",
+        "ClearNamespaceConfig",
     ),
+    Command("preflight", _CHECK, "Check TensorRT-LLM settings without a GPU.", "cli.preflight", "PreflightConfig"),
+    Command("bench", _CHECK, "Run a benchmark, and write a report.", "bench.profile.main", "bench.profile.main:parser"),
     Command(
-        name="worker",
-        group=_PROCESS,
-        summary="Run one worker: an engine with a model.",
-        main=".worker.main:main",
-        flags=".config.models:WorkerConfig",
+        "chaos",
+        _CHECK,
+        "Inject faults under load, and check every response.",
+        "bench.chaos.main",
+        "bench.chaos.main:parser",
     ),
+    Command("version", _OTHER, "Show versions, engines, GPUs and servers found here.", "cli.version", "VersionConfig"),
     Command(
-        name="frontend",
-        group=_PROCESS,
-        summary="Run an OpenAI-compatible HTTP frontend.",
-        main=".frontend.process.main:main",
-        flags=".config.models:FrontendConfig",
-    ),
-    Command(
-        name="chat",
-        group=_USE,
-        summary="Chat with a running deployment.",
-        main=".cli.chat:main",
-        flags=".config.commands:ChatConfig",
-    ),
-    Command(
-        name="status",
-        group=_USE,
-        summary="Show processes, health and load of a deployment.",
-        main=".cli.status:main",
-        flags=".config.commands:StatusConfig",
-    ),
-    Command(
-        name="explain",
-        group=_USE,
-        summary="Show the life of a request, or what is stuck.",
-        main=".cli.explain:main",
-        flags=".config.commands:ExplainConfig",
-    ),
-    Command(
-        name="clear-namespace",
-        group=_USE,
-        summary="Remove the records of a deployment that is gone.",
-        main=".cli.clear_namespace:main",
-        flags=".config.commands:ClearNamespaceConfig",
-    ),
-    Command(
-        name="preflight",
-        group=_CHECK,
-        summary="Check TensorRT-LLM settings without a GPU.",
-        main=".cli.preflight:main",
-        flags=".config.commands:PreflightConfig",
-    ),
-    Command(
-        name="bench",
-        group=_CHECK,
-        summary="Run a benchmark, and write a report.",
-        main=".bench.profile.main:main",
-        flags=".bench.profile.main:parser",
-    ),
-    Command(
-        name="chaos",
-        group=_CHECK,
-        summary="Inject faults under load, and check every response.",
-        main=".bench.chaos.main:main",
-        flags=".bench.chaos.main:parser",
-    ),
-    Command(
-        name="version",
-        group=_OTHER,
-        summary="Show versions, engines, GPUs and servers found here.",
-        main=".cli.version:main",
-        flags=".config.commands:VersionConfig",
-    ),
-    Command(
-        name="completion",
-        group=_OTHER,
-        summary="Print a completion script for bash, zsh or fish.",
-        main=".cli.console:completion_main",
-        flags=".config.commands:CompletionConfig",
+        "completion",
+        _OTHER,
+        "Print a completion script for bash, zsh or fish.",
+        "cli.console:completion_main",
+        "CompletionConfig",
     ),
 )
 
@@ -197,21 +137,21 @@ def _overview() -> CommandParser:
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the argument parser of a subcommand. Raise ConfigError if a package is missing."""
-    flags = _loaded(command.flags)
+    flags = _loaded(command.flags if ":" in command.flags else f"config.commands:{command.flags}")
     if not isinstance(flags, type):
         parser: argparse.ArgumentParser = flags()
         return parser
-    from dynamo_trtllm.config.load import command_parser
+    from dynamo_trtllm.config.flags import build_parser
 
-    return command_parser(flags, f"{CONSOLE} {command.name}", command.summary)
+    return build_parser(flags, f"{CONSOLE} {command.name}", command.summary)
 
 
 def _loaded(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module, __package__.rpartition(".")[0]), name)
+        return getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main")
     except ModuleNotFoundError as exc:
-        if not module.startswith(".bench."):
+        if not module.startswith("bench."):
             raise
         raise ConfigError(f"the benchmarks need {exc.name}; {install_hint('bench')}") from exc
 
@@ -219,14 +159,10 @@ def _loaded(path: str) -> Any:
 def completion_main() -> None:
     """Run `dynamo-trtllm completion`. Exit with status 0, or 2 for a bad command line."""
     from dynamo_trtllm.config.commands import CompletionConfig
-    from dynamo_trtllm.config.load import exit_with, load
+    from dynamo_trtllm.config.load import load
 
-    prog = f"{CONSOLE} completion"
-    try:
-        config = load(CompletionConfig, prog=prog, description=find("completion").summary)
-        sys.stdout.write(completion(config.shell))
-    except ConfigError as exc:
-        exit_with(prog, exc)
+    config = load(CompletionConfig, prog=f"{CONSOLE} completion", description=find("completion").summary)
+    sys.stdout.write(completion(config.shell))
 
 
 def completion(shell: str) -> str:
@@ -240,11 +176,13 @@ def completion(shell: str) -> str:
             parser = parser_of(command)
         except ConfigError:
             continue  # a package of this command is not installed
-        for action, words in parser.values.items() if isinstance(parser, CommandParser) else ():
-            if words:
-                action.choices = words
-            else:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's own attribute
+        if isinstance(parser, CommandParser):
+            parser.describe()
+            for action, words in parser.values.items():
+                if words:
+                    action.choices = words
+                else:
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab's own attribute
         commands.add_parser(command.name, help=command.summary, parents=[parser], add_help=False)
     script: str = shtab.complete(root, shell)
     return script

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config.commands import PreflightConfig
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file, read_yaml
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load
+from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import schema
@@ -172,13 +173,11 @@ class _Target:
     load: Load
 
 
+@command_errors(PROG)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
-    try:
-        config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-        report = evaluate(config)
-    except ConfigError as exc:
-        exit_with(PROG, exc)
+    config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    report = evaluate(config)
     sys.stdout.write(as_json(report) if config.json_output else as_text(report))
     raise SystemExit(1 if report.count("error") else 0)
 

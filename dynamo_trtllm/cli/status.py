@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, format_table
 from dynamo_trtllm.config.commands import StatusConfig
-from dynamo_trtllm.config.load import exit_with, load, program
+from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
@@ -87,21 +87,14 @@ class _HealthInstance(msgspec.Struct):
     engine: str
 
 
+@command_errors(PROG, NothingRuns)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad command line.
     """
-    try:
-        config = load(StatusConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-        reports = asyncio.run(_watch(config) if config.watch else _show_once(config))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except NothingRuns as exc:
-        sys.stderr.write(f"{program(PROG)}: {escape_controls(str(exc))}\n")
-        raise SystemExit(1) from exc
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    config = load(StatusConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    reports = asyncio.run(_watch(config) if config.watch else _show_once(config))
     raise SystemExit(0 if all(report.is_ready for report in reports) else 1)
 
 

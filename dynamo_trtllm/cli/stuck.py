@@ -19,7 +19,6 @@ _NO_CALL: Final[dict[int, str]] = {
     RecordedEvent.CALL_FAILED: "a call failed, and the next one has not been sent",
 }
 _IN_WORKER: Final[dict[int, str]] = {
-    RecordedEvent.CALL_RECEIVED: "it has received the call, and not queued it",
     RecordedEvent.WAITING_FOR_KV_BLOCKS: "the call waits for KV blocks, which other requests hold",
     RecordedEvent.WAITING_FOR_BUFFER: "the call waits for space in the transfer buffer",
     RecordedEvent.STARTED_IN_ENGINE: "the engine runs the call, and has not computed its prompt or fetched its KV",
@@ -173,7 +172,7 @@ def _of_worker(
         if reason := _why_silent(source):
             return Holder(source.title, f"{worker.title} fetches KV from it, and {reason}")
         return Holder(worker.title, f"it fetches KV from {source.title}, which works: check the network between them")
-    if last.event == RecordedEvent.QUEUED:
+    if last.event in (RecordedEvent.CALL_RECEIVED, RecordedEvent.QUEUED):
         return Holder(worker.title, f"the call waits in the engine's queue{_in_front(recordings, worker, steps[-1])}")
     if last.event in (RecordedEvent.FIRST_TOKEN, RecordedEvent.PROGRESS):
         return Holder(worker.title, f"the engine has generated {max(1, last.a)} tokens of the call, and no more")

@@ -17,7 +17,7 @@ from typing import Any
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import format_table
 from dynamo_trtllm.config.commands import VersionConfig
-from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
@@ -36,12 +36,10 @@ _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 _UNKNOWN = "unknown version"
 
 
+@command_errors(PROG)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
-    try:
-        config = load(VersionConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-    except ConfigError as exc:
-        exit_with(PROG, exc)
+    config = load(VersionConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
     found = versions()
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if config.json_output else format_table(list(_rows(found))))
 

@@ -5,10 +5,13 @@ The module also holds two helpers for texts: `suggest` for mistyped names, and `
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -40,6 +43,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
 
 
+NonEmpty = Annotated[str, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -111,7 +115,6 @@ GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order
 def option(
     group: str,
     default: Any,
-    description: str,
     *,
     aliases: Sequence[str] = (),
     env: str | None = None,
@@ -119,12 +122,11 @@ def option(
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
 ) -> Any:
-    """Return a pydantic field that is also a command-line option.
+    """Return a pydantic field that is also a command-line option. The field's docstring is its text in `--help`.
 
     Args:
         group: Title of the field's group in `--help`.
         default: Default value; `...` for a required field.
-        description: Text for `--help` and the reference.
         aliases: Further names of the field's flag.
         env: Well-known environment variable, read in addition to the DYN_TRTLLM_ one.
         positional: The field is a positional argument.
@@ -139,7 +141,7 @@ def option(
         "const_flags": dict(const_flags or {}),
         "is_address": is_address,
     }
-    return Field(default=default, description=description, json_schema_extra=shown)
+    return Field(default=default, json_schema_extra=shown)
 
 
 class Config(BaseModel):
@@ -149,6 +151,19 @@ class Config(BaseModel):
 
     examples: ClassVar[str] = ""  # command lines at the end of --help
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return the docstring of each field, as one line. Only help needs it: pydantic would read it at each start."""
+        texts: dict[str, str] = {}
+        for each in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
+            body = ast.parse(inspect.getsource(each)).body[0]
+            assert isinstance(body, ast.ClassDef)
+            for statement, following in pairwise(body.body):
+                match statement, following:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        texts[name] = " ".join(text.split())
+        return texts
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
         """Return a copy with a source for each field; `source_of` returns it."""
@@ -168,43 +183,27 @@ class Config(BaseModel):
 class ConnectionConfig(Config):
     """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace, logging."""
 
-    namespace: Namespace = option(
-        CONTROL,
-        "dynamo",
-        "Name of the deployment. Workers and frontends see only instances of the same namespace.",
-        env="DYN_NAMESPACE",
-    )
-    etcd_endpoints: EtcdAddresses = option(
-        CONTROL, "http://localhost:2379", "etcd addresses, separated by commas.", env="ETCD_ENDPOINTS", is_address=True
-    )
-    etcd_ca: Path | None = option(
-        CONTROL,
-        None,
-        "PEM file of the CA that signed etcd's certificate, for https:// endpoints.",
-        env="ETCD_AUTH_CA",
-    )
-    etcd_cert: Path | None = option(
-        CONTROL, None, "PEM file of the client certificate for etcd.", env="ETCD_AUTH_CLIENT_CERT"
-    )
-    etcd_key: Path | None = option(
-        CONTROL, None, "PEM file of the client certificate's key.", env="ETCD_AUTH_CLIENT_KEY"
-    )
-    nats_server: NatsAddress = option(
-        CONTROL, "nats://localhost:4222", "NATS address.", env="NATS_SERVER", is_address=True
-    )
-    log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
-    log_format: LogFormat = option(PROCESS, "text", "Format of log lines: text, or json (one object per line).")
-
-
-RECORDER_DIR_HELP = (
-    "Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise "
-    "/tmp/dynamo_trtllm-UID."
-)
+    namespace: Namespace = option(CONTROL, "dynamo", env="DYN_NAMESPACE")
+    """Name of the deployment. Workers and frontends see only instances of the same namespace."""
+    etcd_endpoints: EtcdAddresses = option(CONTROL, "http://localhost:2379", env="ETCD_ENDPOINTS", is_address=True)
+    """etcd addresses, separated by commas."""
+    etcd_ca: Path | None = option(CONTROL, None, env="ETCD_AUTH_CA")
+    """PEM file of the CA that signed etcd's certificate, for https:// endpoints."""
+    etcd_cert: Path | None = option(CONTROL, None, env="ETCD_AUTH_CLIENT_CERT")
+    """PEM file of the client certificate for etcd."""
+    etcd_key: Path | None = option(CONTROL, None, env="ETCD_AUTH_CLIENT_KEY")
+    """PEM file of the client certificate's key."""
+    nats_server: NatsAddress = option(CONTROL, "nats://localhost:4222", env="NATS_SERVER", is_address=True)
+    """NATS address."""
+    log_level: LogLevel = option(PROCESS, "info")
+    """Minimum log level."""
+    log_format: LogFormat = option(PROCESS, "text")
+    """Format of log lines: text, or json (one object per line)."""
 
 
 class ProcessConfig(ConnectionConfig):
     """Settings that workers and frontends share."""
 
-    recorder_dir: Annotated[str, Field(min_length=1)] | None = option(
-        PROCESS, None, f"{RECORDER_DIR_HELP} off: record nothing."
-    )
+    recorder_dir: NonEmpty | None = option(PROCESS, None)
+    """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
+    /tmp/dynamo_trtllm-UID. off: record nothing."""

@@ -15,7 +15,6 @@ from dynamo_trtllm.config.base import (
     LOAD,
     MODEL,
     PROCESS,
-    RECORDER_DIR_HELP,
     ROLE,
     Config,
     ConnectionConfig,
@@ -23,6 +22,7 @@ from dynamo_trtllm.config.base import (
     LogFormat,
     LogLevel,
     Namespace,
+    NonEmpty,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -56,35 +56,33 @@ example, the disaggregated Kubernetes target for gpt-oss-120b, without the model
 exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
 """
 
-    prefill: Path | None = option(ROLE, None, "YAML file of a prefill worker's engine arguments.")
-    decode: Path | None = option(
-        ROLE, None, "YAML file of a decode worker's engine arguments. With --prefill the pair is checked too."
-    )
-    agg: Path | None = option(ROLE, None, "YAML file of an aggregated worker's engine arguments.")
-    prefill_args: str | None = option(
-        ROLE, None, "More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size 32'."
-    )
-    decode_args: str | None = option(ROLE, None, "More flags of the decode worker, as one string.")
-    agg_args: str | None = option(ROLE, None, "More flags of the aggregated worker, as one string.")
-    gpu: str | None = option(
-        ENGINE,
-        None,
-        "GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of this machine.",
-    )
-    release: str = option(ENGINE, "1.2.1", "TensorRT-LLM release to check against.")
-    model_path: str | None = option(
-        MODEL,
-        None,
-        "Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their "
-        "published shape. Without it, the model's limits and memory are not checked.",
-        aliases=("--model",),
-    )
-    isl: PositiveInt | None = option(
-        LOAD, None, "Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer."
-    )
-    osl: PositiveInt | None = option(LOAD, None, "Tokens of the longest output.")
-    concurrency: PositiveInt | None = option(LOAD, None, "Number of concurrent requests.")
-    json_output: bool = option(PROCESS, False, "Print JSON instead of tables.", aliases=("--json",))
+    prefill: Path | None = option(ROLE, None)
+    """YAML file of a prefill worker's engine arguments."""
+    decode: Path | None = option(ROLE, None)
+    """YAML file of a decode worker's engine arguments. With --prefill the pair is checked too."""
+    agg: Path | None = option(ROLE, None)
+    """YAML file of an aggregated worker's engine arguments."""
+    prefill_args: str | None = option(ROLE, None)
+    """More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size 32'."""
+    decode_args: str | None = option(ROLE, None)
+    """More flags of the decode worker, as one string."""
+    agg_args: str | None = option(ROLE, None)
+    """More flags of the aggregated worker, as one string."""
+    gpu: str | None = option(ENGINE, None)
+    """GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of this machine."""
+    release: str = option(ENGINE, "1.2.1")
+    """TensorRT-LLM release to check against."""
+    model_path: str | None = option(MODEL, None, aliases=("--model",))
+    """Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their published shape.
+    Without it, the model's limits and memory are not checked."""
+    isl: PositiveInt | None = option(LOAD, None)
+    """Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer."""
+    osl: PositiveInt | None = option(LOAD, None)
+    """Tokens of the longest output."""
+    concurrency: PositiveInt | None = option(LOAD, None)
+    """Number of concurrent requests."""
+    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    """Print JSON instead of tables."""
 
     @model_validator(mode="after")
     def _has_a_role(self) -> PreflightConfig:
@@ -107,12 +105,10 @@ examples:
 exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
 """
 
-    yes: bool = option(PROCESS, False, "Remove without confirmation. Required when stdin is not a terminal.")
-    force: bool = option(
-        PROCESS,
-        False,
-        "Also remove live instances by revoking their leases. A worker that still runs registers again within seconds.",
-    )
+    yes: bool = option(PROCESS, False)
+    """Remove without confirmation. Required when stdin is not a terminal."""
+    force: bool = option(PROCESS, False)
+    """Also remove live instances by revoking their leases. A worker that still runs registers again within seconds."""
 
 
 class ChatConfig(Config):
@@ -125,43 +121,42 @@ examples:
   echo "What is KV?" | %(prog)s
 """
 
-    url: ServerUrl = option(HTTP, "http://localhost:8000", "Address of a frontend.", is_address=True)
-    model: Annotated[str, Field(min_length=1)] | None = option(
-        MODEL, None, "Model name. Default: the only model of the frontend."
-    )
-    system: str | None = option(MODEL, None, "System message, sent before the first question.")
-    reasoning_effort: Literal["low", "medium", "high"] | None = option(MODEL, None, "Reasoning effort of the model.")
-    max_tokens: PositiveInt | None = option(MODEL, None, "Maximum tokens of an answer, reasoning included.")
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = option(
-        MODEL, None, "Sampling temperature. 0 selects the most likely token; higher values vary more."
-    )
+    url: ServerUrl = option(HTTP, "http://localhost:8000", is_address=True)
+    """Address of a frontend."""
+    model: NonEmpty | None = option(MODEL, None)
+    """Model name. Default: the only model of the frontend."""
+    system: str | None = option(MODEL, None)
+    """System message, sent before the first question."""
+    reasoning_effort: Literal["low", "medium", "high"] | None = option(MODEL, None)
+    """Reasoning effort of the model."""
+    max_tokens: PositiveInt | None = option(MODEL, None)
+    """Maximum tokens of an answer, reasoning included."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = option(MODEL, None)
+    """Sampling temperature. 0 selects the most likely token; higher values vary more."""
 
 
 class LaunchConfig(Config):
     """Settings of `dynamo-trtllm launch`."""
 
-    deployment: Path = option(PROCESS, ..., "YAML file that lists services, frontend and workers.", positional=True)
-    model: str | None = option(MODEL, None, "Model for all workers, instead of the one in the file.")
-    engine: EngineName | None = option(
-        ENGINE, None, "Engine for all workers, instead of the one in the file. Arguments of another engine are dropped."
-    )
-    port: Port | None = option(
-        HTTP, None, "Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one."
-    )
-    host: Annotated[str, Field(min_length=1)] | None = option(
-        HTTP,
-        None,
-        "Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from "
-        "other machines. Default without a value in the file: 127.0.0.1.",
-    )
-    demo: bool = option(
-        PROCESS, False, "Once all processes are ready, send a sample request and print which workers processed it."
-    )
-    once: bool = option(PROCESS, False, "Stop all processes once they are ready and the demo is done.")
-    log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
-    log_format: LogFormat = option(
-        PROCESS, "text", "Format of log lines, also of the started processes: text, or json (one object per line)."
-    )
+    deployment: Path = option(PROCESS, ..., positional=True)
+    """YAML file that lists services, frontend and workers."""
+    model: str | None = option(MODEL, None)
+    """Model for all workers, instead of the one in the file."""
+    engine: EngineName | None = option(ENGINE, None)
+    """Engine for all workers, instead of the one in the file. Arguments of another engine are dropped."""
+    port: Port | None = option(HTTP, None)
+    """Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one."""
+    host: NonEmpty | None = option(HTTP, None)
+    """Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from other machines.
+    Default without a value in the file: 127.0.0.1."""
+    demo: bool = option(PROCESS, False)
+    """Once all processes are ready, send a sample request and print which workers processed it."""
+    once: bool = option(PROCESS, False)
+    """Stop all processes once they are ready and the demo is done."""
+    log_level: LogLevel = option(PROCESS, "info")
+    """Minimum log level."""
+    log_format: LogFormat = option(PROCESS, "text")
+    """Format of log lines, also of the started processes: text, or json (one object per line)."""
 
 
 class ServeConfig(Config):
@@ -175,63 +170,35 @@ examples:
 Flags after -- are flags of `dynamo-trtllm worker` for every worker.
 """
 
-    model: str = option(
-        MODEL,
-        ...,
-        "Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded "
-        "unless it is in the cache.",
-        positional=True,
-    )
-    revision: Annotated[str, Field(min_length=1)] | None = option(
-        MODEL, None, "Branch, tag or commit of a model on the Hub. Default: its main branch."
-    )
-    served_model_name: Annotated[str, Field(min_length=1)] | None = option(
-        MODEL, None, "Name that clients send as `model`. Default: MODEL, or the name of the folder."
-    )
-    engine: EngineName | None = option(
-        ENGINE,
-        None,
-        "Inference engine. Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch "
-        "that is installed.",
-    )
-    tensor_parallel_size: PositiveInt | None = option(
-        ENGINE,
-        None,
-        "GPUs per worker, over which each layer is split. Default: as few as the weights need.",
-        aliases=("--tp",),
-    )
-    prefill: PositiveInt | None = option(
-        ROLE, None, "Number of prefill workers. Default: 1 if there are enough devices for two workers."
-    )
-    decode: PositiveInt | None = option(
-        ROLE, None, "Number of decode workers. Default: 1 if there are enough devices for two workers."
-    )
-    port: Port = option(
-        HTTP,
-        8000,
-        "Port of the OpenAI-compatible API; 0 takes a free one.",
-        env="DYN_HTTP_PORT",
-        aliases=("--http-port",),
-    )
-    host: Annotated[str, Field(min_length=1)] | None = option(
-        HTTP,
-        None,
-        "Address that the API listens on; 0.0.0.0 accepts connections from other machines. Default: 127.0.0.1.",
-        aliases=("--http-host",),
-    )
-    namespace: Namespace = option(
-        CONTROL, "dynamo", "Name of the deployment. Each has its own etcd and NATS.", env="DYN_NAMESPACE"
-    )
-    dry_run: bool = option(
-        PROCESS,
-        False,
-        "Print the deployment file that the launcher would run, and start nothing. For a model on the Hub, "
-        "only config.json is downloaded.",
-    )
-    log_level: LogLevel = option(PROCESS, "info", "Minimum log level.")
-    log_format: LogFormat = option(
-        PROCESS, "text", "Format of log lines, also of the started processes: text, or json (one object per line)."
-    )
+    model: str = option(MODEL, ..., positional=True)
+    """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded
+    unless it is in the cache."""
+    revision: NonEmpty | None = option(MODEL, None)
+    """Branch, tag or commit of a model on the Hub. Default: its main branch."""
+    served_model_name: NonEmpty | None = option(MODEL, None)
+    """Name that clients send as `model`. Default: MODEL, or the name of the folder."""
+    engine: EngineName | None = option(ENGINE, None)
+    """Inference engine. Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch that is
+    installed."""
+    tensor_parallel_size: PositiveInt | None = option(ENGINE, None, aliases=("--tp",))
+    """GPUs per worker, over which each layer is split. Default: as few as the weights need."""
+    prefill: PositiveInt | None = option(ROLE, None)
+    """Number of prefill workers. Default: 1 if there are enough devices for two workers."""
+    decode: PositiveInt | None = option(ROLE, None)
+    """Number of decode workers. Default: 1 if there are enough devices for two workers."""
+    port: Port = option(HTTP, 8000, env="DYN_HTTP_PORT", aliases=("--http-port",))
+    """Port of the OpenAI-compatible API; 0 takes a free one."""
+    host: NonEmpty | None = option(HTTP, None, aliases=("--http-host",))
+    """Address that the API listens on; 0.0.0.0 accepts connections from other machines. Default: 127.0.0.1."""
+    namespace: Namespace = option(CONTROL, "dynamo", env="DYN_NAMESPACE")
+    """Name of the deployment. Each has its own etcd and NATS."""
+    dry_run: bool = option(PROCESS, False)
+    """Print the deployment file that the launcher would run, and start nothing. For a model on the Hub, only
+    config.json is downloaded."""
+    log_level: LogLevel = option(PROCESS, "info")
+    """Minimum log level."""
+    log_format: LogFormat = option(PROCESS, "text")
+    """Format of log lines, also of the started processes: text, or json (one object per line)."""
 
 
 class DemoConfig(LaunchConfig):
@@ -243,12 +210,10 @@ examples:
   %(prog)s --once --port 0
 """
 
-    deployment: Path = option(
-        PROCESS, Path("deploy/local/demo.yaml"), "YAML file that lists services, frontend and workers.", positional=True
-    )
-    demo: bool = option(
-        PROCESS, True, "Once all processes are ready, send a sample request and print which workers processed it."
-    )
+    deployment: Path = option(PROCESS, Path("deploy/local/demo.yaml"), positional=True)
+    """YAML file that lists services, frontend and workers."""
+    demo: bool = option(PROCESS, True)
+    """Once all processes are ready, send a sample request and print which workers processed it."""
 
 
 class StatusConfig(ConnectionConfig):
@@ -262,17 +227,17 @@ examples:
 exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command line
 """
 
-    url: ServerUrl | None = option(
-        HTTP,
-        None,
-        "Address of a frontend. Default: the deployments that were launched on this machine, otherwise the frontend at "
-        "http://localhost:8000 and the workers registered in etcd.",
-        is_address=True,
-    )
-    watch: bool = option(PROCESS, False, "Show the status again and again until Ctrl-C.")
-    interval_s: PositiveFloat = option(PROCESS, 2.0, "Seconds between two outputs of --watch.")
-    timeout_s: PositiveFloat = option(PROCESS, 3.0, "Maximum seconds to wait for the answers of all processes.")
-    json_output: bool = option(PROCESS, False, "Print JSON, with --watch one line each time.", aliases=("--json",))
+    url: ServerUrl | None = option(HTTP, None, is_address=True)
+    """Address of a frontend. Default: the deployments that were launched on this machine, otherwise the frontend at
+    http://localhost:8000 and the workers registered in etcd."""
+    watch: bool = option(PROCESS, False)
+    """Show the status again and again until Ctrl-C."""
+    interval_s: PositiveFloat = option(PROCESS, 2.0)
+    """Seconds between two outputs of --watch."""
+    timeout_s: PositiveFloat = option(PROCESS, 3.0)
+    """Maximum seconds to wait for the answers of all processes."""
+    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    """Print JSON, with --watch one line each time."""
 
 
 class ExplainConfig(Config):
@@ -289,32 +254,23 @@ exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has
 line
 """
 
-    request: Annotated[str, Field(min_length=1)] | None = option(
-        PROCESS,
-        None,
-        "Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header X-Request-Id, or of a log "
-        "line. Default: list the latest requests.",
-        positional=True,
-    )
-    stuck: bool = option(
-        PROCESS, False, "List requests that have not ended and are silent, with the process that holds each."
-    )
-    older_than_s: Annotated[float, Field(ge=1.5, allow_inf_nan=False)] = option(
-        PROCESS,
-        10.0,
-        "Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a stream is recorded "
-        "once a second.",
-    )
-    perfetto: Path | None = option(
-        PROCESS, None, "Write the events to this file as a Chrome trace (JSON), for Perfetto."
-    )
-    trace: Path | None = option(
-        PROCESS,
-        None,
-        "Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format (JSONL).",
-    )
-    json_output: bool = option(PROCESS, False, "With --stuck: print JSON.", aliases=("--json",))
-    recorder_dir: Annotated[str, Field(min_length=1)] | None = option(PROCESS, None, RECORDER_DIR_HELP)
+    request: NonEmpty | None = option(PROCESS, None, positional=True)
+    """Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header X-Request-Id, or of a log
+    line. Default: list the latest requests."""
+    stuck: bool = option(PROCESS, False)
+    """List requests that have not ended and are silent, with the process that holds each."""
+    older_than_s: Annotated[float, Field(ge=1.5, allow_inf_nan=False)] = option(PROCESS, 10.0)
+    """Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a stream is recorded once
+    a second."""
+    perfetto: Path | None = option(PROCESS, None)
+    """Write the events to this file as a Chrome trace (JSON), for Perfetto."""
+    trace: Path | None = option(PROCESS, None)
+    """Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format (JSONL)."""
+    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    """With --stuck: print JSON."""
+    recorder_dir: NonEmpty | None = option(PROCESS, None)
+    """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
+    /tmp/dynamo_trtllm-UID."""
 
     @model_validator(mode="after")
     def _one_question(self) -> ExplainConfig:
@@ -328,7 +284,8 @@ line
 class VersionConfig(Config):
     """Settings of `dynamo-trtllm version`."""
 
-    json_output: bool = option(PROCESS, False, "Print JSON.", aliases=("--json",))
+    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    """Print JSON."""
 
 
 class CompletionConfig(Config):
@@ -341,10 +298,12 @@ examples:
   fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
 """
 
-    shell: Literal["bash", "zsh", "fish"] = option(PROCESS, ..., "Shell to print a script for.", positional=True)
+    shell: Literal["bash", "zsh", "fish"] = option(PROCESS, ..., positional=True)
+    """Shell to print a script for."""
 
 
 class FrontendProcessConfig(FrontendConfig):
     """Settings of one process of a frontend with several `workers`. The frontend starts these processes."""
 
-    number: PositiveInt = option(PROCESS, ..., "Number of this process among the processes of the frontend, from 1.")
+    number: PositiveInt = option(PROCESS, ...)
+    """Number of this process among the processes of the frontend, from 1."""

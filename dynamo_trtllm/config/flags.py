@@ -9,7 +9,7 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import GROUPS, Config
 from dynamo_trtllm.config.parser import CommandParser
 from dynamo_trtllm.errors import ConfigError
 
-_WORDS = "words"  # attribute in which argparse collects const flags
-_TYPED_AS = "typed_as"  # attribute with the name under which each flag was typed, by field
+ENV_PREFIX = "DYN_TRTLLM_"
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -40,9 +40,9 @@ class Flag:
     const_flags: Mapping[str, str]  # flags without a value -> the value that each sets
     is_address: bool  # may contain a password
 
-    def variables(self, prefix: str) -> list[str]:
-        """Return the names of its environment variables with this prefix, one for each name of the flag."""
-        return [variable(prefix, name) for name in (self.field, *self.names[1:])]
+    def variables(self) -> list[str]:
+        """Return the names of its DYN_TRTLLM_ variables, one for each name of the flag."""
+        return [variable(name) for name in (self.field, *self.names[1:])]
 
     def convert(self, text: str, source: str) -> Any:
         """Convert a text to a value for the model.
@@ -65,9 +65,9 @@ class Flag:
         return text
 
 
-def variable(prefix: str, flag: str) -> str:
+def variable(flag: str) -> str:
     """Return the environment variable of a flag."""
-    return prefix + flag.removeprefix("--").replace("-", "_").upper()
+    return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def flags_of(model: type[Config]) -> list[Flag]:
@@ -113,7 +113,7 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
 
 
 class _Store(argparse.Action):
-    """Stores the value of a flag. A second name of the flag is accepted only with the same value."""
+    """Stores the flag and its value. Another flag for the same field is accepted only with the same value."""
 
     def __call__(
         self,
@@ -122,18 +122,15 @@ class _Store(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        typed_as: dict[str, str | None] = vars(namespace).setdefault(_TYPED_AS, {})
-        earlier = typed_as.setdefault(self.dest, option_string)
-        if earlier != option_string and (other := getattr(namespace, self.dest)) != values:
-            raise ConfigError(
-                f"{earlier} {other} and {option_string} {values} set the same and contradict each other; remove one of "
-                "them",
-                field=self.dest,
-            )
-        setattr(namespace, self.dest, values)
+        flag, value = option_string or str(self.metavar), self.const or values
+        text = flag if self.const else f"{flag} {value}"
+        earlier, other, earlier_text = getattr(namespace, self.dest, (flag, value, text))
+        if earlier != flag and other != value:
+            raise ConfigError(f"{earlier_text} and {text} contradict each other; remove one of them", field=self.dest)
+        setattr(namespace, self.dest, (flag, value, text))
 
 
-def build_parser(model: type[Config], *, prog: str, description: str, version: str, env_prefix: str) -> CommandParser:
+def build_parser(model: type[Config], prog: str, description: str) -> CommandParser:
     """Build the argument parser of a model. It leaves values as text, and sets no attribute for an absent flag."""
     flags = flags_of(model)
     required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
@@ -142,20 +139,29 @@ def build_parser(model: type[Config], *, prog: str, description: str, version: s
         usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
         description=description,
         epilog=model.examples
-        + f"Every flag can be set by an environment variable: --log-level by {env_prefix}LOG_LEVEL. Flags win.",
+        + f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL. Flags win.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"dynamo_trtllm {version}")
+    parser.add_argument("--version", action="version", version=f"dynamo_trtllm {__version__}")
     parser.add_argument("--print-config", action="store_true", help="Print each setting, its value and source; exit.")
+    actions = {}
     for title in GROUPS:
         if in_group := [flag for flag in flags if flag.group == title]:
             group = parser.add_argument_group(title)
             for flag in in_group:
-                action = _add(group, flag, model.model_fields[flag.field])
+                action = actions[flag.field] = _add(group, flag)
                 if flag.choices or flag.kind is Path:
                     parser.values[action] = flag.choices
+
+    def describe() -> None:
+        descriptions = model.descriptions()
+        for flag in flags:
+            notes = _notes(flag, model.model_fields[flag.field])
+            actions[flag.field].help = (descriptions[flag.field] + notes).replace("%", "%%")
+
+    parser.describe = describe
     return parser
 
 
@@ -163,28 +169,23 @@ def _usage(flag: Flag) -> str:
     return flag.field.upper() if flag.positional else f"{flag.names[0]} {flag.field.upper()}"
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> argparse.Action:
+def _add(group: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     """Add the arguments of a flag, and return the one that takes its value."""
     metavar = {int: "INT", float: "NUMBER", dict: "JSON"}.get(flag.kind, flag.field.upper())
     if flag.choices:
         metavar = "{" + ",".join(flag.choices) + "}"
-    help_text = _help(flag, info).replace("%", "%%")
     if flag.positional:
-        action = group.add_argument(flag.field, metavar=metavar, help=help_text, nargs="?")
-    elif flag.kind is bool:
-        switch = argparse.BooleanOptionalAction
-        action = group.add_argument(*flag.names, dest=flag.field, action=switch, help=help_text)
-    else:
-        names = flag.names
-        action = group.add_argument(*names, dest=flag.field, metavar=metavar, help=help_text, action=_Store)
+        return group.add_argument(flag.field, metavar=flag.names[0], action=_Store, nargs="?")
+    if flag.kind is bool:
+        return group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction)
+    action = group.add_argument(*flag.names, dest=flag.field, metavar=metavar, action=_Store)
     for word, value in flag.const_flags.items():
-        group.add_argument(
-            word, dest=_WORDS, action="append_const", const=(flag.field, word, value), help=f"{flag.names[0]} {value}"
-        )
+        help_text = f"{flag.names[0]} {value}"
+        group.add_argument(word, dest=flag.field, action=_Store, nargs=0, const=value, help=help_text)
     return action
 
 
-def _help(flag: Flag, info: FieldInfo) -> str:
+def _notes(flag: Flag, info: FieldInfo) -> str:
     notes = []
     if info.is_required():
         notes.append("required")
@@ -193,46 +194,20 @@ def _help(flag: Flag, info: FieldInfo) -> str:
         notes.append(f"default: {default}")
     if flag.env:
         notes.append(f"also {flag.env}")
-    return f"{info.description}" + (f" ({'; '.join(notes)})" if notes else "")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
-RejectUnknown = Callable[[str | None, Sequence[str], Sequence[str]], None]
-"""Rejects unknown words. Takes the value of the positional argument, the unknown words, and the known flags."""
-
-
-def read_flags(
-    parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str], reject_unknown: RejectUnknown
-) -> dict[str, Any]:
-    """Read the flags in `argv`.
-
-    Args:
-        parser: Parser from `build_parser`.
-        model: The same model.
-        argv: Command line without the program name.
-        reject_unknown: Called with the words that the parser does not know.
-
-    Returns:
-        (flag name, value) by field for the flags given, and a bool under `print_config`.
+def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """Return value and source by field of the flags that `build_parser` has parsed.
 
     Raises:
-        ConfigError: A word is unknown, a value is malformed, or two flags contradict each other.
-        SystemExit: For `--help` and `--version`.
+        ConfigError: A value is malformed.
     """
-    namespace, unknown = parser.parse_known_args(list(argv))
-    given = vars(namespace)
-    positional = next((given.get(flag.field) for flag in flags_of(model) if flag.positional), None)
-    reject_unknown(positional, unknown, [name for name in parser._option_string_actions if name.startswith("--")])
-    typed: dict[str, Any] = {"print_config": given.pop("print_config", False)}
-    typed_as = given.pop(_TYPED_AS, {})
+    read: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
-        if flag.field in given and given[flag.field] is not None:
-            value = given[flag.field]
-            name = typed_as.get(flag.field, flag.names[0])
-            typed[flag.field] = (name, value if isinstance(value, bool) else flag.convert(value, f"flag {name}"))
-    words = {word for flag in flags_of(model) for word in flag.const_flags}
-    for field, word, value in given.get(_WORDS, ()):
-        earlier, other = typed.setdefault(field, (word, value))
-        if other != value:
-            shown = earlier if earlier in words else f"{earlier} {other}"
-            raise ConfigError(f"{word} and {shown} contradict each other; remove one of them", field=field)
-    return typed
+        match getattr(given, flag.field, None):
+            case bool(value):
+                read[flag.field] = value, f"flag {flag.names[0]}"
+            case (name, text, _):
+                read[flag.field] = flag.convert(text, f"flag {name}"), f"flag {name}"
+    return read

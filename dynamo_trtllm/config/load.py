@@ -7,29 +7,29 @@ of one line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import SecretStr, ValidationError
 
-from dynamo_trtllm import __version__
 from dynamo_trtllm.config import commands
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags, variable
+from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, build_parser, flags_of, read_flags, variable
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.parser import CONSOLE, CommandParser
+from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.unknown import reject_unknown
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.sanitize import MASK, escape_controls, mask_address, mask_credentials
 
-ENV_PREFIX = "DYN_TRTLLM_"
-
 C = TypeVar("C", bound=Config)
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -55,22 +55,15 @@ def load(
         ConfigError: A flag, variable or value is not valid.
         SystemExit: With status 0 after `--help`, `--version` and `--print-config`.
     """
-    env = os.environ if environ is None else environ
-    parser = command_parser(model, program(prog) if argv is None else prog, description)
-    typed = read_flags(parser, model, command_line() if argv is None else argv, partial(reject_unknown, model))
-    print_config = typed.pop("print_config", False)
-    flags = {name: (value, f"flag {flag}") for name, (flag, value) in typed.items()}
-    given = _from_environment(model, env, flags) | flags
-    config = _validate(model, given)
-    if print_config:
+    parser = build_parser(model, program(prog) if argv is None else prog, description)
+    given, unknown = parser.parse_known_args(command_line() if argv is None else list(argv))
+    reject_unknown(model, given, unknown, parser)
+    flags = read_flags(model, given)
+    config = _validate(model, _from_environment(model, os.environ if environ is None else environ, flags) | flags)
+    if hasattr(given, "print_config"):
         sys.stdout.write(config_table(config) + (more(config) if more else ""))
         raise SystemExit(0)
     return config
-
-
-def command_parser(model: type[Config], prog: str, description: str) -> CommandParser:
-    """Return the argument parser of a command."""
-    return build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
 
 
 def program(prog: str) -> str:
@@ -83,6 +76,31 @@ def exit_with(prog: str, error: ConfigError) -> NoReturn:
     """Print a ConfigError as one line on stderr, and exit with status 2."""
     sys.stderr.write(f"{program(prog)}: {escape_controls(' '.join(error.message.split()))}\n")
     raise SystemExit(2) from error
+
+
+@contextmanager
+def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
+    """End a command with a status, and with one line instead of a traceback, if it raises an error in this context.
+
+    Args:
+        prog: Command, as for `load`.
+        failures: Errors that end it with their `exit_status` or 1. Another DynamoError is logged and ends it with 1.
+
+    Raises:
+        SystemExit: After an error; with status 2 after a ConfigError, and 130 after Ctrl-C.
+    """
+    try:
+        yield
+    except ConfigError as exc:
+        exit_with(prog, exc)
+    except failures as exc:
+        sys.stderr.write(f"{program(prog)}: {escape_controls(str(exc))}\n")
+        raise SystemExit(getattr(exc, "exit_status", 1)) from exc
+    except DynamoError as exc:
+        log.error("%s: %s", exc.code, exc.message)
+        raise SystemExit(1) from exc
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def process_environment() -> dict[str, str]:
@@ -153,7 +171,7 @@ def _from_environment(
     _check_environment(model, env)
     values: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
-        own = [name for name in flag.variables(ENV_PREFIX) if name in env]
+        own = [name for name in flag.variables() if name in env]
         if flag.field not in typed and any(env[name] != env[own[0]] for name in own):
             raise ConfigError(
                 f"environment {' and '.join(own)} set the same and contradict each other; unset one of them",
@@ -174,9 +192,9 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     models: list[type[Config]] = [model, WorkerConfig, FrontendConfig]
     models += [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Config)]
     flags = [flag for each in dict.fromkeys(models) for flag in flags_of(each)]
-    known = {name for flag in flags for name in flag.variables(ENV_PREFIX)}
+    known = {name for flag in flags for name in flag.variables()}
     const = {
-        variable(ENV_PREFIX, word): f"set {flag.variables(ENV_PREFIX)[0]} to {value}"
+        variable(word): f"set {flag.variables()[0]} to {value}"
         for flag in flags
         for word, value in flag.const_flags.items()
     }

@@ -9,7 +9,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -73,9 +73,14 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options)
         # for the completion of a shell: the words that an argument allows; (): it is a file
         self.values: dict[argparse.Action, tuple[str, ...]] = {}
+        self.describe: Callable[[], None] = lambda: None  # sets the texts of the flags, which only help needs
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
+
+    def format_help(self) -> str:
+        self.describe()
+        return super().format_help()
 
     def print_help(self, file: Any = None) -> None:
         """Print the help. A pipe gets plain text, and so does a terminal if NO_COLOR is set."""

@@ -1,12 +1,13 @@
 """Explain unknown flags and arguments: name the flag for a name of another server, or say what to do instead.
 
-A name that one command has as a flag stays in OTHER_NAMES for the others.
+A name that one command has as a flag stays in the tables for the others.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from dynamo_trtllm.config.base import Config, suggest
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
@@ -24,116 +25,82 @@ _COMMANDS: Mapping[type[Config], str] = {
 _SUBCOMMANDS = frozenset({"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"})
 
 
-class OtherName(NamedTuple):
-    """The equivalent here of a flag of vLLM, SGLang, Dynamo or TensorRT-LLM."""
-
-    fields: tuple[str, ...] = ()  # fields here; the first that the command has is suggested
-    instead: str = ""  # advice if there is no such field
-
-
-_NO_KEYS = OtherName(
-    instead="requests are not authenticated: put a proxy that checks API keys in front of the frontend"
-)
-_NO_TLS = OtherName(instead="the frontend speaks plain HTTP: put a proxy that terminates TLS in front of it")
-_PLANE = OtherName(instead="leave it out: requests and tokens always travel over NATS")
-_UNSUPPORTED = OtherName(instead="not supported")
-_ENGINE_ARGUMENT = OtherName(
-    instead="it is an engine argument: pass it to the worker with --extra-engine-args FILE.yaml or "
-    "--override-engine-args '{\"name\": value}', under the engine's own name"
-)
-_TENSOR = OtherName(("tensor_parallel_size",))
-_EXPERT = OtherName(("expert_parallel_size",))
-_PIPELINE = OtherName(("pipeline_parallel_size",))
-_KV_SHARE = OtherName(("free_gpu_memory_fraction",))
-_LENGTH = OtherName(("max_seq_len",))
-_BATCH = OtherName(("max_batch_size",))
-_TOKENS = OtherName(("max_num_tokens",))
-_NAME = OtherName(("served_model_name",))
-_PORT = OtherName(("http_port", "port"))
-_HOST = OtherName(("http_host", "host"))
-
-OTHER_NAMES: Mapping[str, OtherName] = {
-    "api-key": _NO_KEYS,
-    "attention-backend": _ENGINE_ARGUMENT,
-    "backend": OtherName(("engine",)),
-    "block-size": OtherName(("kv_block_size",)),
-    "config": OtherName(("extra_engine_args",)),
-    "context-length": _LENGTH,
-    "data-parallel-size": OtherName(instead="start more workers; the launcher has count for it in the deployment file"),
-    "dp": OtherName(instead="start more workers; the launcher has count for it in the deployment file"),
-    "disaggregation-bootstrap-port": OtherName(instead="workers find each other through etcd: leave it out"),
-    "connector": _UNSUPPORTED,
-    "discovery-backend": OtherName(instead="leave it out: discovery always uses etcd"),
-    "enable-anthropic-api": _UNSUPPORTED,
-    "enable-attention-dp": OtherName(instead="set enable_attention_dp: true in the file of --extra-engine-args"),
-    "encode-endpoint": _UNSUPPORTED,
-    "enforce-disagg": OtherName(instead="leave it out: it is always on, unless --decode-fallback is given"),
-    "event-plane": _PLANE,
-    "dtype": _ENGINE_ARGUMENT,
-    "enable-expert-parallel": _EXPERT,
-    "enforce-eager": _ENGINE_ARGUMENT,
-    "ep": _EXPERT,
-    "ep-size": _EXPERT,
-    "expert-parallel": _EXPERT,
-    "extra-llm-api-options": OtherName(("extra_engine_args",)),
-    "gpu-memory-utilization": _KV_SHARE,
-    "host": _HOST,
-    "http-host": _HOST,
-    "http-port": _PORT,
-    "interactive": OtherName(instead=f"use {CONSOLE} chat"),
-    "kserve-grpc-server": _UNSUPPORTED,
-    "kv-cache-dtype": _ENGINE_ARGUMENT,
-    "kv-cache-free-gpu-memory-fraction": _KV_SHARE,
-    "kv-transfer-config": OtherName(
-        instead="the worker's role determines the KV transfer: pass --disaggregation-mode to the worker"
+# Names of flags in vLLM, SGLang, Dynamo and TensorRT-LLM, by the fields that they are here. The first that the command
+# has is suggested.
+_OUR_FIELDS: Mapping[tuple[str, ...], Sequence[str]] = {
+    ("dyn_reasoning_parser",): ("reasoning-parser",),
+    ("dyn_tool_call_parser",): ("tool-call-parser",),
+    ("engine",): ("backend",),
+    ("expert_parallel_size",): ("enable-expert-parallel", "ep", "ep-size", "expert-parallel"),
+    ("extra_engine_args",): ("config", "extra-llm-api-options"),
+    ("free_gpu_memory_fraction",): (
+        "gpu-memory-utilization",
+        "kv-cache-free-gpu-memory-fraction",
+        "mem-fraction-static",
     ),
-    "max-model-len": _LENGTH,
-    "max-num-batched-tokens": _TOKENS,
-    "max-num-seqs": _BATCH,
-    "max-prefill-tokens": _TOKENS,
-    "max-running-requests": _BATCH,
-    "mem-fraction-static": _KV_SHARE,
-    "modality": _UNSUPPORTED,
-    "model": OtherName(("model_path", "model")),
-    "model-name": _NAME,
-    "model-path": OtherName(("model", "model_path")),
-    "nats-url": OtherName(("nats_server",)),
-    "page-size": OtherName(("kv_block_size",)),
-    "pipeline-parallel": _PIPELINE,
-    "port": _PORT,
-    "pp": _PIPELINE,
-    "pp-size": _PIPELINE,
-    "publish-events-and-metrics": OtherName(("publish_kv_events",)),
-    "quantization": _ENGINE_ARGUMENT,
-    "request-plane": _PLANE,
-    "reasoning-parser": OtherName(("dyn_reasoning_parser",)),
-    "ssl-certfile": _NO_TLS,
-    "ssl-keyfile": _NO_TLS,
-    "tensor-parallel": _TENSOR,
-    "tls-cert-path": _NO_TLS,
-    "tls-key-path": _NO_TLS,
-    "tokenizer": OtherName(instead="leave it out: fastokens is used wherever it supports the tokenizer"),
-    "tokens-per-block": OtherName(("kv_block_size",)),
-    "tool-call-parser": OtherName(("dyn_tool_call_parser",)),
-    "tp": _TENSOR,
-    "tp-size": _TENSOR,
-    "trust-remote-code": _ENGINE_ARGUMENT,
+    ("http_host", "host"): ("host", "http-host"),
+    ("http_port", "port"): ("http-port", "port"),
+    ("kv_block_size",): ("block-size", "page-size", "tokens-per-block"),
+    ("max_batch_size",): ("max-num-seqs", "max-running-requests"),
+    ("max_num_tokens",): ("max-num-batched-tokens", "max-prefill-tokens"),
+    ("max_seq_len",): ("context-length", "max-model-len"),
+    ("model_path", "model"): ("model",),
+    ("model", "model_path"): ("model-path",),
+    ("nats_server",): ("nats-url",),
+    ("pipeline_parallel_size",): ("pipeline-parallel", "pp", "pp-size"),
+    ("publish_kv_events",): ("publish-events-and-metrics",),
+    ("served_model_name",): ("model-name",),
+    ("tensor_parallel_size",): ("tensor-parallel", "tp", "tp-size"),
+}
+# What to do instead of flags of other servers that have no equivalent here.
+_ADVICE: Mapping[str, Sequence[str]] = {
+    "it is an engine argument: pass it to the worker with --extra-engine-args FILE.yaml or "
+    "--override-engine-args '{\"name\": value}', under the engine's own name": (
+        "attention-backend",
+        "dtype",
+        "enforce-eager",
+        "kv-cache-dtype",
+        "quantization",
+        "trust-remote-code",
+    ),
+    "leave it out: discovery always uses etcd": ("discovery-backend",),
+    "leave it out: fastokens is used wherever it supports the tokenizer": ("tokenizer",),
+    "leave it out: it is always on, unless --decode-fallback is given": ("enforce-disagg",),
+    "leave it out: requests and tokens always travel over NATS": ("event-plane", "request-plane"),
+    "not supported": ("connector", "enable-anthropic-api", "encode-endpoint", "kserve-grpc-server", "modality"),
+    "requests are not authenticated: put a proxy that checks API keys in front of the frontend": ("api-key",),
+    "set enable_attention_dp: true in the file of --extra-engine-args": ("enable-attention-dp",),
+    "start more workers; the launcher has count for it in the deployment file": ("data-parallel-size", "dp"),
+    "the frontend speaks plain HTTP: put a proxy that terminates TLS in front of it": (
+        "ssl-certfile",
+        "ssl-keyfile",
+        "tls-cert-path",
+        "tls-key-path",
+    ),
+    "the worker's role determines the KV transfer: pass --disaggregation-mode to the worker": ("kv-transfer-config",),
+    f"use {CONSOLE} chat": ("interactive",),
+    "workers find each other through etcd: leave it out": ("disaggregation-bootstrap-port",),
 }
 
 
-def reject_unknown(model: type[Config], positional: str | None, unknown: Sequence[str], known: Sequence[str]) -> None:
+def reject_unknown(
+    model: type[Config], given: argparse.Namespace, unknown: Sequence[str], parser: argparse.ArgumentParser
+) -> None:
     """Reject unknown flags and arguments, and subcommands of other servers. Return if there are none.
 
     Args:
         model: Settings of the command.
-        positional: Value of its positional argument, if it has one.
-        unknown: Words that argparse did not recognize, in the order typed.
-        known: Flags of the command.
+        given: What the parser recognized.
+        unknown: Words that it did not recognize, in the order typed.
+        parser: Parser of the command.
 
     Raises:
         ConfigError: There is an unknown word. The message says what to type or do instead.
     """
-    words = [word for word in (positional, *unknown) if word is not None]
+    positional = [
+        getattr(given, flag.field)[1] for flag in flags_of(model) if flag.positional and hasattr(given, flag.field)
+    ]
+    words = [*positional, *unknown]
     if words and words[0].replace("_", "-") in _SUBCOMMANDS:
         _reject_subcommand(words)
     if not unknown:
@@ -144,7 +111,7 @@ def reject_unknown(model: type[Config], positional: str | None, unknown: Sequenc
     name = word.partition("=")[0]
     answer = _answer(model, name.lstrip("-").replace("_", "-"))
     if answer is None:
-        guess = suggest(name, known)
+        guess = suggest(name, (each for each in parser._option_string_actions if each.startswith("--")))
         answer = f"did you mean {guess}?" if guess else "see --help"
     raise ConfigError(f"unknown flag {name}; {answer}", field=name)
 
@@ -169,21 +136,22 @@ def _reject_positional(model: type[Config], word: str) -> NoReturn:
 
 def _answer(model: type[Config], name: str) -> str | None:
     """Return what to type or do instead of an unknown flag; None if no table has it."""
+    if advice := next((advice for advice, names in _ADVICE.items() if name in names), None):
+        return advice
     own = {field.replace("_", "-"): field for each in (model, *_COMMANDS) for field in each.model_fields}
-    other = OTHER_NAMES.get(name) or (OtherName((own[name],)) if name in own else None)
-    if other is None:
-        return None
+    fields = next((fields for fields, names in _OUR_FIELDS.items() if name in names), ())
+    fields = fields or ((own[name],) if name in own else ())
     positional = {flag.field: flag.names[0] for flag in flags_of(model) if flag.positional}
-    for field in other.fields:
+    for field in fields:
         if field in positional:
             return f"{positional[field]} is the first argument: type the value without --{name}"
         if field in model.model_fields:
             return f"use {_flag(field)}" if _flag(field) != f"--{name}" else None
     for each, command in _COMMANDS.items():
-        for field in other.fields:
+        for field in fields:
             if field in each.model_fields:
                 return _of_another(model, each, command, field, name)
-    return other.instead
+    return None
 
 
 def _of_another(model: type[Config], owner: type[Config], command: str, field: str, name: str) -> str:

@@ -83,7 +83,6 @@ class Engine(Generator, Protocol):
             EngineFailed: the engine could not be loaded.
             ConfigError: an argument is invalid.
         """
-        ...
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """Start a request. See `streams.Generator.generate`.
@@ -98,19 +97,15 @@ class Engine(Generator, Protocol):
             Overloaded: the queue is full.
             KvTransferError: the KV could not be fetched.
         """
-        ...
 
     async def check(self) -> None:
         """Raise EngineFailed if the engine can no longer serve requests."""
-        ...
 
     async def drain(self) -> None:
         """Wait until no request runs and no KV of a transfer is held. The caller sets the time limit."""
-        ...
 
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
-        ...
 
 
 def client_request(request: GenerateRequest) -> str:
@@ -142,15 +137,12 @@ class CanSleep(Protocol):
     @property
     def sleep_obstacle(self) -> str:
         """Why this engine can't sleep with its arguments, as text; "" if it can."""
-        ...
 
     async def sleep(self) -> None:
         """Release GPU memory. No request runs, and none comes before `wake`. Raises EngineFailed."""
-        ...
 
     async def wake(self) -> None:
         """Restore what `sleep` released. Raises EngineFailed."""
-        ...
 
 
 @runtime_checkable
@@ -162,7 +154,6 @@ class HasKvEvents(Protocol):
 
         A worker calls it once, after `start`. The prefix cache is empty then, but for blocks of the warm-up.
         """
-        ...
 
 
 @runtime_checkable
@@ -175,7 +166,6 @@ class HasPreflight(Protocol):
         Args:
             peers: live instances of the same model in the other role.
         """
-        ...
 
 
 @runtime_checkable
@@ -184,4 +174,3 @@ class HasProgress(Protocol):
 
     def progress(self) -> str:
         """Describe the current step of `start` in a few words; "" when it does not run. Thread-safe."""
-        ...

@@ -28,7 +28,6 @@ class WorkerFacts(Protocol):
 
     def shown(self, key: str) -> str:
         """Return an argument's value and its source as text."""
-        ...
 
 
 F = TypeVar("F", bound=WorkerFacts)

@@ -15,7 +15,8 @@ from urllib.parse import unquote
 
 import httptools
 
-from dynamo_trtllm.errors import Draining, DynamoError, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
+from dynamo_trtllm import errors
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server import exchange
 from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
@@ -74,9 +75,8 @@ class HttpConnection(asyncio.Protocol):
         group, limits = self._group, self._limits
         if len(group.open) >= limits.max_connections:
             if not limits.closes_least_recent:
-                self._reject(
-                    Overloaded(f"the server has {limits.max_connections} open connections, its limit; try again later")
-                )
+                text = f"the server has {limits.max_connections} open connections, its limit; try again later"
+                self._reject(errors.Overloaded(text))
                 return
             group.close_least_recent()
         group.open.add(self)
@@ -117,18 +117,14 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError as exc:
             cause = exc.__context__  # an error that a method below raised
             self._reject(
-                cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1")
+                cause if isinstance(cause, DynamoError) else errors.InvalidRequest("the request is not valid HTTP/1.1")
             )
         if self._ignores_data:
             return
         limits = self._limits
         if self._body_bytes > limits.max_body_bytes + limits.max_header_bytes:
-            self._reject(
-                PayloadTooLarge(
-                    f"the request body is larger than the limit of {limits.max_body_bytes} bytes, including chunk "
-                    "sizes, extensions and trailers"
-                )
-            )
+            text = f"the request body is larger than the limit of {limits.max_body_bytes} bytes, including chunk "
+            self._reject(errors.PayloadTooLarge(text + "sizes, extensions and trailers"))
         elif self._in_head and self._received_bytes > limits.max_header_bytes:
             self._reject(exchange.head_too_large(limits.max_header_bytes))
 
@@ -250,7 +246,7 @@ class HttpConnection(asyncio.Protocol):
         except ClientDisconnected:
             pass
         except asyncio.CancelledError:
-            failure = Draining("the server shut down before the request was complete; retry")
+            failure = errors.Draining("the server shut down before the request was complete; retry")
             raise
         except Exception:  # any bug of a handler: logged here, answered as `internal`
             log.exception("%s %s failed", request.method, request.path)
@@ -321,7 +317,7 @@ class HttpConnection(asyncio.Protocol):
         if not self._is_reading and self._waiting:
             self._arm(seconds, self._cut)  # it could not arrive
         elif self._in_head and self._received_bytes:
-            self._reject(RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
+            self._reject(errors.RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
         else:
             self._close()
 

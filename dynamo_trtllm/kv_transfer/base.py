@@ -17,13 +17,12 @@ from dynamo_trtllm.errors import (
     BadFrame,
     DeadlineExceeded,
     DynamoError,
-    RequestRejected,
     TransferExpired,
     TransferFailed,
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, decode
+from dynamo_trtllm.messages import KvLayout, KvTransferParams, decode
 
 if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
@@ -61,7 +60,6 @@ class TransferBackend(Protocol):
         Raises:
             ConfigError: The backend can't start with this configuration.
         """
-        ...
 
     async def register(self, region: MemoryRegion) -> None:
         """Register memory until `aclose`. Regions within it can then be published and fetched without registration.
@@ -69,7 +67,6 @@ class TransferBackend(Protocol):
         Raises:
             TransferFailed: This backend can't transfer such memory. Nothing is registered.
         """
-        ...
 
     async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         """Make regions readable for every peer that has the returned bytes, until `unpublish`.
@@ -86,15 +83,12 @@ class TransferBackend(Protocol):
         Raises:
             TransferFailed: The backend is not running, or can't transfer such memory.
         """
-        ...
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         """Report that the first `ready` regions hold their data. Unknown ids are ignored."""
-        ...
 
     async def unpublish(self, transfer_id: str) -> None:
         """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
-        ...
 
     async def read(
         self,
@@ -122,7 +116,6 @@ class TransferBackend(Protocol):
             TransferTimeout: The time is over.
             TransferFailed: The peer died, the transfer is no longer published, or the checksum is wrong.
         """
-        ...
 
     def check(self) -> None:
         """Check that this backend can send and fetch KV. It is called often and must be cheap.
@@ -130,11 +123,9 @@ class TransferBackend(Protocol):
         Raises:
             EngineFailed: It can't.
         """
-        ...
 
     async def aclose(self) -> None:
         """Unpublish all transfers and stop the backend."""
-        ...
 
 
 def view(region: MemoryRegion) -> memoryview:
@@ -203,81 +194,46 @@ TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
 
-def check_params(
-    kv_params: KvTransferParams,
-    *,
-    engine: str,
-    model: str,
-    layout: KvLayout,
-    now: float,
-    kv_compat: Mapping[str, str] = {},
-) -> None:
+class TransferIdentity(NamedTuple):
+    """What the parameters of all KV transfers of one engine have in common."""
+
+    engine: str
+    prefill_instance_id: int
+    model: str
+    layout: KvLayout
+    kv_compat: Mapping[str, str]  # further values that must be equal at prefill and decode
+    transport: str  # informational
+
+
+def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now: float) -> None:
     """Check that a decode engine can use KV transfer parameters.
 
     Args:
-        engine: The kind of the decode engine.
-        model: The name of its model.
-        layout: Its KV layout.
+        identity: Of the decode engine.
         now: Seconds since the epoch.
-        kv_compat: Further values that must be equal at prefill and decode.
 
     Raises:
         TransferMismatch: A value differs. The error names the field and both values.
         TransferExpired: The transfer has expired.
     """
-    pairs = [
+    pairs: list[tuple[str, object, object]] = [
         ("version", kv_params.version, TRANSFER_PARAMS_VERSION),
-        ("engine", kv_params.engine, engine),
-        ("model", kv_params.model, model),
+        ("engine", kv_params.engine, identity.engine),
+        ("model", kv_params.model, identity.model),
     ]
-    pairs += [(f"layout.{name}", getattr(kv_params.layout, name), getattr(layout, name)) for name in EQUAL_LAYOUT]
-    pairs += [
-        (name, kv_params.kv_compat.get(name), kv_compat.get(name))
-        for name in sorted({*kv_params.kv_compat, *kv_compat})
-    ]
-    for name, theirs, ours in pairs:
-        if theirs != ours:
+    mine, theirs = identity.layout, kv_params.layout
+    pairs += [(f"layout.{name}", getattr(theirs, name), getattr(mine, name)) for name in EQUAL_LAYOUT]
+    names = sorted({*kv_params.kv_compat, *identity.kv_compat})
+    pairs += [(name, kv_params.kv_compat.get(name), identity.kv_compat.get(name)) for name in names]
+    for name, at_prefill, at_decode in pairs:
+        if at_prefill != at_decode:
             raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
-                "start both workers with the same model and settings",
+                f"KV transfer {kv_params.transfer_id}: {name} is {at_prefill!r} at prefill and {at_decode!r} at "
+                "decode; start both workers with the same model and settings",
                 field=name,
             )
     if kv_params.expires_at <= now:
         raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago")
-
-
-def request_params(
-    request: GenerateRequest,
-    *,
-    engine: str,
-    model: str,
-    layout: KvLayout,
-    kv_compat: Mapping[str, str] = {},
-    kv_bytes: int | None = None,
-) -> KvTransferParams:
-    """Return the KV transfer parameters of a decode call if they match the call and the engine.
-
-    Args:
-        kv_bytes: The size of the prompt's KV; None if it may differ. The others are those of `check_params`.
-
-    Raises:
-        RequestRejected: The call has no KV transfer parameters.
-        TransferMismatch, TransferExpired: As `check_params`.
-    """
-    kv_params = request.kv_params
-    if kv_params is None:
-        raise RequestRejected("a decode call needs KV transfer parameters (ticket)", field="ticket")
-    check_params(kv_params, engine=engine, model=model, layout=layout, now=time.time(), kv_compat=kv_compat)
-    for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
-        if ours is not None and (theirs := getattr(kv_params, name)) != ours:
-            raise TransferMismatch(
-                f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours} at decode; retry the "
-                "request",
-                field=name,
-            )
-    if not kv_params.first_token_ids:
-        raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
-    return kv_params
 
 
 class FetchLimits(NamedTuple):

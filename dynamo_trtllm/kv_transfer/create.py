@@ -7,11 +7,12 @@ from pathlib import Path
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.base import TransferBackend, TransferIdentity
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.messages import KvLayout
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -36,16 +37,13 @@ def create_backend(
     return NixlBackend(checksums) if name == "nixl" else _tcp(config, checksums)
 
 
-def create_transfers(backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int) -> KvTransfers:
+def create_transfers(
+    backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int, layout: KvLayout
+) -> KvTransfers:
     """Create the KV transfers of a worker's engine over a backend."""
-    return KvTransfers(
-        backend,
-        engine=engine,
-        model=config.served_model_name or Path(config.model_path).name,
-        prefill_instance_id=instance_id,
-        ttl_s=config.ticket_ttl_s,
-        timeout_s=config.handoff_timeout_s,
-    )
+    model = config.served_model_name or Path(config.model_path).name
+    identity = TransferIdentity(engine, instance_id, model, layout, kv_compat={}, transport=backend.name)
+    return KvTransfers(backend, identity, ttl_s=config.ticket_ttl_s, timeout_s=config.handoff_timeout_s)
 
 
 def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:

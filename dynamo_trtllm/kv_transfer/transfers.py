@@ -1,4 +1,4 @@
-"""Own the KV transfers of one engine over a backend: what is published, until when, and what its memory is freed by.
+"""Own the KV transfers of one engine: which are pending, until when, and what a backend does for them.
 
 A transfer is pending until a decode worker has fetched its KV, until it is released, or until it expires.
 """
@@ -10,80 +10,169 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.errors import DynamoError, RequestRejected, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import (
     TRANSFER_PARAMS_VERSION,
     Destination,
     FetchLimits,
     MemoryRegion,
     TransferBackend,
+    TransferIdentity,
+    check_params,
     fetch,
-    request_params,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, KvLayout, KvTransferParams, PhaseTimings
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    KvTransferParams,
+    PhaseTimings,
+    ReleaseOutcome,
+)
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 log = logging.getLogger(__name__)
+
+OnEnd: TypeAlias = Callable[[ReleaseOutcome | None], None]
+"""A callback for the end of a transfer. None: it has expired."""
+
+
+class _PendingTransfer(NamedTuple):
+    request_id: str
+    prompt_tokens: int
+    expiry: asyncio.TimerHandle
+    on_end: OnEnd
+
+
+class PendingTransfers:
+    """The KV transfers of one engine that are neither released nor expired. Runs on the event loop.
+
+    Args:
+        identity: the engine's own part of the parameters.
+        ttl_s: seconds until a transfer expires.
+    """
+
+    def __init__(self, identity: TransferIdentity, *, ttl_s: float) -> None:
+        self.identity = identity
+        self._ttl_s = ttl_s
+        self._numbers = itertools.count(1)
+        self._pending: dict[str, _PendingTransfer] = {}
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """The length of the prompt of each pending transfer."""
+        return [each.prompt_tokens for each in self._pending.values()]
+
+    def add(self, request: GenerateRequest, first: Chunk, kv_bytes: int, on_end: OnEnd) -> KvTransferParams:
+        """Return KV transfer parameters for a prefill call, without engine state. Its transfer is pending from now on.
+
+        Args:
+            request: the call.
+            first: the first output token.
+            kv_bytes: size of the KV.
+            on_end: called once, at the end of the transfer.
+        """
+        identity = self.identity
+        transfer_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
+        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
+        prompt_tokens = len(request.token_ids)
+        self._pending[transfer_id] = _PendingTransfer(request.request_id, prompt_tokens, expiry, on_end)
+        return KvTransferParams(
+            version=TRANSFER_PARAMS_VERSION,
+            transfer_id=transfer_id,
+            engine=identity.engine,
+            model=identity.model,
+            layout=identity.layout,
+            kv_compat=identity.kv_compat,
+            prefill_instance_id=identity.prefill_instance_id,
+            expires_at=time.time() + self._ttl_s,
+            prompt_tokens=prompt_tokens,
+            first_token_ids=first.token_ids,
+            first_logprobs=first.logprobs,
+            transport=identity.transport,
+            kv_bytes=kv_bytes,
+            engine_state=b"",
+        )
+
+    def validate(self, request: GenerateRequest, *, kv_bytes: int | None = None) -> KvTransferParams:
+        """Return the KV transfer parameters of a decode call if they match the call and this engine.
+
+        Args:
+            request: the call.
+            kv_bytes: size of the prompt's KV; None if it may differ.
+
+        Raises:
+            RequestRejected: the call has no KV transfer parameters.
+            TransferExpired: the transfer has expired.
+            TransferMismatch: names the field that differs.
+        """
+        kv_params = request.kv_params
+        if kv_params is None:
+            raise RequestRejected("a decode call needs KV transfer parameters (ticket)", field="ticket")
+        check_params(kv_params, self.identity, now=time.time())
+        for name, ours in (("prompt_tokens", len(request.token_ids)), ("kv_bytes", kv_bytes)):
+            if ours is not None and (theirs := getattr(kv_params, name)) != ours:
+                raise TransferMismatch(
+                    f"KV transfer {kv_params.transfer_id}: {name} is {theirs} at prefill and {ours} at decode; retry "
+                    "the request",
+                    field=name,
+                )
+        if not kv_params.first_token_ids:
+            raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
+        return kv_params
+
+    def release(self, transfer_id: str, outcome: ReleaseOutcome = ReleaseOutcome.FETCHED) -> None:
+        """End a transfer. Unknown and ended transfers are ignored."""
+        self._end(transfer_id, outcome)
+
+    def is_pending(self, transfer_id: str) -> bool:
+        """Return whether a transfer is neither released nor expired."""
+        return transfer_id in self._pending
+
+    def _expire(self, transfer_id: str) -> None:
+        log.warning(
+            "KV transfer %s expired after %.0f s without a fetch; check the decode workers", transfer_id, self._ttl_s
+        )
+        self._end(transfer_id, None)
+
+    def _end(self, transfer_id: str, outcome: ReleaseOutcome | None) -> None:
+        ended = self._pending.pop(transfer_id, None)
+        if ended is not None:
+            event = RecordedEvent.KV_EXPIRED if outcome is None else RecordedEvent.KV_RELEASED
+            RECORDER.record(ended.request_id, event)
+            ended.expiry.cancel()
+            ended.on_end(outcome)
 
 
 class PublishedKv(NamedTuple):
     """The KV of one prompt, as an engine publishes it."""
 
     regions: Sequence[MemoryRegion]
-    layout: KvLayout
     engine_state: Callable[[bytes], bytes]  # returns the engine's part of the parameters from the backend's offer
     on_unpublished: Callable[[], None]  # called once the memory is no longer read, also if `publish` fails
     timings: Callable[[], PhaseTimings]  # returns those of the call; called once it is published
     ready: int | None = None  # see `TransferBackend.publish`
 
 
-class _PublishedTransfer(NamedTuple):
-    request_id: str
-    prompt_tokens: int
-    expiry: asyncio.TimerHandle
-    on_unpublished: Callable[[], None]
-
-
-class KvTransfers:
-    """The KV transfers of one engine. It owns its backend, and is the `KvHolder` of the engine's streams.
+class KvTransfers(PendingTransfers):
+    """The KV transfers of an engine over a backend, which it owns. It is the `KvHolder` of the engine's streams.
 
     Args:
         backend: moves the KV.
-        engine: kind of the engine.
-        model: name of its model.
-        prefill_instance_id: id of its worker.
+        identity: as for `PendingTransfers`.
         ttl_s: seconds until a transfer expires.
         timeout_s: longest fetch in seconds. The request's deadline and the expiry may be earlier.
     """
 
-    def __init__(
-        self,
-        backend: TransferBackend,
-        *,
-        engine: str,
-        model: str,
-        prefill_instance_id: int,
-        ttl_s: float,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, backend: TransferBackend, identity: TransferIdentity, *, ttl_s: float, timeout_s: float) -> None:
+        super().__init__(identity, ttl_s=ttl_s)
         self.backend = backend
-        self._engine = engine
-        self._model = model
-        self._instance_id = prefill_instance_id
-        self._ttl_s = ttl_s
         self._timeout_s = timeout_s
-        self._numbers = itertools.count(1)
-        self._pending: dict[str, _PublishedTransfer] = {}
         self._unpublishing: set[asyncio.Task[None]] = set()
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """The length of the prompt of each pending transfer."""
-        return [each.prompt_tokens for each in self._pending.values()]
 
     async def publish(self, request: GenerateRequest, first: Chunk, kv: PublishedKv) -> Chunk:
         """Publish the KV of a prompt.
@@ -96,41 +185,18 @@ class KvTransfers:
         Returns:
             The terminal chunk of the call, with KV transfer parameters.
         """
-        transfer_id = f"{self._instance_id:x}-{next(self._numbers)}"
-        expires_at = time.time() + self._ttl_s
-        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
-        prompt_tokens = len(request.token_ids)
-        self._pending[transfer_id] = _PublishedTransfer(request.request_id, prompt_tokens, expiry, kv.on_unpublished)
+        kv_bytes = sum(region.num_bytes for region in kv.regions)
+        kv_params = self.add(request, first, kv_bytes, lambda _: self._begin_unpublish(transfer_id, kv.on_unpublished))
+        transfer_id = kv_params.transfer_id
         try:
             offer = await self.backend.publish(transfer_id, kv.regions, ready=kv.ready)
         except BaseException:  # also if cancelled: the backend may have published this memory
             self.release(transfer_id)
             raise
-        kv_params = KvTransferParams(
-            version=TRANSFER_PARAMS_VERSION,
-            transfer_id=transfer_id,
-            engine=self._engine,
-            model=self._model,
-            layout=kv.layout,
-            prefill_instance_id=self._instance_id,
-            expires_at=expires_at,
-            prompt_tokens=prompt_tokens,
-            first_token_ids=first.token_ids,
-            first_logprobs=first.logprobs,
-            transport=self.backend.name,
-            kv_bytes=sum(region.num_bytes for region in kv.regions),
-            engine_state=kv.engine_state(offer),
-        )
-        RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_params.kv_bytes)
-        stats = msgspec.structs.replace(kv.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        kv_params = msgspec.structs.replace(kv_params, engine_state=kv.engine_state(offer))
+        RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_bytes)
+        stats = msgspec.structs.replace(kv.timings(), kv_bytes=kv_bytes, transport=kv_params.transport)
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
-
-    def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> KvTransferParams:
-        """Return the KV transfer parameters of a decode call if they match the call and this engine.
-
-        Raises as `base.request_params`.
-        """
-        return request_params(request, engine=self._engine, model=self._model, layout=layout, kv_bytes=kv_bytes)
 
     async def fetch(self, request: GenerateRequest, kv_params: KvTransferParams, offer: bytes, to: Destination) -> None:
         """Read the KV of a prompt. Raises as `base.fetch`."""
@@ -139,37 +205,19 @@ class KvTransfers:
         await fetch(self.backend, kv_params, offer, to, FetchLimits(request.deadline, self._timeout_s))
         RECORDER.record(name, RecordedEvent.KV_FETCHED)
 
-    def release(self, transfer_id: str) -> None:
-        """End a transfer. Unknown and ended transfers are ignored."""
-        self._end(transfer_id, RecordedEvent.KV_RELEASED)
-
-    def _end(self, transfer_id: str, event: RecordedEvent) -> None:
-        ended = self._pending.pop(transfer_id, None)
-        if ended is None:
-            return
-        RECORDER.record(ended.request_id, event)
-        ended.expiry.cancel()
-        task = asyncio.get_running_loop().create_task(
-            self._unpublish(transfer_id, ended), name=f"unpublish-{transfer_id}"
-        )
+    def _begin_unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:
+        unpublish = self._unpublish(transfer_id, on_unpublished)
+        task = asyncio.get_running_loop().create_task(unpublish, name=f"unpublish-{transfer_id}")
         self._unpublishing.add(task)
         task.add_done_callback(self._unpublishing.discard)
 
-    def is_pending(self, transfer_id: str) -> bool:
-        """Return whether a transfer is neither released nor expired."""
-        return transfer_id in self._pending
-
-    def _expire(self, transfer_id: str) -> None:
-        log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", transfer_id, self._ttl_s)
-        self._end(transfer_id, RecordedEvent.KV_EXPIRED)
-
-    async def _unpublish(self, transfer_id: str, ended: _PublishedTransfer) -> None:
+    async def _unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:
         try:
             await self.backend.unpublish(transfer_id)
         except DynamoError as exc:
             log.warning("KV transfer %s: unpublishing failed: %s", transfer_id, exc)
         finally:
-            ended.on_unpublished()
+            on_unpublished()
 
     async def aclose(self) -> None:
         """End all transfers, then close the backend."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from dynamo_trtllm.config.base import LogFormat
 from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
+from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment, program
+from dynamo_trtllm.config.load import command_errors, load, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
@@ -42,31 +42,19 @@ def demo_main() -> None:
     _launch(DemoConfig)
 
 
+@command_errors(PROG, RunFailed)
 def _launch(model: type[LaunchConfig]) -> None:
-    try:
-        config = load(model, prog=PROG, description=_DESCRIPTION)
-        observe_logging.setup(config.log_level, "launch", config.log_format)
-        deployment = load_deployment(find_file(config.deployment), process_environment())
-        if config.model is not None:
-            deployment = with_model(deployment, config.model)
-        if config.engine is not None:
-            deployment = with_engine(deployment, config.engine)
-        deployment = with_address(deployment, host=config.host, port=config.port)
-        if config.demo and deployment.frontend is None:
-            raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
-        once, sends_sample = config.once, config.demo
-        run_until_end(PROG, run(deployment, log_format=config.log_format, sends_sample=sends_sample, once=once))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-
-
-def run_until_end(prog: str, running: Coroutine[Any, Any, None]) -> None:
-    """Run `run`. If the deployment fails, exit with status 1, or 2 for a setting that a process has rejected."""
-    try:
-        asyncio.run(running)
-    except RunFailed as exc:
-        sys.stderr.write(f"{program(prog)}: {exc}\n")
-        raise SystemExit(exc.exit_status) from exc
+    config = load(model, prog=PROG, description=_DESCRIPTION)
+    observe_logging.setup(config.log_level, "launch", config.log_format)
+    deployment = load_deployment(find_file(config.deployment), process_environment())
+    if config.model is not None:
+        deployment = with_model(deployment, config.model)
+    if config.engine is not None:
+        deployment = with_engine(deployment, config.engine)
+    deployment = with_address(deployment, host=config.host, port=config.port)
+    if config.demo and deployment.frontend is None:
+        raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
+    asyncio.run(run(deployment, log_format=config.log_format, sends_sample=config.demo, once=config.once))
 
 
 async def run(

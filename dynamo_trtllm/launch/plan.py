@@ -10,7 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
-from dynamo_trtllm.config.load import ENV_PREFIX, load, to_argv
+from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.config.load import load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError

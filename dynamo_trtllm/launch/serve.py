@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import math
 import os
@@ -22,17 +23,19 @@ from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment, program
+from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.config.load import command_errors, load, process_environment, program
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, command_streams
 from dynamo_trtllm.demo_models.hub import Hub, HubModel
 from dynamo_trtllm.engines.checkpoint import CONFIG, model_file, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.gpu import list_gpus
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.main import run, run_until_end
+from dynamo_trtllm.launch.main import run
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.sanitize import escape_controls
+from dynamo_trtllm.subprocesses.supervisor import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch.serve"
 _DESCRIPTION = "Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU."
@@ -51,6 +54,7 @@ _NOT_FOR_WORKERS = {  # flags that are not allowed after -- -> what to do instea
 _TINY_VALUES = 30_000_000  # of the bundled model, which is expanded when a worker starts
 
 
+@command_errors(PROG, RunFailed)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 after a stop by signal or `--dry-run`.
 
@@ -61,28 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(command_line() if argv is None else argv)
     own, extra = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    try:
-        config = load(ServeConfig, prog=PROG, description=_DESCRIPTION, argv=own)
-        observe_logging.setup(config.log_level, "serve", config.log_format)
-        worker_flags = _worker_flags(extra)
-        hub_model, model = _model(config)
-        chosen = choose(machine_facts(process_environment()), model, config)
-        data = deployment_data(chosen, model, config, worker_flags)
-        deployment = checked_deployment(data, "flags after --")
-        lines = [f"{subject + ':':<10} {reason}" for subject, reason in chosen.reasons.items()]
-        if config.dry_run:
-            sys.stdout.write(_file(data, lines, words, hub_model))
-            return 0
-        if hub_model is not None and hub_model.download_bytes:
-            for line in lines:
-                _show(line)
-            lines = []
-            Hub().download(hub_model, _show)
-        run_until_end(PROG, run(deployment, log_format=config.log_format, preface=lines))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except KeyboardInterrupt:  # during a download; later, the launcher handles it
-        return 130
+    config = load(ServeConfig, prog=PROG, description=_DESCRIPTION, argv=own)
+    observe_logging.setup(config.log_level, "serve", config.log_format)
+    worker_flags = _worker_flags(extra)
+    hub_model, model = _model(config)
+    chosen = choose(machine_facts(process_environment()), model, config)
+    data = deployment_data(chosen, model, config, worker_flags)
+    deployment = checked_deployment(data, "flags after --")
+    lines = [f"{subject + ':':<10} {reason}" for subject, reason in chosen.reasons.items()]
+    if config.dry_run:
+        sys.stdout.write(_file(data, lines, words, hub_model))
+        return 0
+    if hub_model is not None and hub_model.download_bytes:
+        for line in lines:
+            _show(line)
+        lines = []
+        Hub().download(hub_model, _show)
+    asyncio.run(run(deployment, log_format=config.log_format, preface=lines))
     return 0
 
 

@@ -42,6 +42,8 @@ _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
 # number of the event, time in ns since boot, request, event, choice, reason, three values, the number again
 SLOT: Final = struct.Struct("<QQQHHIQQQQ")
 
+_SLOT_BYTES, _pack_slot, _now_ns = SLOT.size, SLOT.pack_into, time.monotonic_ns  # an event looks up few names
+
 KEPT_FILES: Final = 20  # of processes that have ended
 KEPT_S: Final = 24 * 3600.0
 TICK_S: Final = 1.0
@@ -50,6 +52,8 @@ BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's trace
 HASHED_BLOCKS: Final = 62  # of a prompt: 2 and 10 times 6
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
+_MAX_KEYS = 1024
+_KEYS: Final[dict[str, tuple[int, int]]] = {}  # of the latest requests, see `request_key`
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
 
 
@@ -79,8 +83,8 @@ class RecordedEvent(IntEnum):
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
     PLACED_BY_COST = 47  # a, b: costs of prefill and decode, see `router.placement.Costs`; reason: router mode
     # of a call in a worker
-    CALL_RECEIVED = 64  # a: prompt tokens; reason: phase
-    QUEUED = 65  # in the engine
+    CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
+    QUEUED = 65  # of older releases, after CALL_RECEIVED
     STARTED_IN_ENGINE = 66
     WAITING_FOR_KV_BLOCKS = 67
     WAITING_FOR_BUFFER = 68  # for space in the transfer buffer
@@ -124,9 +128,9 @@ class _Ring:
         self._numbers = itertools.count(1)  # its `next` is atomic: engines record from other threads
 
     def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: int) -> None:
-        number, now = next(self._numbers), time.monotonic_ns()
-        offset = HEADER_BYTES + number % self._num_slots * SLOT.size
-        SLOT.pack_into(self._memory, offset, number, now, key, event, choice, reason, a, b, c, number)
+        number = next(self._numbers)
+        offset = HEADER_BYTES + number % self._num_slots * _SLOT_BYTES
+        _pack_slot(self._memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number)
 
     def write_alive(self, num_running: int) -> None:
         _ALIVE.pack_into(self._memory, _ALIVE_OFFSET, time.monotonic_ns(), num_running)
@@ -207,7 +211,7 @@ class Recorder:
         """
         ring = self._ring
         if ring is not None:
-            key, choice = request_key(request_id[-_MAX_ID:])
+            key, choice = _KEYS.get(request_id) or _remember_key(request_id)
             if key:
                 ring.write(key, choice, event, a, b, c, reason_number(reason) if reason else 0)
 
@@ -255,12 +259,12 @@ class Recorder:
 RECORDER: Final = Recorder()  # of this process
 
 
-@functools.lru_cache(maxsize=1024)
 def request_key(request_id: str) -> tuple[int, int]:
     """Return the number under which a request is recorded, and the index of the choice; (0, 0): not recorded.
 
     Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several choices.
     """
+    request_id = request_id[-_MAX_ID:]
     if request_id.startswith("probe-"):  # a frontend's own, of which it records nothing else
         return 0, 0
     head, _, tail = request_id.rpartition("-")
@@ -269,6 +273,16 @@ def request_key(request_id: str) -> tuple[int, int]:
         return int(unique, 16), min(int(index), _MAX_CHOICE)
     except ValueError:
         return id_hash(request_id), 0
+
+
+def _remember_key(request_id: str) -> tuple[int, int]:
+    """Return the key of a request, and keep it for its next events."""
+    key = request_key(request_id)
+    if len(request_id) <= _MAX_ID:
+        if len(_KEYS) >= _MAX_KEYS:
+            _KEYS.clear()
+        _KEYS[request_id] = key
+    return key
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:
@@ -288,6 +302,7 @@ def id_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
+@functools.lru_cache(maxsize=256)
 def reason_number(reason: str) -> int:
     """Return the number that stands for an error code, a finish reason or a phase."""
     return zlib.crc32(reason.encode())

@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from dynamo_trtllm import errors
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import (
-    BadFrame,
-    DeadlineExceeded,
-    Disconnected,
-    DynamoError,
-    PayloadTooLarge,
-    Unreachable,
-)
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import (
     WIRE_VERSION,
     Control,
@@ -151,7 +145,7 @@ class Plane:
         stream, loop = self._inbox.next_number(), asyncio.get_running_loop()
         if self._is_closed:
             closed = Stream(on_event)
-            loop.call_soon(closed.emit, Disconnected(_CLOSED))
+            loop.call_soon(closed.emit, errors.Disconnected(_CLOSED))
             return closed
         receiver = StreamReceiver(
             on_event,
@@ -201,7 +195,7 @@ class Plane:
         """
 
         def receive(data: bytes, _: str) -> None:
-            with suppress(BadFrame):  # of another release; those that come with frames are skipped, too
+            with suppress(errors.BadFrame):  # of another release; those that come with frames are skipped, too
                 on_load(decode(data, LoadReport))
 
         self._on_load = on_load
@@ -220,7 +214,7 @@ class Plane:
         self._is_closed = True
         for server in self._servers:
             await server.aclose()
-        self._inbox.fail_all(Disconnected(_CLOSED))
+        self._inbox.fail_all(errors.Disconnected(_CLOSED))
         await asyncio.gather(*self._opening, return_exceptions=True)
         await self._heartbeat.aclose()
         if self._unsubscribe is not None:
@@ -244,15 +238,15 @@ class Plane:
             await self._subscribe()
         left_s = request.deadline - time.time()
         if left_s <= 0:
-            raise DeadlineExceeded("the request's deadline had passed before it was sent")
+            raise errors.DeadlineExceeded("the request's deadline had passed before it was sent")
         data = self._encode_checked(
             ClientMessage(OpenStream(stream, self._inbox_subject, request, left_s, WIRE_VERSION))
         )
         try:
             reply = await self._transport.request(subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s))
-        except Unreachable as exc:
+        except errors.Unreachable as exc:
             if time.time() >= request.deadline:
-                raise DeadlineExceeded("the request's deadline passed before a worker took it") from exc
+                raise errors.DeadlineExceeded("the request's deadline passed before a worker took it") from exc
             if not receiver.received:
                 raise
         else:
@@ -264,7 +258,7 @@ class Plane:
         data = encode(value)
         limit = self._transport.max_message_bytes
         if len(data) > limit:
-            raise PayloadTooLarge(
+            raise errors.PayloadTooLarge(
                 f"the request has {len(data)} bytes; the limit of the request plane is {limit}: shorten the request "
                 "or raise max_payload of the NATS server"
             )
@@ -280,7 +274,7 @@ class Plane:
             return
         try:
             batch = read_batch(data)
-        except BadFrame as exc:
+        except errors.BadFrame as exc:
             # The message does not show its streams. Those that lost a frame end at the next ping.
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
@@ -316,15 +310,15 @@ class Plane:
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
-        ours = isinstance(error, Disconnected)  # this process lost its connection; the worker may be alive
-        lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
+        ours = isinstance(error, errors.Disconnected)  # this process lost its connection; the worker may be alive
+        lost = error if ours else errors.Disconnected(f"the worker at {subject} is gone: {error.message}")
         for receiver in list(self._running.get(subject, {}).values()):
             if ours or receiver.last_ping_before_ack is not None:  # else the missing acknowledgment says more
                 receiver.fail(lost)
 
 
 def _deadline_passed(receiver: StreamReceiver) -> None:
-    receiver.fail(DeadlineExceeded("the request's deadline passed"))
+    receiver.fail(errors.DeadlineExceeded("the request's deadline passed"))
 
 
 def _ack_data(reply: bytes) -> bytes:
@@ -362,9 +356,9 @@ class BackgroundControl:
                 await self._plane.control(worker.subject, message, timeout_s=_TIMEOUT_S)
                 return
             except DynamoError as exc:
-                if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
+                if pause_s is None or not isinstance(exc, errors.Disconnected | errors.Unreachable):
                     # A worker that has exited has freed everything.
-                    level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
+                    level = logging.INFO if isinstance(exc, errors.Unreachable) else logging.WARNING
                     log.log(level, "worker %x did not get %s (%s): %s", worker.id, message, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)

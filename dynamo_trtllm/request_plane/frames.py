@@ -12,15 +12,8 @@ from itertools import chain
 
 import msgspec
 
-from dynamo_trtllm.errors import (
-    BadFrame,
-    Disconnected,
-    DynamoError,
-    InternalError,
-    PayloadTooLarge,
-    StreamIncomplete,
-    from_code,
-)
+from dynamo_trtllm import errors
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, decode, encode, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
 
@@ -41,7 +34,7 @@ class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
 
     def error(self) -> DynamoError:
         """Return the error as an exception."""
-        return from_code(self.code, self.message, self.field)
+        return errors.from_code(self.code, self.message, self.field)
 
 
 class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -143,7 +136,7 @@ def read_batch(data: bytes) -> Batch:
     """
     try:
         return decode(data, Batch)
-    except BadFrame:
+    except errors.BadFrame:
         raw = decode(data, _RawBatch)
     frames: list[Frame] = []
     bad = 0
@@ -151,12 +144,12 @@ def read_batch(data: bytes) -> Batch:
         frame = _read_frame(each)
         bad += frame is None or frame.failure is not None
         if bad > _MOST_BAD_FRAMES:
-            raise BadFrame(f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable")
+            raise errors.BadFrame(f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames are unreadable")
         if frame is not None:
             frames.append(frame)
     try:
         return Batch(frames, decode(raw.report, StreamReport) if raw.report != _NIL else None)
-    except BadFrame:
+    except errors.BadFrame:
         return Batch(frames)
 
 
@@ -164,14 +157,14 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
     """Return the frame, or a failure for its stream, or None if the stream number is unreadable too."""
     try:
         return decode(data, Frame)
-    except BadFrame as exc:
+    except errors.BadFrame as exc:
         reason = exc.message
     try:
         header = decode(data, _FrameHeader)
-    except BadFrame:
+    except errors.BadFrame:
         return None
-    unreadable = StreamIncomplete(f"unreadable frame ({reason}); check that the worker runs a compatible version")
-    return Frame(header.stream, header.number, failure=ErrorPayload.of(unreadable))
+    text = f"unreadable frame ({reason}); check that the worker runs a compatible version"
+    return Frame(header.stream, header.number, failure=ErrorPayload.of(errors.StreamIncomplete(text)))
 
 
 def encode_frames(frames: list[Frame], max_message_bytes: int, load: LoadReport | None = None) -> list[bytes]:
@@ -179,11 +172,11 @@ def encode_frames(frames: list[Frame], max_message_bytes: int, load: LoadReport 
     try:
         data = encode(Batch(frames, None, load))
     except (TypeError, ValueError, OverflowError) as exc:  # an engine's chunk has a value that can't be encoded
-        error: DynamoError = InternalError(f"a chunk can't be encoded: {exc}")
+        error: DynamoError = errors.InternalError(f"a chunk can't be encoded: {exc}")
     else:
         if len(data) <= max_message_bytes:
             return [data]
-        error = PayloadTooLarge(
+        error = errors.PayloadTooLarge(
             f"a chunk has {len(data)} bytes; the limit of the request plane is {max_message_bytes}: raise max_payload "
             "of the NATS server"
         )
@@ -254,7 +247,7 @@ class StreamReceiver(TaskStream):
         if on_event is None or frame.number < self._next_number:
             return
         if frame.number > self._next_number:
-            self.emit(StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
+            self.emit(errors.StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
         elif chunk is not None and frame.failure is None:
             self._next_number += 1
             if chunk.finish_reason is None:  # nearly all: `emit` would do the same, one call later
@@ -264,7 +257,7 @@ class StreamReceiver(TaskStream):
         elif frame.failure is not None:
             self.emit(frame.failure.error())
         else:
-            self.emit(StreamIncomplete(f"frame {frame.number} is empty"))
+            self.emit(errors.StreamIncomplete(f"frame {frame.number} is empty"))
 
     def compare_with_worker(self, ping: int, sent: int | None) -> None:
         """End with StreamIncomplete if the worker's reply to a ping shows that frames were lost.
@@ -278,9 +271,9 @@ class StreamReceiver(TaskStream):
             return  # the worker may have replied before it received the OpenStream
         self.catch_up()
         if sent is None:
-            self.fail(StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
+            self.fail(errors.StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
         elif sent != self._next_number:
-            self.fail(StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
+            self.fail(errors.StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
 
     def fail(self, error: DynamoError) -> None:
         """End the stream with a copy of `error`, after the frames that were received."""
@@ -296,7 +289,7 @@ class StreamReceiver(TaskStream):
             self._send_cancel()
 
     def _shutdown_error(self) -> DynamoError:
-        return Disconnected("the request plane is closed")
+        return errors.Disconnected("the request plane is closed")
 
     def cancel(self) -> None:
         """See `StreamHandle.cancel`."""

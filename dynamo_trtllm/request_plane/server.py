@@ -14,18 +14,9 @@ from functools import partial
 
 import msgspec
 
+from dynamo_trtllm import errors
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import (
-    BadFrame,
-    DeadlineExceeded,
-    Disconnected,
-    Draining,
-    DynamoError,
-    InternalError,
-    PayloadTooLarge,
-    StreamIncomplete,
-    VersionMismatch,
-)
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Chunk, LoadReport, decode, encode, wire_mismatch
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.frames import (
@@ -155,7 +146,7 @@ class EndpointServer:
         self._is_closed = True
         for unsubscribe in self._subscriptions:
             await unsubscribe()
-        self._end_all(Draining("the worker is shutting down"))
+        self._end_all(errors.Draining("the worker is shutting down"))
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
@@ -171,7 +162,7 @@ class EndpointServer:
         try:
             body = decode(data, ClientMessage).body
             if len(body.inbox) > _LONGEST_INBOX:
-                raise BadFrame(f"the inbox name has {len(body.inbox)} characters; the limit is {_LONGEST_INBOX}")
+                raise errors.BadFrame(f"the inbox name has {len(body.inbox)} characters; the limit is {_LONGEST_INBOX}")
             caller = self._callers.get(body.inbox)
             if caller is not None:
                 caller.num_messages += 1
@@ -187,9 +178,9 @@ class EndpointServer:
                 caller is None or (body.stream not in caller.running and body.stream not in caller.held)
             )
             if is_new and not self._accepting:
-                raise Draining("the worker is shutting down and accepts no new requests")
+                raise errors.Draining("the worker is shutting down and accepts no new requests")
             if mismatch := wire_mismatch(body.wire):
-                raise VersionMismatch(mismatch)
+                raise errors.VersionMismatch(mismatch)
         except DynamoError as exc:
             self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
@@ -209,7 +200,7 @@ class EndpointServer:
             answer = Ack(ErrorPayload.of(exc))
         except Exception:
             log.exception("control verb failed")
-            answer = Ack(ErrorPayload.of(InternalError("the control verb failed in the worker; see its log")))
+            answer = Ack(ErrorPayload.of(errors.InternalError("the control verb failed in the worker; see its log")))
         self._answer(reply, answer)
 
     def _answer(self, reply: str, answer: Ack) -> None:
@@ -217,7 +208,7 @@ class EndpointServer:
             return
         data = encode(answer)
         if len(data) > self._transport.max_message_bytes:
-            error = PayloadTooLarge(f"the reply of {len(data)} bytes exceeds the limit of the request plane")
+            error = errors.PayloadTooLarge(f"the reply of {len(data)} bytes exceeds the limit of the request plane")
             data = encode(Ack(ErrorPayload.of(error)))
         self._transport.publish(reply, data)
 
@@ -268,7 +259,7 @@ class EndpointServer:
             stream.handle = self._service.generate(request, partial(self._on_event, stream))
         except Exception:
             log.exception("request %s failed", request.request_id)
-            self._end(stream, InternalError("the request failed in the worker; see its log"))
+            self._end(stream, errors.InternalError("the request failed in the worker; see its log"))
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
         if not isinstance(event, Chunk):
@@ -282,7 +273,7 @@ class EndpointServer:
         self._remove(stream)
 
     def _late(self, stream: ServerStream) -> None:
-        self._end(stream, DeadlineExceeded("the request's deadline passed in the worker"))
+        self._end(stream, errors.DeadlineExceeded("the request's deadline passed in the worker"))
 
     def _end(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller."""
@@ -328,7 +319,7 @@ class EndpointServer:
             log.warning(text, inbox, len(gone), len(held), error)
         for stream in gone:
             text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
-            self._end(stream, StreamIncomplete(text))
+            self._end(stream, errors.StreamIncomplete(text))
         for number in held:
             self._abort_held(caller, number)
 
@@ -338,7 +329,7 @@ class EndpointServer:
         # caller that did receive them must prefill again.
         if self._is_closed:
             return  # the service may be closed too
-        self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
+        self._end_all(errors.Disconnected(f"the worker lost the request plane: {error.message}"))
         for caller in list(self._callers.values()):
             for number in list(caller.held):
                 self._abort_held(caller, number)

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import openai_harmony as oh
 
@@ -41,11 +41,7 @@ _NAME: Final = "(name)"  # a placeholder
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _JSON: Final = "<|constrain|>json"
 _ANSWER: Final = "<|channel|>final<|message|>"
-_EFFORTS: Final = {
-    "low": oh.ReasoningEffort.LOW,
-    "medium": oh.ReasoningEffort.MEDIUM,
-    "high": oh.ReasoningEffort.HIGH,
-}
+_EFFORTS: Final = {name: oh.ReasoningEffort[name.upper()] for name in ("low", "medium", "high")}
 
 
 class HarmonyRenderer:
@@ -71,8 +67,8 @@ class HarmonyRenderer:
     ) -> None:
         self._is_reasoning_split = reasoning_parser != "none"
         self._is_call_split = tool_call_parser != "none"
-        self._harmony = vocabulary.load_harmony(cache_dir)
         self._tokenizer = vocabulary.load_tokenizer(cache_dir)
+        self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
         self._token_texts = HarmonyTexts(
@@ -171,7 +167,7 @@ class HarmonyRenderer:
         """
         parts: list[str | list[int]] = []
         rendered = self._harmony.render(HarmonyMessage(role, "", *header).for_library())
-        for _, run in itertools.groupby(rendered[:-1], _is_control):
+        for _, run in itertools.groupby(rendered[:-1], lambda each: each >= vocabulary.FIRST_SPECIAL):
             ids = list(run)
             text = self._harmony.decode(ids)
             parts.append(text if _NAME in text else ids)
@@ -231,14 +227,12 @@ def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessag
     if instructions:
         content = content.with_instructions(instructions)
     if tools:
-        content = content.with_function_tools([_tool(tool) for tool in tools])
+        for tool in tools:
+            _check_name(tool.name, "tools")
+        content = content.with_function_tools(
+            [oh.ToolDescription.new(tool.name, tool.description, dict(tool.parameters) or None) for tool in tools]
+        )
     return HarmonyMessage(oh.Role.DEVELOPER, content)
-
-
-def _tool(tool: Tool) -> oh.ToolDescription:
-    parameters: Mapping[str, Any] = tool.parameters
-    _check_name(tool.name, "tools")
-    return oh.ToolDescription.new(tool.name, tool.description, dict(parameters) if parameters else None)
 
 
 def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> Iterator[HarmonyMessage]:
@@ -286,10 +280,6 @@ def _tool_result(message: Message, names: Mapping[str, str]) -> HarmonyMessage:
             field="messages",
         )
     return HarmonyMessage(oh.Role.TOOL, message.content, f"functions.{name}", "assistant", "commentary")
-
-
-def _is_control(token_id: int) -> bool:
-    return token_id >= vocabulary.FIRST_SPECIAL
 
 
 def _check_name(name: str, field: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -92,7 +92,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
@@ -105,26 +105,17 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
-_CALL_READERS: Final[Mapping[str, Callable[[], ToolCallParser] | None]] = {
-    "none": None,
-    "hermes": HermesToolCallParser,
-    "json": JsonToolCallParser,
-}
+_CALL_PARSERS: Final[Mapping[str, type[ToolCallParser]]] = {"hermes": HermesToolCallParser, "json": JsonToolCallParser}
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
-_MARKERS: Final = {  # markers that a parser must see even if they are special tokens
-    "none": (),
-    "basic": (THINK, END_THINK),
-    "deepseek_r1": (THINK, END_THINK),
+_THINK_MARKERS: Final = (THINK, END_THINK)
+_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {  # that a parser must see even if they are special tokens
+    "basic": _THINK_MARKERS,
+    "deepseek_r1": _THINK_MARKERS,
     "hermes": (TOOL_CALL, END_TOOL_CALL),
-    "json": (),
 }
 
 
@@ -162,10 +153,12 @@ class ChatTemplateRenderer:
         self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
         self.variables = self._templates.variables
         self._hidden, self._added = self._tokenizer.special, self._tokenizer.added
-        markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
+        markers = _MARKERS.get(reasoning_parser, ()) + _MARKERS.get(tool_call_parser, ())
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
-        self._token_texts = TokenTextCache(functools.partial(self._token_bytes, self._hidden))
-        self._token_texts_in_chat = TokenTextCache(functools.partial(self._token_bytes, self._hidden_in_chat))
+        self._token_texts = {
+            hidden: TokenTextCache(functools.partial(self._token_bytes, hidden))
+            for hidden in (self._hidden, self._hidden_in_chat)
+        }
 
     @property
     def inline_bytes(self) -> int:
@@ -210,12 +203,11 @@ class ChatTemplateRenderer:
         reasoning_parser = None
         if self._reasoning_parser != "none":
             reasoning_parser = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
-        make_calls = _CALL_READERS[self._tool_call_parser]
-        calls = make_calls() if make_calls is not None else None
+        calls = _CALL_PARSERS.get(self._tool_call_parser)
         return ChatOutputParser(
             self._text_parser(self._hidden_in_chat if hidden is None else hidden),
             reasoning_parser=reasoning_parser,
-            calls=calls,
+            calls=None if calls is None else calls(),
             forced_ids=forced_ids,
         )
 
@@ -243,11 +235,8 @@ class ChatTemplateRenderer:
         if not self._is_byte_level:
             return WindowTextParser(self._tokenizer.decode, hidden)
         token_bytes = functools.partial(self._token_bytes, hidden)
-        if hidden is self._hidden:
-            token_texts = self._token_texts
-        elif hidden is self._hidden_in_chat:
-            token_texts = self._token_texts_in_chat
-        else:
+        token_texts = self._token_texts.get(hidden)
+        if token_texts is None:  # the client wants special tokens
             token_texts = TokenTextCache(token_bytes)
         return BytesTextParser(token_bytes, token_texts)
 

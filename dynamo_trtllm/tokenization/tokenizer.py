@@ -13,7 +13,7 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import fastokens
 import msgspec
@@ -84,26 +84,6 @@ def _trim_memory() -> None:
         trim(0)
 
 
-class JsonTokenizer(Protocol):
-    """The tokenizer of a tokenizer.json."""
-
-    is_fast: bool
-    added: Mapping[int, str]  # texts of the tokens outside the BPE model, by id
-    special: frozenset[int]  # ids of those that are no text of an answer
-
-    def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
-        """See `FastTokenizer`."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids, special tokens included."""
-        ...
-
-    def id_to_token(self, token_id: int) -> str | None:
-        """Return the token as the file has it, None for an unknown id."""
-        ...
-
-
 def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:
     """Load a tokenizer.json, with fastokens if it supports the file.
 
@@ -160,21 +140,25 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class FastJsonTokenizer(FastTokenizer):
-    """`JsonTokenizer` by fastokens. Raises ValueError for a part that fastokens does not support."""
+    """The tokenizer of a tokenizer.json, by fastokens. Raises ValueError for a part that fastokens does not support."""
 
     is_fast = True
 
     def __init__(self, source: str) -> None:
         super().__init__(functools.partial(fastokens.Tokenizer.from_json_str, source))
         added = self.library.added_tokens()
-        self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}
-        self.special = frozenset(token["id"] for token in added if token["special"])
+        self.added: Mapping[int, str] = {token["id"]: token["content"] for token in added}  # not of the BPE model
+        self.special = frozenset(
+            token["id"] for token in added if token["special"]
+        )  # those that are no text of answers
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids, special tokens included."""
         text: str = self.library.decode(list(ids), skip_special_tokens=False)
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
+        """Return the token as the file has it, None for an unknown id."""
         token: str | None = self.library.id_to_token(token_id)
         return token
 
@@ -211,7 +195,7 @@ class _Segments:
 
 
 class SlowJsonTokenizer:
-    """`JsonTokenizer` by tokenizers. Raises ConfigError.
+    """The tokenizer of a tokenizer.json, by tokenizers, with the methods of `FastJsonTokenizer`. Raises ConfigError.
 
     It caches the ids of a prompt's parts. For the next turn of a conversation, only what is new is encoded: 8000 tokens
     take 15 to 30 ms, and their look-up 0.1 ms.
@@ -262,6 +246,9 @@ class SlowJsonTokenizer:
             return tokenizers.Tokenizer.from_buffer(self._source)
         except ValueError as exc:
             raise ConfigError(f"{TOKENIZER} can't be read: {exc}") from exc
+
+
+JsonTokenizer: TypeAlias = FastJsonTokenizer | SlowJsonTokenizer
 
 
 def _well_formed(text: str) -> str:

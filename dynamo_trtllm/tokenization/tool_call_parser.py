@@ -6,7 +6,7 @@ Text that is not a call, or stops being one before the call was emitted, is cont
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from dynamo_trtllm.tokenization.base import DeltaBuilder, overlap
 from dynamo_trtllm.tokenization.streaming_json_call import StreamingJsonCall
@@ -15,20 +15,8 @@ TOOL_CALL: Final = "<tool_call>"
 END_TOOL_CALL: Final = "</tool_call>"
 
 
-class ToolCallParser(Protocol):
-    """Incremental parser that separates tool calls from content."""
-
-    def push(self, text: str, out: DeltaBuilder) -> None:
-        """Add content and calls to `out`. Text that may be part of a marker or of a call is withheld."""
-        ...
-
-    def finish(self, out: DeltaBuilder) -> None:
-        """Add the withheld text to `out`."""
-        ...
-
-
 class HermesToolCallParser:
-    """ToolCallParser for calls between <tool_call> and </tool_call>. White space around calls is omitted."""
+    """A parser of calls between <tool_call> and </tool_call>. White space around calls is omitted."""
 
     def __init__(self) -> None:
         self._held = ""  # text that is not yet content
@@ -40,6 +28,7 @@ class HermesToolCallParser:
         self._calls = 0
 
     def push(self, text: str, out: DeltaBuilder) -> None:
+        """Add content and calls to `out`. Text that may be part of a marker or of a call is withheld."""
         while text:
             if self._is_closing:
                 text = self._close(text)
@@ -49,6 +38,7 @@ class HermesToolCallParser:
                 text = self._content(text, out)
 
     def finish(self, out: DeltaBuilder) -> None:
+        """Add the withheld text to `out`."""
         if self._call is not None and not self._call.begun:
             out.content.append(self._lead + self._call.unseen)
         elif (held := "".join(self._blanks) + self._held) and not self._is_closing:
@@ -110,7 +100,7 @@ class _JsonState(Enum):
 
 
 class JsonToolCallParser:
-    """ToolCallParser for answers that are one call object or a list of them. Any other answer is content."""
+    """A parser of answers that are one call object or a list of them. Any other answer is content."""
 
     def __init__(self) -> None:
         self._state = _JsonState.OPEN
@@ -175,3 +165,6 @@ class JsonToolCallParser:
         out.content.append("".join(self._held))
         self._held.clear()
         self._state = _JsonState.TEXT
+
+
+ToolCallParser: TypeAlias = HermesToolCallParser | JsonToolCallParser

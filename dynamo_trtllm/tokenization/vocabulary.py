@@ -102,21 +102,15 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
 
 def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
     """Return the id, which is also the BPE rank, of each ordinary token by its bytes."""
-    return _parse_ranks(o200k_ranks_path(cache_dir).read_bytes())
-
-
-def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncoding:
-    """Return openai-harmony's encoding, from the cached file. It is loaded once per process and folder."""
-    path = o200k_ranks_path(cache_dir)
-    with _LOADING:
-        return _load_harmony(path)
+    words = o200k_ranks_path(cache_dir).read_bytes().split()
+    return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
 
 
 def load_tokenizer(cache_dir: Path | None = None) -> O200kTokenizer:
     """Return the tokenizer of the cached file. There is one per process and folder."""
-    harmony, path = load_harmony(cache_dir), o200k_ranks_path(cache_dir)
+    path = o200k_ranks_path(cache_dir)
     with _LOADING:
-        return _load_tokenizer(path, harmony)
+        return _load_tokenizer(path)
 
 
 class O200kTokenizer:
@@ -127,12 +121,11 @@ class O200kTokenizer:
 
     Args:
         path: The vocabulary file, whose hash was checked.
-        harmony: openai-harmony's encoding with the same vocabulary.
     """
 
-    def __init__(self, path: Path, harmony: openai_harmony.HarmonyEncoding) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._harmony = harmony
+        self.harmony: openai_harmony.HarmonyEncoding = _load_harmony(path)
         self._fast: FastTokenizer | None = None
         self._loading = threading.Lock()
         # Line n of the file is token n: its bytes in base64, and n. Read at once, it would leave 12 MiB of holes.
@@ -159,7 +152,7 @@ class O200kTokenizer:
     def encode(self, text: str) -> TokenIds:
         """Tokenize plain text. Special tokens in it are encoded as text. Raises InvalidRequest, see `FastTokenizer`."""
         if self._fast is None and len(text) <= SHORT_CHARS:
-            return token_ids(self._harmony.encode(text, disallowed_special=()))
+            return token_ids(self.harmony.encode(text, disallowed_special=()))
         return (self._fast or self.load()).encode(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -184,6 +177,7 @@ _load_tokenizer = cache(O200kTokenizer)
 
 @cache
 def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
+    """Return openai-harmony's encoding, from the cached file. It is loaded once per process and folder."""
     used = environ.export("TIKTOKEN_ENCODINGS_BASE", str(path.parent), wanted_by="openai-harmony")
     try:
         return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
@@ -192,11 +186,6 @@ def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
             f"openai-harmony can't load {O200K_FILE} from TIKTOKEN_ENCODINGS_BASE={used}: {exc}; "
             "unset TIKTOKEN_ENCODINGS_BASE, or put the right file there"
         ) from exc
-
-
-def _parse_ranks(data: bytes) -> dict[bytes, int]:
-    words = data.split()
-    return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
 
 
 def _packaged_ranks() -> bytes:

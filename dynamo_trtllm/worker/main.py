@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import format_table as columns
-from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, described_arguments
-from dynamo_trtllm.errors import ConfigError, DynamoError
+from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
 
@@ -82,19 +81,12 @@ def _shown(value: Any) -> str:
 PROG = "python -m dynamo_trtllm"
 _DESCRIPTION = "Run one worker: an engine that serves prefill, decode or complete requests of one model."
 
-log = logging.getLogger(__name__)
 
-
+@command_errors(PROG)
 def main() -> None:
     """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
-    try:
-        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table)
-        observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
-        if config.dump_config_to is not None:
-            dump(config, config.dump_config_to)
-        Worker(config).run()
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except DynamoError as exc:
-        log.error("%s: %s", exc.code, exc.message)
-        raise SystemExit(1) from exc
+    config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table)
+    observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
+    if config.dump_config_to is not None:
+        dump(config, config.dump_config_to)
+    Worker(config).run()

@@ -290,7 +290,6 @@ class WorkerService:
             stream.admission.enter_context(self._admission.admit(request, self._stats(request)))
             if request.phase is not Phase.DECODE:
                 stream.arrived(self._work(tokens))
-            RECORDER.record(name, RecordedEvent.QUEUED)
             RECORDER.follow(stream)
             stream.source = context.run(self._engine.generate, request, stream.emit)
         except DynamoError as exc:

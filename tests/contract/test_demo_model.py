@@ -18,7 +18,7 @@ import tokenizers
 
 from dynamo_trtllm.demo_models import resolve
 from dynamo_trtllm.demo_models.expand import WEIGHTS_HASH, data_folder
-from dynamo_trtllm.tokenization.vocabulary import load_harmony
+from dynamo_trtllm.tokenization.vocabulary import load_tokenizer
 
 pytestmark = pytest.mark.timeout(180)  # the first test loads torch and expands the model
 PASSED = "14ce9f28387fb05da6e527c8d884e5e9ddd7f25849ba0002f11a047bb16bf441"  # with all tests of this file, `--long` too
@@ -115,6 +115,6 @@ def test_tokenizer_file_when_text_is_encoded_then_ids_are_those_of_harmony(
     folder: Path, built: tokenizers.Tokenizer, text: str
 ) -> None:
     ids = built.encode(text, add_special_tokens=False).ids
-    assert ids == load_harmony().encode(text, allowed_special="all")
+    assert ids == load_tokenizer().harmony.encode(text, allowed_special="all")
     assert built.decode(ids, skip_special_tokens=False) == text
     assert built.get_vocab_size() == json.loads((folder / "config.json").read_text())["vocab_size"]

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library
 from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Runner, Times
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import GenerateRequest, ReleaseOutcome
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 

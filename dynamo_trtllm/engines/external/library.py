@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.errors import DynamoError, RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,
@@ -52,23 +51,19 @@ class Receiver(Protocol):
     @property
     def is_fetching(self) -> bool:
         """True until the first result of a decode call, which shows that the KV has been fetched."""
-        ...
 
     @property
     def has_ended(self) -> bool:
         """True if the call was canceled, or its deadline passed."""
-        ...
 
     def on_result(self, result: Any) -> None:
         """Take the next result. A result with a finish reason ends the call."""
-        ...
 
     def on_error(self, error: DynamoError) -> None:
         """End the call with an error.
 
         EngineFailed ends all calls if the library is not healthy, or if several requests in a row end in it.
         """
-        ...
 
 
 class LibraryCall(Protocol):
@@ -84,30 +79,25 @@ class LibraryCall(Protocol):
             DynamoError: the library rejected the call, or it ended without a finish reason. EngineFailed as for
                 `Receiver.on_error`.
         """
-        ...
 
     def read(self, result: Any) -> EngineOutput:
         """Convert a result. The runner calls it once per result, in order."""
-        ...
 
     def phases(self, result: Any) -> dict[str, float]:
         """Return the seconds that the library reports of the phases of this call until its first token.
 
         The runner calls it at the first tokens and at the end. Empty: the library does not report them.
         """
-        ...
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
-        """Return what the decode worker needs for the KV of this prefill call, which has ended.
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+        """Return the first token, and what the decode worker needs for the KV of this prefill call, which has ended.
 
         Raises:
             DynamoError: the library gave nothing to transfer.
         """
-        ...
 
     def abort(self) -> None:
         """Ask the library to end the call, without waiting. Its last result still goes to the receiver."""
-        ...
 
     def release_kv(self, *, has_expired: bool) -> float | None:
         """Free the KV that this prefill call has exported or would have exported, without waiting.
@@ -116,7 +106,6 @@ class LibraryCall(Protocol):
             None: the library frees it, or has none. A time of `time.monotonic()`: it keeps the KV until then, whatever
             is asked of it. Infinity: it never frees the KV.
         """
-        ...
 
 
 class Library(Protocol):
@@ -138,7 +127,6 @@ class Library(Protocol):
             ContextTooLong: the prompt is too long.
             TransferMismatch: the KV transfer parameters are of another release or form.
         """
-        ...
 
     def health(self, waiting_since: float | None) -> str:
         """Return why the library can no longer serve; "" if it can.
@@ -146,7 +134,6 @@ class Library(Protocol):
         Args:
             waiting_since: `time.monotonic()` when the oldest request that waits began; None: none waits.
         """
-        ...
 
     def counts(self, *, is_idle: bool) -> Counts:
         """Return the library's counters, which may be out of date.
@@ -154,11 +141,9 @@ class Library(Protocol):
         Args:
             is_idle: no call runs, and no KV transfer is pending.
         """
-        ...
 
     async def aclose(self) -> None:
         """End the background work of this adapter. Idempotent."""
-        ...
 
 
 def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput
@@ -18,16 +19,13 @@ _HARMONY_STOP_IDS = (200002, 200012)
 _DEFAULTS = Sampling(max_tokens=1)
 
 
-def check(
-    request: GenerateRequest, *, role: Role, vocab_size: int, unsupported_features: Iterable[str], library: str
-) -> None:
+def check(request: GenerateRequest, role: Role, info: EngineInfo, *, library: str) -> None:
     """Check a request before the library receives it.
 
     Args:
         request: the call.
         role: role of this worker.
-        vocab_size: number of token ids of the model.
-        unsupported_features: fields of Sampling, and "cache_salt".
+        info: properties of its engine.
         library: name of the library, for error texts.
 
     Raises:
@@ -35,13 +33,13 @@ def check(
     """
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
-    if (largest := max(request.token_ids)) >= vocab_size:
+    if (largest := max(request.token_ids)) >= info.vocab_size:
         raise RequestRejected(
-            f"token id {largest} is out of range: the vocabulary has {vocab_size} tokens", field="token_ids"
+            f"token id {largest} is out of range: the vocabulary has {info.vocab_size} tokens", field="token_ids"
         )
     if request.phase is not Phase.AGGREGATED and role is Role.AGGREGATED:
         raise RequestRejected(f"this worker is aggregated and does not accept {request.phase} calls", field="phase")
-    for name in unsupported_features:
+    for name in info.unsupported_features:
         if _is_used(request, name):
             raise RequestRejected(
                 f"{name} is not supported by this worker's {library}; omit it, or see the worker's log for the reason",
@@ -52,6 +50,8 @@ def check(
 def _is_used(request: GenerateRequest, name: str) -> bool:
     if name == "cache_salt":
         return request.cache_salt is not None
+    if name == "resumed_tokens":
+        return False  # they are treated as prompt
     return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_trtllm.engines.base import EngineStats, client_request
 from dynamo_trtllm.engines.external.library import ENDS, EngineOutput, Library, LibraryCall
-from dynamo_trtllm.engines.external.pending_transfers import PendingTransfers, TransferIdentity
+from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.kv_transfer.base import FetchLimits, TransferIdentity, first_deadline, timeout_error
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
@@ -50,7 +50,7 @@ class Runner:
     def __init__(self, library: Library, identity: TransferIdentity, times: Times) -> None:
         """Initialize without calls. `identity` has the worker's own fields of KV transfer parameters."""
         self.library, self.times = library, times
-        self.transfers = PendingTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self.transfers = ExternalTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self.tasks: set[asyncio.Task[None]] = set()  # of calls
         self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
         self._failed: EngineFailed | None = None
@@ -312,7 +312,7 @@ class ExternalCall(Stream):
         return output.chunk(self._timings(call, result, output))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, output: EngineOutput) -> Chunk:
-        kv_params = self._runner.transfers.create(self._request, call.export(result, output))
+        kv_params = self._runner.transfers.create(self._request, call, *call.export(result, output))
         timings = msgspec.structs.replace(
             self._timings(call, result, output), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
         )
@@ -396,5 +396,5 @@ class ExternalCall(Stream):
         self._cancel_timer()
         call, self._call = self._call, None
         if call is not None and call.exports_kv and not keeps_kv and not self._runner.has_failed:
-            self._runner.transfers.release_kv(call.release_kv, len(self._request.token_ids))
+            self._runner.transfers.release_kv(call, len(self._request.token_ids))
         self._runner.remove(self)

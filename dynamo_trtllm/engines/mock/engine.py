@@ -148,8 +148,9 @@ class MockEngine:
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._transfers = create_transfers(self._backend, config, engine="mock", instance_id=instance_id)
-        self._layout = args.layout
+        self._transfers = create_transfers(
+            self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
+        )
         self.queue_clock = QueueClock()
         self._waiting: deque[_MockStream] = deque()
         self._running: dict[_MockStream, None] = {}
@@ -166,7 +167,7 @@ class MockEngine:
     async def start(self) -> EngineInfo:
         await self._backend.start(self._transfers.release)
         self._step_task = asyncio.create_task(self._run(), name="mock-engine-steps")
-        return mock_info(self._args, self._layout)
+        return mock_info(self._args, self._transfers.identity.layout)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = _MockStream(self, request, on_event)
@@ -229,7 +230,7 @@ class MockEngine:
     async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
         kv_bytes = self.num_blocks(len(stream.request.token_ids)) * KV_WORDS * array("I").itemsize
-        self._transfers.validate(stream.request, self._layout, kv_bytes=kv_bytes)  # before allocating this much memory
+        self._transfers.validate(stream.request, kv_bytes=kv_bytes)  # before allocating this much memory
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
                 f"KV transfer {kv_params.transfer_id} has all requested tokens; increase max_tokens to decode more"
@@ -258,7 +259,7 @@ class MockEngine:
 
         self._num_published += 1
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
-        published = PublishedKv(regions, self._layout, lambda offer: offer, unpublished, stream.exported)
+        published = PublishedKv(regions, lambda offer: offer, unpublished, stream.exported)
         return await self._transfers.publish(stream.request, Chunk(token_ids=token_ids([first])), published)
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:

@@ -106,10 +106,9 @@ class TorchEngine:
         if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.transfer_backend == "auto" else args.transfer_backend
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
-        self._kv_connector: KvConnector | None = None
-        if backend is not None:
-            transfers = create_transfers(backend, config, engine="torch", instance_id=instance_id)
-            self._kv_connector = KvConnector(transfers, retire=self.retire)
+        self._backend = backend
+        self._create_transfers = partial(create_transfers, config=config, engine="torch", instance_id=instance_id)
+        self._kv_connector: KvConnector | None = None  # None for an aggregated worker
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
@@ -126,7 +125,9 @@ class TorchEngine:
         model = await asyncio.to_thread(self._load)
         info, scheduler = self._prepare(model)
         self._info, self._scheduler = info, scheduler
-        if self._kv_connector is not None and scheduler.transfer_buffer is not None:
+        if self._backend is not None and scheduler.transfer_buffer is not None:
+            transfers = self._create_transfers(self._backend, layout=info.layout)
+            self._kv_connector = KvConnector(transfers, retire=self.retire)
             await self._kv_connector.start(scheduler.transfer_buffer)
         scheduler.start()
         await self._warm_up(info, is_gpu=model.device.type == "cuda")
@@ -149,7 +150,7 @@ class TorchEngine:
 
         args = self._args
         layout = load.kv_layout(model, args)
-        exports_kv = self._kv_connector is not None
+        exports_kv = self._backend is not None
         num_blocks = load.kv_blocks(model, args, layout, has_transfer_buffer=exports_kv)
         context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
         limits = args.batch_limits(load.num_threads(model, args))
@@ -251,9 +252,9 @@ class TorchEngine:
 
     def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Coroutine[Any, Any, Chunk]:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        _, info = self._ready()
+        self._ready()
         assert self._kv_connector is not None
-        return self._kv_connector.export_kv(seq, prefill_done, info.layout)
+        return self._kv_connector.export_kv(seq, prefill_done)
 
     async def fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
@@ -304,7 +305,7 @@ class TorchEngine:
         if request.sampling.seed is not None:
             seq.seed = request.sampling.seed & _MASK_64
         if request.phase is Phase.DECODE and self._kv_connector is not None:
-            state = self._kv_connector.validate(request, info.layout, kv_bytes=pool.moved_bytes(prompt_tokens))
+            state = self._kv_connector.validate(request, kv_bytes=pool.moved_bytes(prompt_tokens))
             seq.seed, seq.region_bytes = state.seed, state.region_bytes
         return seq
 

@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation
 from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, PhaseTimings, decode, encode
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, decode, encode
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class KvConnector:
             await self._backend.register(_region(transfer_buffer.memory))
         log.info("KV transfer over %s: transfer buffer of %d MiB", self._backend.name, transfer_buffer.num_bytes >> 20)
 
-    async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone, layout: KvLayout) -> Chunk:
+    async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
         """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
 
         From this call on the connector retires the sequence, also if the call fails.
@@ -78,7 +78,6 @@ class KvConnector:
         region_bytes = REGION_BYTES["cuda" if copied else "cpu"]
         kv = PublishedKv(
             [_region(region) for region in prefill_done.allocation.regions],
-            layout,
             lambda offer: encode(TorchState(offer, seq.seed, region_bytes)),
             partial(self._retire, seq),
             partial(_exported, seq),
@@ -101,7 +100,7 @@ class KvConnector:
 
             self._copying.submit(follow).add_done_callback(_log_copy_error)
 
-    def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TorchState:
+    def validate(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
         """Check the request's KV transfer parameters against this engine, and return the engine's part of them.
 
         Raises:
@@ -109,7 +108,7 @@ class KvConnector:
             TransferExpired: They have expired.
             RequestRejected: The request has none.
         """
-        kv_params = self.transfers.validate(request, layout, kv_bytes=kv_bytes)
+        kv_params = self.transfers.validate(request, kv_bytes=kv_bytes)
         engine_state = _engine_state(kv_params)
         if not 0 < engine_state.region_bytes <= max(REGION_BYTES.values()):
             raise TransferMismatch(

@@ -99,38 +99,20 @@ _OBJECTS = ("speculative_config", "sparse_attention_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """Features of the installed release, determined once at start."""
-
-    release: str  # name of the manifest
-    line: str  # see `release_line`; must be equal in prefill and decode
-    disagg_fields: frozenset[str]
-    cache_salt: bool
-    priority: bool  # `generate_async` takes one
-    cached_tokens: bool  # results report reused prompt tokens
-    structural_tag_format: bool  # accepts structural tags of the form {"format": …}
-    config_dicts: bool  # `LLM` takes the arguments of _OBJECTS as dictionaries
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmBindings:
-    """The bound classes and functions, untyped because the package may not be installed for type checks."""
+    """The bound classes, untyped because the package may not be installed for type checks, and what they can do."""
 
     version: str
-    capabilities: Capabilities
-    llm: Callable[..., Any]
-    sampling_params: Callable[..., Any]
-    disaggregated_params: Callable[..., Any]
-    guided_decoding_params: Callable[..., Any]
-    scheduling_params: Callable[..., Any] | None
-    conversation_params: Callable[..., Any] | None
-    logprob: Callable[..., Any] | None
-    request_error: type[Exception]
-    reports_health: bool  # LLM has `_check_health`, which trtllm-serve uses
+    release: str  # name of the manifest
+    classes: Mapping[str, Any]  # by name; None for one that the release lacks
+    parameters: frozenset[str]  # of `generate_async`
+    disagg_fields: frozenset[str]  # of DisaggregatedParams, of those that the engine uses
+    is_since_1_2: bool  # results report reused prompt tokens; structural tags have the form {"format": …}
+    is_since_1_3: bool  # `LLM` takes the arguments of _OBJECTS as dictionaries
 
     def healthy(self, llm: Any) -> bool:
         """Return False if the executor is shut down. True does not prove that it responds."""
-        return bool(llm._check_health()) if self.reports_health else True
+        return bool(llm._check_health()) if hasattr(llm, "_check_health") else True  # trtllm-serve uses it
 
     def create_llm(self, values: Mapping[str, Any]) -> Any:
         """Return an LLM whose shutdown does not block an event loop.
@@ -143,7 +125,7 @@ class TrtllmBindings:
         Args:
             values: arguments of `LLM`.
         """
-        llm = self.llm(**values)
+        llm = self.classes["LLM"](**values)
         executor = getattr(llm, "_executor", None)  # of all releases; LLM._check_health asks it, too
         if executor is not None:
             executor.shutdown = _off_event_loop(executor.shutdown)
@@ -158,7 +140,7 @@ class TrtllmBindings:
             ConfigError: TensorRT-LLM rejected a dictionary.
         """
         given = {name: copy.deepcopy(values[name]) for name in _OBJECTS if isinstance(values.get(name), Mapping)}
-        if not given or self.capabilities.config_dicts:
+        if not given or self.is_since_1_3:
             return dict(values)
         modules = ("tensorrt_llm.llmapi.llm_utils", "tensorrt_llm.llmapi.llm_args")
         convert = PACKAGE.find("update_llm_args_with_extra_dict", *modules)
@@ -181,26 +163,29 @@ class TrtllmBindings:
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["guided_decoding"] = construct(PACKAGE.library, self.guided_decoding_params, call.guided)
+            sampling["guided_decoding"] = self._make("GuidedDecodingParams", call.guided)
         if call.bias:
             sampling["embedding_bias"] = _bias(call.bias, vocab_size)
         keywords = {
             "inputs": call.prompt,
-            "sampling_params": construct(PACKAGE.library, self.sampling_params, sampling),
+            "sampling_params": self._make("SamplingParams", sampling),
             "streaming": call.streaming,
         }
         if disagg is not None:
-            keywords["disaggregated_params"] = construct(PACKAGE.library, self.disaggregated_params, disagg)
+            keywords["disaggregated_params"] = self._make("DisaggregatedParams", disagg)
         if call.cache_salt is not None:
             keywords["cache_salt"] = call.cache_salt
-        if call.dp_rank is not None and self.scheduling_params is not None:
-            keywords["scheduling_params"] = construct(PACKAGE.library, self.scheduling_params, call.dp_rank)
-        if call.conversation_id is not None and self.conversation_params is not None:
+        if call.dp_rank is not None and self.classes["SchedulingParams"] is not None:
+            keywords["scheduling_params"] = self._make("SchedulingParams", call.dp_rank)
+        if call.conversation_id is not None and self.classes["ConversationParams"] is not None:
             conversation = {"conversation_id": call.conversation_id}
-            keywords["conversation_params"] = construct(PACKAGE.library, self.conversation_params, conversation)
+            keywords["conversation_params"] = self._make("ConversationParams", conversation)
         if call.priority is not None:
             keywords["priority"] = call.priority
         return keywords
+
+    def _make(self, name: str, values: Mapping[str, Any]) -> Any:
+        return construct(PACKAGE.library, self.classes[name], values)
 
 
 def load_bindings() -> TrtllmBindings:
@@ -213,24 +198,20 @@ def load_bindings() -> TrtllmBindings:
     found = {name: PACKAGE.find(name, *modules) for name, modules in _WHERE.items()}
     has = {owner: _names(owner, found) for owner in {**NEEDED, **OPTIONAL}}
     check_needed(has, version)
-    calls = has["LLM.generate_async"]
-    optional = {
-        name: PACKAGE.find_optional(name, module) for name, (parameter, module) in _PARAMS.items() if parameter in calls
-    }
+    parameters = has["LLM.generate_async"]
+    for name, (parameter, module) in _PARAMS.items():
+        found[name] = PACKAGE.find_optional(name, module) if parameter in parameters else None
+    found["Logprob"] = PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result")
     release = release_for(version)
     _note_differences(release, has)
     return TrtllmBindings(
         version=version,
-        capabilities=_capabilities(release, version, has),
-        llm=found["LLM"],
-        sampling_params=found["SamplingParams"],
-        disaggregated_params=found["DisaggregatedParams"],
-        guided_decoding_params=found["GuidedDecodingParams"],
-        scheduling_params=optional.get("SchedulingParams"),
-        conversation_params=optional.get("ConversationParams"),
-        logprob=PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result"),
-        request_error=found["RequestError"],
-        reports_health=hasattr(found["LLM"], "_check_health"),
+        release=release.name,
+        classes=found,
+        parameters=parameters,
+        disagg_fields=has["DisaggregatedParams"] & {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]},
+        is_since_1_2=not release.name.startswith(("1.0", "1.1")),
+        is_since_1_3=not release.name.startswith(("1.0", "1.1", "1.2")),
     )
 
 
@@ -259,20 +240,6 @@ def release_line(version: str) -> str:
     major, minor, *rest = version.split(".")
     final = all(part.isdigit() for part in rest)
     return f"{major}.{minor}" if final else version
-
-
-def _capabilities(release: ApiManifest, version: str, has: Mapping[str, frozenset[str]]) -> Capabilities:
-    known = {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]}
-    return Capabilities(
-        release=release.name,
-        line=release_line(version),
-        disagg_fields=has["DisaggregatedParams"] & known,
-        cache_salt="cache_salt" in has["LLM.generate_async"],
-        priority="priority" in has["LLM.generate_async"],
-        cached_tokens=not release.name.startswith(("1.0", "1.1")),
-        structural_tag_format=not release.name.startswith(("1.0", "1.1")),
-        config_dicts=not release.name.startswith(("1.0", "1.1", "1.2")),
-    )
 
 
 def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:

@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
@@ -35,7 +35,8 @@ from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
+from dynamo_trtllm.messages import Instance, Limits, Phase, Role
 
 _log = logging.getLogger(__name__)
 
@@ -155,53 +156,44 @@ class TrtllmEngine(ExternalEngine):
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> tuple[EngineInfo, TrtllmLibrary]:
-        unsupported = settings.unsupported_features(self._facts, bindings.capabilities)
-        model_limits = settings.model_limits(self._facts, self._checkpoint, bindings.capabilities, unsupported)
-        transport = f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
-        identity = TransferIdentity(
-            "trtllm", self._instance_id, self._model, self._layout(), self._kv_compat, transport
+        facts, checkpoint, layout = self._facts, self._checkpoint, self._facts.layout()
+        assert layout is not None  # the model was read
+        info = EngineInfo(
+            engine="trtllm",
+            context_length=settings.context_length(facts),
+            vocab_size=checkpoint.vocab_size,
+            eos_token_ids=end_ids(checkpoint),
+            renderer=checkpoint.renderer,
+            layout=layout,
+            limits=Limits(max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens),
+            kv_compat=self._kv_compat,
+            unsupported_features=(*settings.unsupported_features(facts, bindings), "resumed_tokens"),
+            supported_features=settings.supported_features(facts, bindings),
+            can_aggregate=True,
+            files=checkpoint.files,
         )
-        context_params = ContextParams(self._instance_id, bindings.capabilities.disagg_fields)
+        model_limits = settings.model_limits(facts, info, bindings)
         library = TrtllmLibrary(
             bindings,
             self._llm,
             model_limits,
-            context_params,
+            ContextParams(self._instance_id, bindings.disagg_fields),
             ticket_ttl_s=self._times.ticket_ttl_s,
-            kv_timeout_s=settings.kv_timeout_s(self._facts),
-            runtime=self._facts.set_runtime,
-            num_kv_ranks=self._facts.tensor_parallel if self._facts.on("enable_attention_dp") else 1,
+            kv_timeout_s=settings.kv_timeout_s(facts),
+            runtime=facts.set_runtime,
+            num_kv_ranks=facts.tensor_parallel if facts.on("enable_attention_dp") else 1,
         )
+        transport = f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
+        identity = TransferIdentity("trtllm", self._instance_id, self._model, layout, self._kv_compat, transport)
         self._run(library, identity, self._times)
-        limit = model_limits.prompt_limits[_OWN_PHASE[model_limits.role]]
+        limit = model_limits.prompt_limits[_OWN_PHASE[facts.role]]
         _log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens (%s)",
             bindings.version,
             self._release.title,
-            model_limits.context_length,
+            info.context_length,
             limit.tokens,
             limit.why,
-        )
-        info = EngineInfo(
-            engine="trtllm",
-            context_length=model_limits.context_length,
-            vocab_size=model_limits.vocab_size,
-            eos_token_ids=model_limits.end_ids,
-            renderer=self._checkpoint.renderer,
-            layout=identity.layout,
-            limits=settings.limits(self._facts),
-            kv_compat=self._kv_compat,
-            unsupported_features=(*unsupported, "resumed_tokens"),  # treated as prompt
-            supported_features=tuple(
-                name
-                for name, is_supported in (
-                    ("priority", model_limits.priority),
-                    ("dp_rank", model_limits.dp_ranks > 0 and bindings.scheduling_params is not None),
-                )
-                if is_supported
-            ),
-            can_aggregate=True,
-            files=self._checkpoint.files,
         )
         return info, library
 
@@ -210,8 +202,3 @@ class TrtllmEngine(ExternalEngine):
         if self._kv_events is not None:
             await asyncio.to_thread(self._kv_events.stop)
         await super().aclose()
-
-    def _layout(self) -> KvLayout:
-        layout = self._facts.layout()
-        assert layout is not None  # the model was read
-        return layout

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmModelLimits,
@@ -23,7 +22,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
 )
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams, EndpointProbe, pack, transferred_fields, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, token_ids
 
 _log = logging.getLogger(__name__)
 
@@ -134,8 +133,8 @@ class TrtllmLibrary:
                 raise RequestRejected(
                     f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
                 )
-            known = self.bindings.capabilities.disagg_fields
-            disagg = unpack(kv_params, known=known, logprob=self.bindings.logprob, runtime=self._runtime)
+            known, logprob = self.bindings.disagg_fields, self.bindings.classes["Logprob"]
+            disagg = unpack(kv_params, known=known, logprob=logprob, runtime=self._runtime)
         return TrtllmCall(self, request, converted, disagg)
 
     def health(self, waiting_since: float | None) -> str:
@@ -156,7 +155,7 @@ class TrtllmLibrary:
 
     def submit_error(self, exc: Exception) -> DynamoError:
         """Convert an exception of `generate_async`, which checks a request in this process before it sends it."""
-        if self._is_healthy() and isinstance(exc, (self.bindings.request_error, *_REJECTIONS)):
+        if self._is_healthy() and isinstance(exc, (self.bindings.classes["RequestError"], *_REJECTIONS)):
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
         return self._engine_error(exc)
 
@@ -166,7 +165,7 @@ class TrtllmLibrary:
         RequestError belongs to one request, any other class to the executor, as Dynamo's handler has it
         (request_handlers/handler_base.py). Remote calls and queues raise classes of their own, such as RPCError.
         """
-        if self._is_healthy() and isinstance(exc, self.bindings.request_error):
+        if self._is_healthy() and isinstance(exc, self.bindings.classes["RequestError"]):
             if receiver.is_fetching:
                 return TransferFailed(f"TensorRT-LLM failed to receive the KV of the prompt: {exc}")
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
@@ -211,7 +210,7 @@ class TrtllmCall:
         """See `LibraryCall.run`. Returns at the end of the call."""
         library = self._library
         arguments = library.bindings.arguments(
-            self._converted, self._disagg, vocab_size=library.model_limits.vocab_size
+            self._converted, self._disagg, vocab_size=library.model_limits.info.vocab_size
         )
         if self._disagg is not None and (endpoint := self._disagg.get("ctx_info_endpoint")):
             await library.probe.check(endpoint)
@@ -239,7 +238,7 @@ class TrtllmCall:
     def read(self, result: Any) -> EngineOutput:
         """See `LibraryCall.read`."""
         output = result.outputs[0]
-        is_reported = self._library.bindings.capabilities.cached_tokens
+        is_reported = self._library.bindings.is_since_1_2
         return self._cursor.read(output, cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
 
     def phases(self, result: Any) -> dict[str, float]:
@@ -248,7 +247,7 @@ class TrtllmCall:
         times = getattr(metrics, "timing_metrics", None)
         return {} if times is None else reported_phases(times, fetches_kv=self._fetches_kv)
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
         params = result.outputs[0].disaggregated_params
         if params is None:
@@ -257,12 +256,12 @@ class TrtllmCall:
                 "set cache_transceiver_config.backend",
                 field="cache_transceiver_config.backend",
             )
-        capabilities = self._library.bindings.capabilities
-        values = {name: getattr(params, name) for name in transferred_fields(capabilities.disagg_fields)}
+        bindings = self._library.bindings
+        values = {name: getattr(params, name) for name in transferred_fields(bindings.disagg_fields)}
         if not values.get("disagg_request_id") and self._disagg is not None:  # the id that this call was given
             values |= {name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg}
-        state = pack(values, release=capabilities.release)
-        return PrefillResult(values["first_gen_tokens"][:1], output.logprobs, state, self.release_kv)
+        state = pack(values, release=bindings.release)
+        return Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=output.logprobs), state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A stopped executor is not an error."""

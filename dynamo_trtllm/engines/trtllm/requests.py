@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.library import EngineOutput
 from dynamo_trtllm.engines.external.request_checks import check, guided_params, is_plain, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
@@ -31,14 +32,10 @@ class TrtllmModelLimits:
     """Limits for all requests, from the model, the arguments and the release."""
 
     role: Role
-    context_length: int  # tokens of prompt and output together
+    info: EngineInfo  # the model's own stop tokens in it have the main one first
     prompt_limits: Mapping[Phase, PromptLimit]  # each leaves space for one output token in the context
-    vocab_size: int
-    end_ids: tuple[int, ...]  # the model's own stop tokens, the main one first
-    unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
     structural_tags: bool  # supported by the guided-decoding backend, in the form {"format": …}
     min_tokens: bool  # works for all prompts
-    priority: bool = False  # the executor's queue is in the order of priorities
     dp_ranks: int = 0  # attention-DP ranks among which a request can choose; 0: it can't
     conversations: bool = False  # the executor looks at conversation ids
 
@@ -70,8 +67,8 @@ def build_request(request: GenerateRequest, model_limits: TrtllmModelLimits) -> 
     """
     _check(request, model_limits)
     sampling = request.sampling
-    max_tokens = min(sampling.max_tokens, model_limits.context_length - len(request.token_ids))
-    stop_ids = stop_token_ids(sampling, model_limits.end_ids)
+    max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
+    stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
     # A request for one token ends in prefill, so no KV may wait for a decode worker.
     exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
     return TrtllmRequest(
@@ -117,19 +114,13 @@ def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[
 
 
 def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
-    check(
-        request,
-        role=model_limits.role,
-        vocab_size=model_limits.vocab_size,
-        unsupported_features=model_limits.unsupported_features,
-        library="TensorRT-LLM",
-    )
+    check(request, model_limits.role, model_limits.info, library="TensorRT-LLM")
     tokens, limit = len(request.token_ids), model_limits.prompt_limits[request.phase]
     if tokens > limit.tokens:
         raise ContextTooLong(
             f"the prompt has {tokens} tokens, but this worker accepts at most {limit.tokens} ({limit.why}); shorten it"
         )
-    if request.priority and not model_limits.priority:
+    if request.priority and "priority" not in model_limits.info.supported_features:
         raise RequestRejected(
             "priority has no effect on this worker; omit it, or set scheduler_config.waiting_queue_policy: priority",
             field="priority",
@@ -155,7 +146,7 @@ def _sampling(
 ) -> dict[str, Any]:
     # Without an end id TensorRT-LLM would look for a tokenizer, and some releases would add the checkpoint's stop
     # tokens to this object.
-    end_id = model_limits.end_ids[0] if model_limits.end_ids else _NO_END
+    end_id = next(iter(model_limits.info.eos_token_ids), _NO_END)
     values: dict[str, Any] = {
         "end_id": end_id,
         "ignore_eos": sampling.ignore_eos,

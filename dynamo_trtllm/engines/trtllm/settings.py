@@ -6,15 +6,14 @@ import logging
 import math
 from typing import Any
 
-from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.external.request_checks import end_ids
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs
-from dynamo_trtllm.engines.trtllm.bindings import Capabilities, release_line
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Limits, Phase
+from dynamo_trtllm.messages import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -49,10 +48,10 @@ def has_torch_sampler(args: TrtllmArgs) -> bool:
     return not args.values.get("enable_trtllm_sampler")
 
 
-def unsupported_features(facts: RoleFacts, capabilities: Capabilities) -> tuple[str, ...]:
+def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
     """Return the fields of Sampling, and "cache_salt", that this release does not support with these arguments."""
     args, release = facts.args, facts.args.release
-    features = [] if capabilities.cache_salt else ["cache_salt"]
+    features = [] if "cache_salt" in bindings.parameters else ["cache_salt"]
     if not args.get("guided_decoding_backend"):
         features.append("guided")
     if has_torch_sampler(args):
@@ -64,7 +63,7 @@ def unsupported_features(facts: RoleFacts, capabilities: Capabilities) -> tuple[
             features.append("seed")
     if args.values.get("enable_mixed_sampler"):
         features.append("logit_bias")
-    if facts.is_disaggregated and "first_gen_log_probs" not in capabilities.disagg_fields:
+    if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:
         # The first token of a decode call has no entry, and the call fails: its result asserts one per token
         # (executor/result.py of 1.2; pull request 11727 transfers the entry).
         features.append("logprobs")
@@ -83,10 +82,14 @@ def dp_ranks(facts: RoleFacts) -> int:
     return facts.tensor_parallel if facts.on("enable_attention_dp") else 0
 
 
-def has_priorities(facts: RoleFacts, capabilities: Capabilities) -> bool:
-    """Return True if the executor orders its queue by priority. With the default policy, fcfs, they have no effect."""
+def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
+    """Return "priority" and "dp_rank", if requests may have them.
+
+    Priorities have an effect only if the executor orders its queue by them. Its default policy is fcfs.
+    """
     policy = str(facts.args.get("scheduler_config.waiting_queue_policy")).rpartition(".")[2]
-    return capabilities.priority and policy.lower() == "priority"
+    features = ["priority"] if "priority" in bindings.parameters and policy.lower() == "priority" else []
+    return (*features, *(["dp_rank"] if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None else []))
 
 
 def has_conversations(facts: RoleFacts) -> bool:
@@ -161,11 +164,6 @@ def kv_timeout_s(facts: RoleFacts) -> float:
     return math.inf if timeout_ms is None else timeout_ms / 1000
 
 
-def limits(facts: RoleFacts) -> Limits:
-    """Return the batch limits that the worker registers."""
-    return Limits(max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens)
-
-
 def context_length(facts: RoleFacts) -> int:
     """Return the longest request in tokens, prompt and output together.
 
@@ -189,20 +187,14 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     return min(candidates)
 
 
-def model_limits(
-    facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, unsupported: tuple[str, ...]
-) -> TrtllmModelLimits:
-    """Return the limits for all requests; `unsupported` is the result of `unsupported_features`."""
+def model_limits(facts: RoleFacts, info: EngineInfo, bindings: TrtllmBindings) -> TrtllmModelLimits:
+    """Return the limits for all requests. `info`: properties of the engine."""
     xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
     return TrtllmModelLimits(
         role=facts.role,
-        context_length=context_length(facts),
+        info=info,
         prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},
-        vocab_size=checkpoint.vocab_size,
-        end_ids=end_ids(checkpoint),
-        unsupported_features=unsupported,
-        structural_tags=xgrammar and capabilities.structural_tag_format,
-        priority=has_priorities(facts, capabilities),
+        structural_tags=xgrammar and bindings.is_since_1_2,
         dp_ranks=dp_ranks(facts),
         conversations=has_conversations(facts),
         min_tokens=not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE),

@@ -20,7 +20,7 @@ from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.loading import EngineLoader
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.vllm import settings
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
@@ -28,8 +28,10 @@ from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version,
 from dynamo_trtllm.engines.vllm.compilation import cache, kernels
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
+from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
+from dynamo_trtllm.messages import Instance, Limits, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 
@@ -160,35 +162,41 @@ class VllmEngine(ExternalEngine):
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
-        config = self._llm.vllm_config
-        self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
-        layout = settings.layout(self._checkpoint, config)
-        model_limits = settings.model_limits(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
-        kv_compat = settings.kv_compat(self._role, self._checkpoint, config, self._release)
-        identity = TransferIdentity("vllm", self._instance_id, self._model, layout, kv_compat, transport="vllm/nixl")
+        config, checkpoint = self._llm.vllm_config, self._checkpoint
+        num_blocks = self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
+        if not self._has_tokenizer:
+            _log.info("structured output is not available, because %s has no tokenizer.json", checkpoint.folder)
+        info = EngineInfo(
+            engine="vllm",
+            context_length=int(config.model_config.max_model_len),
+            vocab_size=checkpoint.vocab_size,
+            eos_token_ids=end_ids(checkpoint),
+            renderer=checkpoint.renderer,
+            layout=settings.layout(checkpoint, config),
+            limits=Limits(
+                max_batch_size=int(config.scheduler_config.max_num_seqs),
+                max_num_tokens=int(config.scheduler_config.max_num_batched_tokens),
+                kv_blocks=num_blocks,
+            ),
+            kv_compat=settings.kv_compat(self._role, checkpoint, config, self._release),
+            # vLLM would treat resumed tokens as prompt
+            unsupported_features=("resumed_tokens",) if self._has_tokenizer else ("guided", "resumed_tokens"),
+            supported_features=("priority",) if str(config.scheduler_config.policy) == "priority" else (),
+            can_aggregate=True,
+            files=checkpoint.files,
+        )
+        model_limits = VllmModelLimits(role=self._role, info=info, max_logprobs=int(config.model_config.max_logprobs))
         ranks = self._args.count("data_parallel_size")
         library = VllmLibrary(bindings, self._llm, model_limits, lambda: self._steps.counts(ranks))
+        identity = TransferIdentity(
+            "vllm", self._instance_id, self._model, info.layout, info.kv_compat, transport="vllm/nixl"
+        )
         self._run(library, identity, self._times)
         _log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,
-            model_limits.context_length,
-            self._steps.blocks_per_rank,
-            layout.block_tokens,
-        )
-        info = EngineInfo(
-            engine="vllm",
-            context_length=model_limits.context_length,
-            vocab_size=model_limits.vocab_size,
-            eos_token_ids=model_limits.end_ids,
-            renderer=self._checkpoint.renderer,
-            layout=layout,
-            limits=settings.limits(config),
-            kv_compat=kv_compat,
-            # vLLM would treat resumed tokens as prompt
-            unsupported_features=(*model_limits.unsupported_features, "resumed_tokens"),
-            supported_features=("priority",) if model_limits.priority else (),
-            can_aggregate=True,
-            files=self._checkpoint.files,
+            info.context_length,
+            num_blocks,
+            info.layout.block_tokens,
         )
         return info, library

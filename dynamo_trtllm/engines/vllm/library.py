@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, unpack
 from dynamo_trtllm.engines.warm_up import WarmUpStep
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
 
 _log = logging.getLogger(__name__)
 
@@ -206,11 +205,10 @@ class VllmCall:
             return {"handoff": waited_s, "first_token": computed_s}
         return {"queue": waited_s, "prefill": computed_s}
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
         state = pack(result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed)
-        release_kv = partial(self._library.kv_releaser.post, self._call_id)
-        return PrefillResult(output.token_ids[:1], output.logprobs[:1], state, release_kv)
+        return Chunk(token_ids=token_ids(output.token_ids[:1]), logprobs=output.logprobs[:1]), state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.request_checks import check, guided_params, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
@@ -31,12 +32,8 @@ class VllmModelLimits:
     """The limits of model and arguments that apply to every request."""
 
     role: Role
-    context_length: int  # tokens of prompt and output
-    vocab_size: int
-    end_ids: tuple[int, ...]  # the model's own stop tokens
+    info: EngineInfo
     max_logprobs: int  # -1: no limit
-    unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
-    priority: bool = False  # the scheduling policy is "priority"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +74,7 @@ def build_request(
     """
     _check(request, model_limits)
     sampling = request.sampling
-    max_tokens = min(sampling.max_tokens, model_limits.context_length - len(request.token_ids))
+    max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
     # A request for one token ends with prefill, so no KV may stay allocated for a decode engine.
     exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
     seed = sampling.seed
@@ -101,7 +98,7 @@ def build_request(
             prompt.append(fetched_kv.first_token)
             first = (fetched_kv.first_token,)
             max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
-    stop_ids = stop_token_ids(sampling, model_limits.end_ids)
+    stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
     values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
     if sampling.prompt_logprobs is not None and request.phase is not Phase.DECODE:
         values["prompt_logprobs"] = sampling.prompt_logprobs
@@ -151,20 +148,14 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
 
 
 def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
-    check(
-        request,
-        role=model_limits.role,
-        vocab_size=model_limits.vocab_size,
-        unsupported_features=model_limits.unsupported_features,
-        library="vLLM",
-    )
-    tokens = len(request.token_ids)
-    if tokens >= model_limits.context_length:
+    info, tokens = model_limits.info, len(request.token_ids)
+    check(request, model_limits.role, info, library="vLLM")
+    if tokens >= info.context_length:
         raise ContextTooLong(
-            f"a prompt of {tokens} tokens leaves no space for output in the context of {model_limits.context_length} "
+            f"a prompt of {tokens} tokens leaves no space for output in the context of {info.context_length} "
             "(max_model_len); shorten it"
         )
-    if request.priority and not model_limits.priority:  # vLLM raises ValueError
+    if request.priority and "priority" not in info.supported_features:  # vLLM raises ValueError
         raise RequestRejected(
             "priority has no effect on this worker; omit it, or start the worker with scheduling_policy: priority",
             field="priority",

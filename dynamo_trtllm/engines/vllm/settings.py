@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.vllm.args import VllmArgs
-from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import KvLayout, Limits, Role
+from dynamo_trtllm.messages import KvLayout, Role
 from dynamo_trtllm.network.addresses import free_ports
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -118,28 +116,3 @@ def kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> 
         "attention_backend": str(config.attention_config.backend),
         "hybrid_kv_cache": str(not config.scheduler_config.disable_hybrid_kv_cache_manager),
     }
-
-
-def model_limits(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> VllmModelLimits:
-    """Return the limits that apply to every request."""
-    unsupported = () if has_tokenizer else ("guided",)
-    if unsupported:
-        _log.info("structured output is not available, because %s has no tokenizer.json", checkpoint.folder)
-    return VllmModelLimits(
-        role=role,
-        context_length=int(config.model_config.max_model_len),
-        vocab_size=checkpoint.vocab_size,
-        end_ids=end_ids(checkpoint),
-        max_logprobs=int(config.model_config.max_logprobs),
-        unsupported_features=unsupported,
-        priority=str(config.scheduler_config.policy) == "priority",
-    )
-
-
-def limits(config: Any) -> Limits:
-    """Return the engine's limits, for load balancing and statistics."""
-    return Limits(
-        max_batch_size=int(config.scheduler_config.max_num_seqs),
-        max_num_tokens=int(config.scheduler_config.max_num_batched_tokens),
-        kv_blocks=int(config.cache_config.num_gpu_blocks or 0),
-    )

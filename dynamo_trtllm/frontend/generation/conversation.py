@@ -12,7 +12,7 @@ import msgspec
 from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode, reject
+from dynamo_trtllm.frontend.generation.options import GenerationOptions, reject
 from dynamo_trtllm.messages import ModelDeploymentCard, Sampling, TokenIds
 from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool, ToolCall
 
@@ -34,7 +34,7 @@ def chat_conversation(body: ChatRequest) -> Conversation:
 
 
 def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOptions:
-    choice, formats = body.tool_choice, body.output_formats()
+    formats = body.output_formats()
     return GenerationOptions(
         sampling=msgspec.structs.replace(
             sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
@@ -42,7 +42,7 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         ),
         stop=tuple(body.stop),
         n=body.n,
-        tool_choice=ToolChoice(mode=ToolChoiceMode(choice.mode), name=choice.name, allowed=choice.allowed),
+        tool_choice=body.tool_choice,
         strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=next(iter(formats.values()), None),

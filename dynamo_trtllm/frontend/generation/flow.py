@@ -14,18 +14,8 @@ from enum import Enum, auto
 
 import msgspec
 
-from dynamo_trtllm.errors import (
-    Draining,
-    DynamoError,
-    KvTransferError,
-    MigrationFailed,
-    NoInstances,
-    Overloaded,
-    StreamIncomplete,
-    TransferFailed,
-    TransferTimeout,
-    Unreachable,
-)
+from dynamo_trtllm import errors
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.flow_events import (
     Action,
     CallWorker,
@@ -189,7 +179,7 @@ class GenerationFlow:
         excluded = frozenset(self._excluded)
         return (SelectWorkers(self._num_attempts, excluded, self._avoid, is_last_resort),)
 
-    def _no_workers(self, missing: NoInstances) -> Sequence[Action]:
+    def _no_workers(self, missing: errors.NoInstances) -> Sequence[Action]:
         """Wait for other workers, then try pairs that were never probed, then all instances once more; or end."""
         if not self._is_last_resort:
             limit_s = self._wait_limit_s()
@@ -211,7 +201,7 @@ class GenerationFlow:
         before; their sum is `hold_s`.
         """
         retries, hold_s = self._options.retries, self._options.hold_s
-        if isinstance(self._error, Overloaded):
+        if isinstance(self._error, errors.Overloaded):
             return None  # waiting frees no capacity
         if not self._excluded:
             return hold_s
@@ -281,8 +271,8 @@ class GenerationFlow:
             return ()
         attempt.params = chunk.kv_params
         if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
-            name = f"prefill instance {attempt.worker.id:x}"
-            return self._attempt_failed(StreamIncomplete(f"{name} returned no KV transfer parameters; restart it"))
+            text = f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters; restart it"
+            return self._attempt_failed(errors.StreamIncomplete(text))
         self._trace.prefill_stats = chunk.stats
         if chunk.kv_params is None:
             return (*self._free(), *self._end(chunk))
@@ -307,15 +297,15 @@ class GenerationFlow:
     def _on_error(self, error: DynamoError) -> Sequence[Action]:
         attempt = self._attempt
         if self.state is State.SELECTING:
-            return self._no_workers(error) if isinstance(error, NoInstances) else self._end(error)
+            return self._no_workers(error) if isinstance(error, errors.NoInstances) else self._end(error)
         assert attempt is not None
-        if self.state is State.RESERVING and isinstance(error, Overloaded):
+        if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
             attempt.reservation_id = None  # there is none
         if self.state is not State.DECODE or attempt.prefill is None:
             return self._attempt_failed(error)
-        if isinstance(error, TransferFailed | TransferTimeout):
+        if isinstance(error, errors.TransferFailed | errors.TransferTimeout):
             return (RecordTransfer(attempt.pair, error), *self._attempt_failed(error))
-        is_refused = isinstance(error, Draining | Unreachable | Overloaded)
+        is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
         if not is_refused or attempt.has_begun or self._fixed_selection is not None:
             return self._attempt_failed(error)
         self.state, attempt.error = State.CHANGING_DECODE, error
@@ -331,7 +321,7 @@ class GenerationFlow:
         if final is not None:
             return (*freed, RecordFailure(attempt.worker, error, ""), *self._end(final))
         self._error = error
-        if isinstance(error, KvTransferError):
+        if isinstance(error, errors.KvTransferError):
             self._avoid = self._trace.prefill_instance
         else:
             self._excluded.add(attempt.worker.id)
@@ -347,7 +337,7 @@ class GenerationFlow:
         counts = not is_not_accepted(error)
         if not self._sent_ids:
             self._trace.retries += counts
-            self._num_transfer_failures += isinstance(error, KvTransferError)
+            self._num_transfer_failures += isinstance(error, errors.KvTransferError)
             return error if self._trace.retries > self._options.retries or self._num_transfer_failures > 1 else None
         history = _token_dependence(self.request.sampling)
         if history is not None and "resumed_tokens" in attempt.decode.card.unsupported_features:
@@ -380,7 +370,7 @@ def _free_kv(attempt: _Attempt, outcome: ReleaseOutcome) -> Sequence[Action]:
 
 def is_not_accepted(error: DynamoError) -> bool:
     """Return True if the worker never accepted the call: it is draining or unreachable."""
-    return isinstance(error, Draining | Unreachable)
+    return isinstance(error, errors.Draining | errors.Unreachable)
 
 
 def _token_dependence(sampling: Sampling) -> str | None:
@@ -392,8 +382,8 @@ def _token_dependence(sampling: Sampling) -> str | None:
     return "seeded sampling" if sampling.seed is not None and sampling.temperature > 0 else None
 
 
-def _migration_failed(error: DynamoError, why: str) -> MigrationFailed:
-    failed = MigrationFailed(
+def _migration_failed(error: DynamoError, why: str) -> errors.MigrationFailed:
+    failed = errors.MigrationFailed(
         f"the stream broke and cannot continue on another worker: {why} ({error.code}: {error.message})"
     )
     failed.__cause__ = error

@@ -8,35 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from dynamo_trtllm.api.chat import ToolChoice
 from dynamo_trtllm.api.sampling import ANY_OBJECT
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, ServedModel, Tool
 
+_AUTO = ToolChoice()
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
-
-
-class ToolChoiceMode(StrEnum):
-    """The modes of `tool_choice`."""
-
-    AUTO = "auto"  # the model decides
-    NONE = "none"  # the prompt contains no tools
-    REQUIRED = "required"  # at least one call
-    NAMED = "named"  # a call of the named tool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolChoice:
-    """The tools that the model may or must call."""
-
-    mode: ToolChoiceMode = ToolChoiceMode.AUTO
-    name: str = ""  # with NAMED
-    allowed: tuple[str, ...] | None = None  # the tools in the prompt; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +29,7 @@ class GenerationOptions:
     sampling: Sampling  # as requested; max_tokens 0: as many as the context allows; `guided` is unset
     stop: tuple[str, ...] = ()
     n: int = 1
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = _AUTO
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
@@ -92,17 +75,17 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
     """Return the tools that go into the prompt. Raises InvalidRequest if `tool_choice` names an unknown tool."""
     choice = options.tool_choice
     known = {tool.name for tool in tools}
-    wanted = (choice.name,) if choice.mode is ToolChoiceMode.NAMED else choice.allowed or ()
+    wanted = (choice.name,) if choice.mode == "named" else choice.allowed or ()
     for name in wanted:
         if name not in known:
             raise InvalidRequest(
                 f"{options.name('tool_choice')} names the function {name!r}, which is not among the tools",
                 field=options.name("tool_choice"),
             )
-    if choice.mode is ToolChoiceMode.NONE:
+    if choice.mode == "none":
         return ()
     visible = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
-    if choice.mode is ToolChoiceMode.REQUIRED and not visible:
+    if choice.mode == "required" and not visible:
         raise InvalidRequest(
             f"{options.name('tool_choice')} requires a call, but there are no tools", field=options.name("tool_choice")
         )
@@ -116,11 +99,11 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
         UnsupportedParameter: the output format or the engine does not support the constraint.
     """
     choice = options.tool_choice
-    if choice.mode is ToolChoiceMode.AUTO and options.strict_tools.intersection(tool.name for tool in tools):
+    if choice.mode == "auto" and options.strict_tools.intersection(tool.name for tool in tools):
         return _strict_call(tools, options, served)._replace(field=options.name("tools"))
-    if choice.mode is ToolChoiceMode.NAMED:
+    if choice.mode == "named":
         tools = tuple(tool for tool in tools if tool.name == choice.name)
-    if choice.mode in (ToolChoiceMode.NAMED, ToolChoiceMode.REQUIRED):
+    if choice.mode in ("named", "required"):
         call = _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
         return call._replace(field=options.name("tool_choice"))
     if options.output_format is not None:

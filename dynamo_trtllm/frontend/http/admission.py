@@ -11,14 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from dynamo_trtllm.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Overloaded,
-    PayloadTooLarge,
-    RequestTimeout,
-    UnsupportedMedia,
-)
+from dynamo_trtllm import errors
 from dynamo_trtllm.http_server.exchange import HttpRequest
 
 _RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
@@ -107,7 +100,7 @@ class ConcurrencyLimiter:
                 await waiting.granted
         except TimeoutError:
             self._withdraw(waiting)
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"the request's deadline passed while it was queued behind {self.in_use} running choices; try again "
                 "later, or send a longer timeout"
             ) from None
@@ -147,8 +140,8 @@ class ConcurrencyLimiter:
             self._queue.remove(waiting)
             self._free(0)  # requests behind it may need fewer permits
 
-    def _full(self) -> Overloaded:
-        return Overloaded(
+    def _full(self) -> errors.Overloaded:
+        return errors.Overloaded(
             f"the server is at capacity: {self.in_use} of {self.limit} choices are running and {len(self._queue)} of "
             f"{self._max_queued} requests are queued; try again later"
         )
@@ -201,7 +194,7 @@ class BodyBudget:
                 async with asyncio.timeout(self._wait_s):
                     await granted
         except TimeoutError:
-            raise Overloaded(
+            raise errors.Overloaded(
                 f"request bodies in progress use {self.in_use} of {self.limit} bytes (--max-total-body-bytes); try "
                 "again later"
             ) from None
@@ -295,7 +288,7 @@ class InFlight:
             yield
         except asyncio.CancelledError:
             if answer_id in self._cancelled:
-                raise Cancelled(f"{answer_id} was cancelled on request") from None
+                raise errors.Cancelled(f"{answer_id} was cancelled on request") from None
             raise
         finally:
             del self._tasks[answer_id]
@@ -307,10 +300,10 @@ def check_json(request: HttpRequest) -> None:
     given = request.header(b"content-type")
     kind = (given or "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMedia(f"Content-Type {kind!r} is not supported; send application/json")
+        raise errors.UnsupportedMedia(f"Content-Type {kind!r} is not supported; send application/json")
     encoding = (request.header(b"content-encoding") or "identity").strip().lower()
     if encoding != "identity":
-        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported; send the body uncompressed")
+        raise errors.UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported; send the body uncompressed")
 
 
 async def read_body(
@@ -337,7 +330,7 @@ async def read_body(
         async with asyncio.timeout(within_s):
             return await _receive_body(request, max_bytes, reserve)
     except TimeoutError:
-        raise RequestTimeout(f"the request body did not arrive within {within_s:g} s; send it faster") from None
+        raise errors.RequestTimeout(f"the request body did not arrive within {within_s:g} s; send it faster") from None
 
 
 async def _receive_body(request: HttpRequest, max_bytes: int, reserve: Callable[[int], Awaitable[None]]) -> bytes:
@@ -351,5 +344,5 @@ async def _receive_body(request: HttpRequest, max_bytes: int, reserve: Callable[
     return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one")
+def _too_large(max_bytes: int) -> errors.PayloadTooLarge:
+    return errors.PayloadTooLarge(f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one")

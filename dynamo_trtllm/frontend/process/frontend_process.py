@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from dynamo_trtllm.config.commands import FrontendProcessConfig
-from dynamo_trtllm.config.load import exit_with, load
-from dynamo_trtllm.errors import ConfigError, DynamoError
+from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.frontend.process.main import DESCRIPTION, serve
 from dynamo_trtllm.network.listening import listen
@@ -80,17 +79,12 @@ class FrontendProcess:
         return await self._pipe.request_snapshot(_METRICS_TIMEOUT_S)
 
 
+@command_errors(PROG)
 def main() -> None:
     """Run the process. The exit statuses are those of `frontend.main`."""
-    try:
-        config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION)
-        observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
-        uvloop.run(_serve(config))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except DynamoError as exc:
-        log.error("%s: %s", exc.code, exc.message)
-        raise SystemExit(1) from exc
+    config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION)
+    observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
+    uvloop.run(_serve(config))
 
 
 async def _serve(config: FrontendProcessConfig) -> None:

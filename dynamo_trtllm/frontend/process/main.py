@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from dynamo_trtllm.config.load import exit_with, load, process_environment
+from dynamo_trtllm.config.load import command_errors, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import ConfigError, Draining, DynamoError
+from dynamo_trtllm.errors import Draining
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import Handler, HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import http_server, set_request_id
@@ -89,21 +89,16 @@ class StartupGate:
             await self._app(request, response)
 
 
+@command_errors(PROG)
 def main() -> None:
     """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
-    try:
-        config = load(FrontendConfig, prog=PROG, description=DESCRIPTION)
-        observe_logging.setup(config.log_level, "frontend", config.log_format)
-        if config.workers > 1:
-            raise SystemExit(_run_process_group(config))
-        sock = listen(config.http_host, config.http_port)
-        _warn_if_exposed(config, sock)
-        uvloop.run(serve(config, sock))
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except DynamoError as exc:
-        log.error("%s: %s", exc.code, exc.message)
-        raise SystemExit(1) from exc
+    config = load(FrontendConfig, prog=PROG, description=DESCRIPTION)
+    observe_logging.setup(config.log_level, "frontend", config.log_format)
+    if config.workers > 1:
+        raise SystemExit(_run_process_group(config))
+    sock = listen(config.http_host, config.http_port)
+    _warn_if_exposed(config, sock)
+    uvloop.run(serve(config, sock))
 
 
 def _run_process_group(config: FrontendConfig) -> int:

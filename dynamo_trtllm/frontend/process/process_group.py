@@ -18,7 +18,8 @@ from functools import partial
 
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.deployment import RestartConfig
-from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
+from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.config.load import to_argv
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe

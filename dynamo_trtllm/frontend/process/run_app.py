@@ -29,7 +29,6 @@ from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, record
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import PairBreakers
@@ -59,7 +58,7 @@ async def run_app(
             the failure is raised once this is cancelled.
 
     Raises:
-        Unreachable: etcd or NATS cannot be reached.
+        Unreachable: etcd or NATS cannot be reached, or NATS has no JetStream and the response store needs it.
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
@@ -79,8 +78,10 @@ async def run_app(
         stack.push_async_callback(models.aclose)
         pipeline = Pipeline(view, plane, _options(config), breakers, placement_of(config))
         stack.push_async_callback(pipeline.aclose)
-        store = await _store(config)
-        stack.push_async_callback(store.aclose)
+        store = None  # the memory of this process
+        if config.shares_responses:
+            store = await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
+            stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
             return tasks.reason or (None if process is None else process.not_ready_reason())
@@ -194,13 +195,6 @@ def placement_of(config: FrontendConfig) -> Placement | None:
     if config.router_mode == "kv":
         prefixes = KnownPrefixes(reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs)
     return Placement(config.router_mode, prefixes, overlap_credit=config.router_kv_overlap_score_credit)
-
-
-async def _store(config: FrontendConfig) -> Store:
-    """Open the response store. Raises Unreachable if it is JetStream and NATS has none."""
-    if config.shares_responses:
-        return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
-    return MemoryResponseStore(store_limits(config))
 
 
 THRESHOLDS = (10_000, 50, 100)  # per GC generation, in allocations or collections of the younger generation

@@ -32,8 +32,8 @@ SENT: Events = [*BEGUN, (3, E.CALL_SENT, PREFILL, 0, "prefill")]
 DECODING: Events = [*SENT, (30, E.CALL_SENT, DECODE, 0, "decode"), (32, E.CALL_ACKNOWLEDGED, 0, 0, "")]
 STREAMING: Events = [*DECODING, (40, E.FIRST_TOKEN, 0, 0, ""), (1040, E.PROGRESS, 20, 0, "")]
 LAST = (1050, E.LAST_TOKEN, 20, 0, "")
-RECEIVED: Events = [(5, E.CALL_RECEIVED, 100, 0, "prefill"), (6, E.QUEUED, 0, 0, "")]
-STARTED: Events = [*RECEIVED, (7, E.STARTED_IN_ENGINE, 0, 0, "")]
+RECEIVED: Events = [(5, E.CALL_RECEIVED, 100, 0, "prefill")]
+STARTED: Events = [*RECEIVED, (6, E.STARTED_IN_ENGINE, 0, 0, "")]
 ANSWERED: Events = [
     *STARTED,
     (20, E.PREFILL_DONE, 0, 0, ""),
@@ -42,7 +42,6 @@ ANSWERED: Events = [
 ]
 FETCHING: Events = [
     (31, E.CALL_RECEIVED, 100, 0, "decode"),
-    (32, E.QUEUED, 0, 0, ""),
     (33, E.KV_FETCH_STARTED, PREFILL, 9, ""),
 ]
 GENERATED: Events = [
@@ -101,7 +100,7 @@ FROZEN_PREFILL, FROZEN_DECODE = (S.RUNNING, S.FROZEN, S.RUNNING), (S.RUNNING, S.
         (said(SENT, RECEIVED), "prefill aaa", "engine's queue"),
         (said(SENT, [*RECEIVED, (7, E.WAITING_FOR_KV_BLOCKS, 0, 0, "")]), "prefill aaa", "waits for KV blocks"),
         (said(SENT, STARTED), "prefill aaa", "has not computed its prompt"),
-        (said(SENT, ANSWERED[:4]), "prefill aaa", "space in the transfer buffer"),
+        (said(SENT, ANSWERED[:3]), "prefill aaa", "space in the transfer buffer"),
         (said(SENT, ANSWERED), "NATS", "prefill aaa has ended the call, and frontend 77 has not received the end"),
         (said(DECODING, ANSWERED), "NATS", "the call has not arrived at decode bbb"),
         (said(DECODING, ANSWERED, FETCHING), "decode bbb", "it fetches KV from prefill aaa, which works"),
@@ -156,7 +155,10 @@ def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:
     report = StuckReport.of(Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)]), 10.0)
     (request,) = json.loads(report.json())["requests"]
     assert (request["request"], request["held_by"]) == ("0123456789abcdef", "prefill aaa")
-    assert [each["event"] for each in request["last_events"]] == ["call sent: prefill at aaa", "queued"]
+    assert [each["event"] for each in request["last_events"]] == [
+        "call sent: prefill at aaa",
+        "call received: prefill of 100 prompt tokens",
+    ]
 
 
 def test_timeline_when_processes_were_killed_then_their_events_and_that_they_were() -> None:
@@ -186,7 +188,7 @@ def test_timeline_when_a_process_lost_nats_meanwhile_then_it_is_in_it() -> None:
 
 
 def test_perfetto_when_exported_then_a_slice_from_each_event_to_the_next() -> None:
-    recordings = Recordings([process("frontend", SENT), process("prefill", RECEIVED, PREFILL)])
+    recordings = Recordings([process("frontend", SENT), process("prefill", STARTED, PREFILL)])
     trace = json.loads("".join(perfetto(list(recordings.requests.values()))))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in slices] == ["received", "tokenized", "placed", "call received"]

@@ -7,17 +7,19 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.pending_transfers import PrefillResult, TransferIdentity
 from dynamo_trtllm.engines.external.runner import ExternalCall, Runner, Times
 from dynamo_trtllm.errors import (
     RequestRejected,
 )
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
     KvLayout,
     KvTransferParams,
+    Limits,
     Phase,
     Sampling,
     TokenLogprob,
@@ -28,6 +30,20 @@ from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
 STOP_ID = 99
+
+
+def info_of(**fields: Any) -> EngineInfo:
+    """Return properties of an engine."""
+    values = {
+        "engine": "vllm",
+        "context_length": 100,
+        "vocab_size": 1000,
+        "eos_token_ids": (STOP_ID,),
+        "renderer": "harmony",
+        "layout": LAYOUT,
+        "limits": Limits(),
+    }
+    return EngineInfo(**{**values, **fields})
 
 
 class Call:
@@ -54,8 +70,8 @@ class Call:
     def phases(self, result: Any) -> dict[str, float]:
         return dict(self.reported)
 
-    def export(self, result: Any, output: EngineOutput) -> PrefillResult:
-        return PrefillResult(output.token_ids, output.logprobs, b"state", self.release_kv)
+    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+        return Chunk(token_ids=token_ids(output.token_ids), logprobs=output.logprobs), b"state"
 
     def abort(self) -> None:
         self.aborts += 1

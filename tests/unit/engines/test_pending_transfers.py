@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,13 +13,13 @@ import pytest
 
 from dynamo_trtllm.engines.external.pending_transfers import (
     EngineState,
-    PendingTransfers,
-    PrefillResult,
-    TransferIdentity,
+    ExternalTransfers,
     decode_state,
 )
 from dynamo_trtllm.errors import RequestRejected, TransferExpired, TransferMismatch
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import (
+    Chunk,
     GenerateRequest,
     KvLayout,
     KvTransferParams,
@@ -38,7 +39,7 @@ class Form(EngineState, frozen=True, kw_only=True):
     number: int
 
 
-class Book(PendingTransfers):
+class Book(ExternalTransfers):
     def __init__(self, ttl_s: float = 60.0) -> None:
         self.changes = 0
         self.given_up = asyncio.Event()
@@ -49,13 +50,15 @@ class Book(PendingTransfers):
     def _changed(self) -> None:
         self.changes += 1
 
-    def _give_up(self, *, has_expired: bool) -> float | None:
+    def release_call(self, *, has_expired: bool) -> float | None:
         self.has_expired = has_expired
         self.given_up.set()
         return self.kept_until
 
     def written(self, engine_state: bytes = b"") -> KvTransferParams:
-        return self.create(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), engine_state, self._give_up))
+        call: Any = SimpleNamespace(release_kv=self.release_call)
+        first = Chunk(token_ids=token_ids([7]), logprobs=(TokenLogprob(7, -0.5),))
+        return self.create(request(), call, first, engine_state)
 
 
 def request(prompt: int = 40, kv_params: KvTransferParams | None = None) -> GenerateRequest:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import TransferExpired, TransferMismatch
-from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT, TRANSFER_PARAMS_VERSION, check_params
+from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT, TRANSFER_PARAMS_VERSION, TransferIdentity, check_params
 from dynamo_trtllm.messages import KvLayout, KvTransferParams, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
@@ -26,8 +26,11 @@ TRANSFER_PARAMS = KvTransferParams(
 )
 
 
+IDENTITY = TransferIdentity("torch", 9, "gpt-oss", LAYOUT, kv_compat={}, transport="nixl/ucx")
+
+
 def check_at(kv_params: KvTransferParams, now: float = 99.0) -> None:
-    check_params(kv_params, engine="torch", model="gpt-oss", layout=LAYOUT, now=now)
+    check_params(kv_params, IDENTITY, now=now)
 
 
 def test_check_when_all_agree_then_accepts() -> None:
@@ -68,7 +71,7 @@ def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
 ) -> None:
     kv_params = msgspec.structs.replace(TRANSFER_PARAMS, kv_compat=theirs)
     with pytest.raises(TransferMismatch, match=r"'1\.2'") as caught:
-        check_params(kv_params, engine="torch", model="gpt-oss", layout=LAYOUT, kv_compat=ours, now=50.0)
+        check_params(kv_params, IDENTITY._replace(kv_compat=ours), now=50.0)
     assert caught.value.field == "release"
 
 

@@ -171,7 +171,9 @@ def test_serve_when_interrupted_during_a_download_then_130(hub: HubServer, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Hub, "download", interrupted)
-    assert serve.main([NAME]) == 130
+    with pytest.raises(SystemExit) as ended:
+        serve.main([NAME])
+    assert ended.value.code == 130
 
 
 def test_model_facts_when_weights_are_quantized_then_torch_counts_them_unpacked(folder: Path) -> None:

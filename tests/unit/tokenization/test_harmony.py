@@ -56,7 +56,7 @@ def renderer() -> HarmonyRenderer:
 
 
 def reference(conversation: Conversation) -> list[int]:
-    encoding = vocabulary.load_harmony()
+    encoding = vocabulary.load_tokenizer().harmony
     first = system_message(conversation.reasoning_effort, TODAY)
     messages = [first, *(message.for_library() for message in conversation_messages(conversation))]
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
@@ -298,7 +298,7 @@ def test_decode_when_ids_are_control_tokens_then_they_are_spelled(renderer: Harm
 
 
 def test_stop_tokens_when_asked_then_are_those_of_assistant_actions(renderer: HarmonyRenderer) -> None:
-    encoding = vocabulary.load_harmony()
+    encoding = vocabulary.load_tokenizer().harmony
     assert set(renderer.stop_token_ids) == set(encoding.stop_tokens_for_assistant_actions())
 
 

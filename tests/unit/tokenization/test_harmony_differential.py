@@ -32,7 +32,7 @@ NAMES = st.from_regex(r"[A-Za-z0-9_\-]{1,20}", fullmatch=True)
 TYPES = st.sampled_from([None, "<|constrain|>json", "json", "code"])
 
 
-harmony = functools.cache(vocabulary.load_harmony)
+harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)
 plain = functools.cache(vocabulary.load_tokenizer)
 
 

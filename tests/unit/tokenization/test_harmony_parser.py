@@ -30,7 +30,7 @@ def renderer() -> HarmonyRenderer:
     return HarmonyRenderer()
 
 
-harmony = functools.cache(vocabulary.load_harmony)  # which checks the file at each call
+harmony = functools.cache(lambda: vocabulary.load_tokenizer().harmony)  # which checks the file at each call
 
 
 def ids_of(text: str) -> list[int]:

@@ -75,13 +75,12 @@ def test_ranks_when_read_then_they_number_all_ordinary_tokens() -> None:
 def test_specials_when_listed_then_they_fill_the_vocabulary_and_are_those_of_openai_harmony() -> None:
     specials = vocabulary.harmony_specials()
     assert sorted(specials.values()) == list(range(vocabulary.FIRST_SPECIAL, vocabulary.HARMONY_VOCAB_SIZE))
-    encoding = vocabulary.load_harmony()
+    encoding = vocabulary.load_tokenizer().harmony
     assert {encoding.decode([number]): number for number in specials.values()} == specials
 
 
 def test_load_when_called_in_both_ways_then_loads_once() -> None:
     assert vocabulary.load_tokenizer() is vocabulary.load_tokenizer(vocabulary.default_cache_dir())
-    assert vocabulary.load_harmony() is vocabulary.load_harmony(vocabulary.default_cache_dir())
 
 
 def test_load_when_several_threads_ask_at_once_then_all_share_one_copy(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import orjson
 
+from dynamo_trtllm.api.chat import ToolChoice
 from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.request_model import MAX_TEXT
 from dynamo_trtllm.api.response_schemas import ResponseMeta
@@ -25,7 +26,7 @@ from dynamo_trtllm.api.responses import (
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.conversation import sampling_of
-from dynamo_trtllm.frontend.generation.options import GenerationOptions, ToolChoice, ToolChoiceMode
+from dynamo_trtllm.frontend.generation.options import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_conversation
 from dynamo_trtllm.frontend.generation.responses.items import Item, characters, messages_of, named, normalized
 from dynamo_trtllm.frontend.generation.responses.output_builder import (
@@ -90,11 +91,11 @@ def _options(body: ResponseRequest, card: ModelDeploymentCard) -> GenerationOpti
 def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
     match body.tool_choice:
         case NamedTool(name=name):
-            return ToolChoice(mode=ToolChoiceMode.NAMED, name=name)
+            return ToolChoice(mode="named", name=name)
         case ResponsesAllowedTools(mode=mode, tools=tools):
-            return ToolChoice(mode=ToolChoiceMode(mode), allowed=tuple(tool.name for tool in tools))
-        case str(mode):
-            return ToolChoice(mode=ToolChoiceMode(mode))
+            return ToolChoice(mode=mode, allowed=tuple(tool.name for tool in tools))
+        case mode:
+            return ToolChoice(mode=mode)
 
 
 class ResponseBuilder:

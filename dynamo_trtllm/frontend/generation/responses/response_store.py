@@ -55,12 +55,21 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.items, *self.response["output"]]
 
 
+class _Write(NamedTuple):
+    data: bytes
+    task: asyncio.Task[None]
+
+
 class ResponseStore:
     """The store of responses, which also assigns their ids.
+
+    A response is written in the background, so that a slow or unreachable store delays no other one. It is readable
+    here meanwhile. A failed write is logged and counted, and its response is lost.
 
     Args:
         shared: other frontends use the same store.
         max_bytes: largest stored response.
+        on_write_failed: called with the error's code if a response could not be stored.
     """
 
     def __init__(
@@ -71,35 +80,66 @@ class ResponseStore:
         max_bytes: int,
         on_write_failed: Callable[[str], None] = lambda code: None,
     ) -> None:
-        """`on_write_failed` is called with the error's code if a response could not be stored."""
         self._store = store
-        self._writes = PendingWrites(store, on_write_failed)
+        self._on_write_failed = on_write_failed
         self.max_bytes = max_bytes
         self._shared = shared
         self._frontend_id = secrets.token_hex(FRONTEND_ID_CHARS // 2)
         self.id_prefix = PREFIX + self._frontend_id
+        self._writes: dict[str, _Write] = {}  # the newest pending one of each response
+        self._tasks: set[asyncio.Task[None]] = set()  # of all pending writes
+        self._pending_bytes = 0
 
     async def put(self, response_id: str, data: bytes, owner: str) -> None:
-        """Start to store a response, which is readable here once this returns.
-
-        The write continues in the background, so that a slow or unreachable store delays no response.
-        """
-        await self._writes.start(response_id, data, owner)
+        """Start to store a response. Returns at the end of the write if more than _PENDING_BYTES are pending."""
+        before = self._writes.get(response_id)
+        task = asyncio.create_task(self._write(response_id, data, owner, before), name=f"write of {response_id}")
+        write = self._writes[response_id] = _Write(data, task)
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._written(response_id, write))
+        self._pending_bytes += len(data)
+        if self._pending_bytes > _PENDING_BYTES:
+            await asyncio.wait({task})
 
     async def aclose(self) -> None:
-        """Wait a bounded time for pending writes. The store stays open."""
-        await self._writes.aclose()
+        """Wait at most _CLOSE_S for pending writes, then cancel them. The store stays open."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _write(self, response_id: str, data: bytes, owner: str, before: _Write | None) -> None:
+        async with asyncio.timeout(_WRITE_S):
+            if before is not None:  # writes of one response must not overtake each other
+                await asyncio.wait({before.task})
+            await self._store.put(response_id, data, owner)
+
+    def _written(self, response_id: str, write: _Write) -> None:
+        self._tasks.discard(write.task)
+        self._pending_bytes -= len(write.data)
+        if self._writes.get(response_id) is write:
+            del self._writes[response_id]
+        if write.task.cancelled():
+            error: BaseException | None = DeadlineExceeded("the frontend exited before the write ended")
+        elif isinstance(error := write.task.exception(), TimeoutError):
+            error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
+        if error is None:
+            return
+        code, traceback_of = (error.code, None) if isinstance(error, DynamoError) else (InternalError.code, error)
+        log.warning("%s was not stored (%s): %s", response_id, code, error, exc_info=traceback_of)
+        self._on_write_failed(code)
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
         """Return a serialized response. Raises as `get`."""
         data = await self._read(response_id) if is_response_id(response_id) else None
         if data is None:
-            raise self.missing(response_id, field)
+            raise self._missing(response_id, field)
         return data
 
     async def _read(self, response_id: str) -> bytes | None:
-        if (data := self._writes.data(response_id)) is not None:
-            return data
+        if (write := self._writes.get(response_id)) is not None:
+            return write.data
         data = await self._store.get(response_id)
         if self._shared and frontend_id_of(response_id) != self._frontend_id:
             for pause_s in _PAUSES_S:  # another frontend may still be writing a response that its client has received
@@ -120,101 +160,26 @@ class ResponseStore:
 
     async def delete(self, response_id: str) -> None:
         """Delete a stored response. Raises as `get`."""
-        await self._writes.finished(response_id)  # a write that ends later would restore it
+        if (write := self._writes.get(response_id)) is not None:
+            await asyncio.wait({write.task})  # a write that ends later would restore it
         await self.get(response_id)
         await self._store.delete(response_id)
 
-    def missing(self, response_id: str, field: str | None) -> ResponseNotFound:
+    def _missing(self, response_id: str, field: str | None) -> ResponseNotFound:
         """Return the error for a response that is not stored, with possible reasons and what to do."""
+        is_own = frontend_id_of(response_id) == self._frontend_id
         if not is_response_id(response_id):
             reason = "it is not a response id of this server"
-        elif not self._shared and frontend_id_of(response_id) != self._frontend_id:
+        elif not (self._shared or is_own):
             reason = (
                 "another frontend created it, or this one before a restart, and each has its own store; start the "
                 "frontends with --response-store jetstream to share responses"
             )
-        elif frontend_id_of(response_id) != self._frontend_id:
-            reason = (
-                "it was deleted, created with store=false, evicted, or is still in progress at another frontend; send "
-                "the whole conversation as input"
-            )
         else:
-            reason = (
-                "it was deleted, created with store=false, evicted, or did not finish; send the whole conversation as "
-                "input"
-            )
+            reason = "it was deleted, created with store=false, evicted, or "
+            reason += "did not finish" if is_own else "is still in progress at another frontend"
+            reason += "; send the whole conversation as input"
         return ResponseNotFound(f"response {response_id!r} not found: {reason}", field=field)
-
-
-class _Write(NamedTuple):
-    data: bytes
-    task: asyncio.Task[None]
-
-
-class PendingWrites:
-    """The pending writes to a store. A value is readable here until its write ends.
-
-    A failed write is logged and counted, and its value is lost.
-    """
-
-    def __init__(self, store: Store, on_failed: Callable[[str], None]) -> None:
-        self._store = store
-        self._on_failed = on_failed
-        self._writes: dict[str, _Write] = {}  # the newest of each key
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._bytes = 0
-
-    async def start(self, key: str, data: bytes, owner: str) -> None:
-        """Start a write. Returns at once, or at the end of the write if more than _PENDING_BYTES are pending."""
-        before = self._writes.get(key)
-        task = asyncio.create_task(self._write(key, data, owner, before), name=f"write of {key}")
-        write = self._writes[key] = _Write(data, task)
-        self._tasks.add(task)
-        task.add_done_callback(lambda _: self._ended(key, write))
-        self._bytes += len(data)
-        if self._bytes > _PENDING_BYTES:
-            await asyncio.wait({task})
-
-    def data(self, key: str) -> bytes | None:
-        """Return the value that is being written for `key`, or None."""
-        write = self._writes.get(key)
-        return None if write is None else write.data
-
-    async def finished(self, key: str) -> None:
-        """Wait for the write of `key`, if one is pending, at most _WRITE_S."""
-        if (write := self._writes.get(key)) is not None:
-            await asyncio.wait({write.task})
-
-    async def aclose(self) -> None:
-        """Wait at most _CLOSE_S for all writes, then cancel them."""
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-
-    async def _write(self, key: str, data: bytes, owner: str, before: _Write | None) -> None:
-        async with asyncio.timeout(_WRITE_S):
-            if before is not None:  # writes of one key must not overtake each other
-                await asyncio.wait({before.task})
-            await self._store.put(key, data, owner)
-
-    def _ended(self, key: str, write: _Write) -> None:
-        self._tasks.discard(write.task)
-        self._bytes -= len(write.data)
-        if self._writes.get(key) is write:
-            del self._writes[key]
-        if write.task.cancelled():
-            error: BaseException | None = DeadlineExceeded("the frontend exited before the write ended")
-        elif isinstance(error := write.task.exception(), TimeoutError):
-            error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
-        if error is None:
-            return
-        code = error.code if isinstance(error, DynamoError) else InternalError.code
-        log.warning(
-            "%s was not stored (%s): %s", key, code, error, exc_info=None if isinstance(error, DynamoError) else error
-        )
-        self._on_failed(code)
 
 
 class _Conversation:

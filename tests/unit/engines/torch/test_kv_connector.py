@@ -17,7 +17,7 @@ from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import TransferFailed, TransferMismatch
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferIdentity
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
 from tests.loopback_backend import LoopbackBackend
@@ -34,7 +34,8 @@ class Copy(threading.Event):
 
 
 def connector(backend: LoopbackBackend, retire: Callable[[TorchSequence], None]) -> KvConnector:
-    transfers = KvTransfers(backend, engine="torch", model="m", prefill_instance_id=1, ttl_s=60, timeout_s=10)
+    identity = TransferIdentity("torch", 1, "m", LAYOUT, kv_compat={}, transport=backend.name)
+    transfers = KvTransfers(backend, identity, ttl_s=60, timeout_s=10)
     return KvConnector(transfers, retire=retire)
 
 
@@ -64,7 +65,7 @@ def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
     seq = TorchSequence(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
     return await holder.kv_connector.export_kv(
-        seq, PrefillDone(holder.allocation, copies, Chunk(token_ids=token_ids([5]))), LAYOUT
+        seq, PrefillDone(holder.allocation, copies, Chunk(token_ids=token_ids([5])))
     )
 
 
@@ -77,7 +78,7 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     assert len(copies) == 2
     chunk = await handed_out(holder, copies)
     decode = request(Phase.DECODE, chunk.kv_params)
-    terms = reader.kv_connector.validate(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
+    terms = reader.kv_connector.validate(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert (terms.seed, terms.region_bytes) == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
     fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, on_region=arrived.put_nowait))
@@ -115,9 +116,7 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
     with pytest.raises(TransferMismatch, match="regions of 0 bytes"):
-        holder.kv_connector.validate(
-            request(Phase.DECODE, chunk.kv_params), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS)
-        )
+        holder.kv_connector.validate(request(Phase.DECODE, chunk.kv_params), kv_bytes=holder.pool.moved_bytes(TOKENS))
     await holder.kv_connector.aclose()
 
 

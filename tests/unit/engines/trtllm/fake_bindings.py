@@ -9,12 +9,12 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Runner, Times
-from dynamo_trtllm.engines.trtllm.bindings import Capabilities, TrtllmBindings
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -26,6 +26,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.streams import as_stream
+from tests.unit.engines.scripted_library import info_of
 from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=8)
@@ -92,28 +93,15 @@ class Llm:
 
 def vendor(*fields: str) -> TrtllmBindings:
     """Return bindings whose DisaggregatedParams has the `fields` besides those of PARAMS."""
-    capabilities = Capabilities(
-        release="1.2.1",
-        line="1.2",
-        disagg_fields=frozenset({"request_type", *PARAMS, *fields}),
-        cache_salt=True,
-        priority=True,
-        cached_tokens=True,
-        structural_tag_format=True,
-        config_dicts=False,
-    )
+    made = ("LLM", "SamplingParams", "DisaggregatedParams", "GuidedDecodingParams")
     return TrtllmBindings(
         version="1.2.1",
-        capabilities=capabilities,
-        llm=Llm,
-        sampling_params=dict,
-        disaggregated_params=dict,
-        guided_decoding_params=dict,
-        scheduling_params=dict,
-        conversation_params=dict,
-        logprob=None,
-        request_error=Refusal,
-        reports_health=True,
+        release="1.2.1",
+        classes={**dict.fromkeys(made, dict), "RequestError": Refusal, "Logprob": None},
+        parameters=frozenset({"cache_salt", "priority"}),
+        disagg_fields=frozenset({"request_type", *PARAMS, *fields}),
+        is_since_1_2=True,
+        is_since_1_3=False,
     )
 
 
@@ -126,17 +114,14 @@ def make(
 ) -> tuple[Runner, Llm]:
     rules = TrtllmModelLimits(
         role=role,
-        context_length=1000,
+        info=info_of(context_length=1000, vocab_size=100),
         prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
-        vocab_size=100,
-        end_ids=(99,),
-        unsupported_features=(),
         structural_tags=True,
         min_tokens=True,
     )
     llm, settled = Llm(), vendor(*fields)
     terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
-    context_params = ContextParams(1, settled.capabilities.disagg_fields)
+    context_params = ContextParams(1, settled.disagg_fields)
     library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)
     return Runner(library, terms, Times(ttl_s, handoff_timeout_s)), llm
 

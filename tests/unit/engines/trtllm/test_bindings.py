@@ -43,9 +43,9 @@ def test_optional_when_release_has_a_name_then_it_is_used() -> None:
     for version in RELEASES:
         with fake_tensorrt_llm(version):
             vendor = load_bindings()
-        known = vendor.capabilities.disagg_fields
+        known = vendor.disagg_fields
         assert ("disagg_request_id" in known) is version.startswith("1.3")
-        assert vendor.capabilities.cache_salt is (version != "1.0.0")
+        assert ("cache_salt" in vendor.parameters) is (version != "1.0.0")
         assert known <= {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]}
 
 

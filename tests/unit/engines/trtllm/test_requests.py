@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits, build_request, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
+from tests.unit.engines.scripted_library import info_of
 
 RETURN, CALL, EOS = 200002, 200012, 199999
 TIMES = (
@@ -29,15 +31,13 @@ SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}
 def rules(**changes: Any) -> TrtllmModelLimits:
     values = {
         "role": Role.PREFILL,
-        "context_length": 100,
         "prompt_limits": {phase: PromptLimit(40, f"limit of {phase}") for phase in Phase},
-        "vocab_size": 201088,
-        "end_ids": (RETURN, CALL, EOS),
-        "unsupported_features": (),
         "structural_tags": True,
         "min_tokens": True,
     }
-    return TrtllmModelLimits(**{**values, **changes})
+    own = {"vocab_size": 201088, "eos_token_ids": (RETURN, CALL, EOS)}
+    own |= {name: changes.pop(name) for name in list(changes) if name in EngineInfo.__dataclass_fields__}
+    return TrtllmModelLimits(info=info_of(**own), **{**values, **changes})
 
 
 def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = None, **sampling: Any) -> GenerateRequest:
@@ -120,7 +120,7 @@ def test_min_tokens_when_the_sampler_ignores_it_then_rejected_by_name() -> None:
 
 
 def test_stops_when_model_has_none_then_end_id_is_the_vendors_never() -> None:
-    sampling = build_request(ask(), rules(end_ids=())).sampling
+    sampling = build_request(ask(), rules(eos_token_ids=())).sampling
     assert sampling["end_id"] == -1
     assert sampling["stop_token_ids"] is None
 
@@ -264,7 +264,7 @@ def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: in
 
 
 def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> None:
-    limits = rules(priority=True)
+    limits = rules(supported_features=("priority",))
     values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
     found = [build_request(msgspec.structs.replace(ask(), priority=each), limits).priority for each in values]
     assert found[0] == found[1] == 1.0

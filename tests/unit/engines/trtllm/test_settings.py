@@ -15,10 +15,11 @@ from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.trtllm import settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import Capabilities
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Phase, Role
+from tests.unit.engines.scripted_library import info_of
 
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}
 
@@ -56,6 +57,18 @@ def checkpoint(**changes: Any) -> Checkpoint:
 OLD_FIELDS = frozenset({"first_gen_tokens", "opaque_state"})
 
 
+def bindings(fields: frozenset[str], *parameters: str) -> TrtllmBindings:
+    return TrtllmBindings(
+        version="",
+        release="",
+        classes={},
+        parameters=frozenset(parameters),
+        disagg_fields=fields,
+        is_since_1_2=True,
+        is_since_1_3=False,
+    )
+
+
 def refused(
     version: str,
     role: Role = Role.AGGREGATED,
@@ -64,17 +77,8 @@ def refused(
     fields: frozenset[str] = OLD_FIELDS,
     **values: Any,
 ) -> set[str]:
-    capabilities = Capabilities(
-        release=version,
-        line=version,
-        disagg_fields=fields,
-        cache_salt=cache_salt,
-        priority=False,
-        cached_tokens=True,
-        structural_tag_format=True,
-        config_dicts=False,
-    )
-    features = set(settings.unsupported_features(facts_of(version, role, **values), capabilities))
+    found = bindings(fields, *(["cache_salt"] if cache_salt else []))
+    features = set(settings.unsupported_features(facts_of(version, role, **values), found))
     assert "prompt_logprobs" in features  # with every release and every argument
     return features - {"prompt_logprobs"}
 
@@ -122,17 +126,8 @@ def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role
 def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
     version: str, values: dict[str, Any], works: bool
 ) -> None:
-    capabilities = Capabilities(
-        release=version,
-        line=version,
-        disagg_fields=OLD_FIELDS,
-        cache_salt=True,
-        priority=False,
-        cached_tokens=True,
-        structural_tag_format=True,
-        config_dicts=False,
-    )
-    assert settings.model_limits(facts_of(version, **values), checkpoint(), capabilities, ()).min_tokens is works
+    found = settings.model_limits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
+    assert found.min_tokens is works
 
 
 def test_values_when_1_0_then_a_sampler_that_samples_is_chosen_unless_one_is() -> None:

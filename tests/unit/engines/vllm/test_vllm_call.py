@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.external.runner import Runner, Times
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Chunk, Role
 from dynamo_trtllm.streams import StreamEvent
-from tests.unit.engines.scripted_library import LAYOUT, ask
+from tests.unit.engines.scripted_library import LAYOUT, ask, info_of
 from tests.waiting import SOON_S
 
 
@@ -45,14 +45,7 @@ def output(*tokens: int, finish: str | None = None) -> Any:
 
 def runner_of(llm: Llm) -> Runner:
     bindings: Any = SimpleNamespace(dead=RuntimeError, version="0.24.0", arguments=lambda converted: {})
-    limits = VllmModelLimits(
-        role=Role.AGGREGATED,
-        context_length=100,
-        vocab_size=100,
-        end_ids=(99,),
-        max_logprobs=20,
-        unsupported_features=(),
-    )
+    limits = VllmModelLimits(role=Role.AGGREGATED, info=info_of(), max_logprobs=20)
     identity = TransferIdentity("vllm", 5, "m", LAYOUT, {}, transport="vllm/nixl")
     library = VllmLibrary(bindings, llm, limits, lambda: None)  # type: ignore[arg-type,return-value]
     return Runner(library, identity, Times(60.0, 30.0))

@@ -19,15 +19,9 @@ from dynamo_trtllm.engines.vllm.requests import (
 )
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
+from tests.unit.engines.scripted_library import info_of
 
-RULES = VllmModelLimits(
-    role=Role.DECODE,
-    context_length=100,
-    vocab_size=1000,
-    end_ids=(1, 2),
-    max_logprobs=20,
-    unsupported_features=(),
-)
+RULES = VllmModelLimits(role=Role.DECODE, info=info_of(eos_token_ids=(1, 2)), max_logprobs=20)
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
 TRANSFER_PARAMS = FetchedKv(first_token=77, seed=None, kv_transfer_params=PARAMS)
 JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
@@ -203,7 +197,7 @@ def test_call_when_it_can_not_be_served_then_refused_by_name(
 
 def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
     with pytest.raises(RequestRejected) as caught:
-        build_request(request(guided=JSON), rules(unsupported_features=("guided",)))
+        build_request(request(guided=JSON), rules(info=info_of(unsupported_features=("guided",))))
     assert caught.value.field == "guided"
 
 
