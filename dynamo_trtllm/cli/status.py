@@ -216,13 +216,12 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
     Raises:
         Unreachable: etcd does not answer.
     """
-    from dynamo_trtllm.discovery.etcd import tls_files
     from dynamo_trtllm.discovery.etcd_store import EtcdStore
     from dynamo_trtllm.discovery.keys import PREFIX, namespace_prefix, shown_key
     from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
     report = DeploymentReport(namespace=config.namespace, processes=[])
-    async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
+    async with aclosing(EtcdStore(config)) as store:
         snapshot = await store.read_all(namespace_prefix(config.namespace))
         if not snapshot.records:
             keys = await store.keys(f"{PREFIX}/")
