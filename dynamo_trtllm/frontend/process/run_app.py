@@ -100,7 +100,7 @@ async def run_app(
         open_gate(app.router)
         RECORDER.record_process(RecordedEvent.READY)
         if process is not None:
-            process.announce_ready()
+            process.pipe.send_ready()
         await _until_failed(tasks, stop)
 
 
