@@ -35,6 +35,7 @@ PROG = f"{CONSOLE} status"
 _DESCRIPTION = "Show the processes of a running deployment, their health and their load."
 _DEFAULT_URL = "http://localhost:8000"
 _METRICS_BYTES = 8 << 20
+_MOST_WORKERS = 10_000
 _READY, _REGISTERED, _STARTING, _UNREACHABLE = "ready", "registered", "starting", "unreachable"
 _HEAD = ("process", "role", "state", "address", "load")
 _COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
@@ -310,7 +311,7 @@ async def _of_server(
 
 async def _health(host: str, port: int, deadline: float) -> _Health:
     """Return a frontend's `/health`. Raise OSError if there is none."""
-    _, body = await _get(host, port, "/health", deadline)
+    _, body = await _get(host, port, f"/health?limit={_MOST_WORKERS}", deadline)
     try:
         return msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as exc:

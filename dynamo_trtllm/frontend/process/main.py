@@ -44,7 +44,10 @@ _EARLY = {
         {
             "status": "loading",
             "endpoints": [],
+            "num_instances": {},
             "instances": [],
+            "num_pairs": 0,
+            "num_quarantined": 0,
             "pairs": [],
             "mismatched": [],
             "rejected_records": [],
