@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from dynamo_trtllm.cost_model import CostModel, EngineWork
 from dynamo_trtllm.errors import BadFrame
 
 if TYPE_CHECKING:
@@ -277,6 +278,12 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_blocks_used: int
     kv_blocks_total: int  # 0: not reported by the engine
     context_tokens: int  # of the requests in the batch
+    cost: CostModel | None = None  # in broadcasts only
+
+    def work(self, *, decodes: bool, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:
+        """Return what a new request finds, with prompt tokens and requests that came since the report."""
+        running, context = (self.running, self.context_tokens) if decodes else (0, 0)
+        return EngineWork(running, context, self.queued_prefill_tokens + more_tokens, self.waiting + more_requests)
 
 
 class ReleaseOutcome(StrEnum):

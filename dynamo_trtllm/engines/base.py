@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from dynamo_trtllm.cost_model import CostModel, StepSample
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits
 from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
 
+MOST_STEPS = 512  # measured steps that wait for the worker
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
 
 
@@ -34,6 +37,7 @@ class EngineInfo:
     supported_features: tuple[str, ...] = ()
     can_aggregate: bool = False  # accepts Phase.AGGREGATED in every role
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
+    cost_prior: CostModel | None = None  # what is known of the time of its steps before they are measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,16 @@ class HasStats(Protocol):
     """An engine that reports counters."""
 
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class HasStepTimes(Protocol):
+    """An engine that measures its steps."""
+
+    @property
+    def steps(self) -> deque[StepSample]:
+        """The newest steps, at most MOST_STEPS, the oldest first. Their one reader removes them."""
+        ...
 
 
 @runtime_checkable

@@ -26,8 +26,9 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
+from dynamo_trtllm.cost_model import CostModel
 from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot, SnapshotCollector
+from dynamo_trtllm.observability.metrics_aggregator import Snapshot, SnapshotCollector, snapshot_of
 
 FRONTEND = "frontend"
 """The role of the frontend, beside those of workers in `messages.Role`."""
@@ -156,6 +157,7 @@ Process = Literal["frontend", "worker"]
 Value: TypeAlias = Callable[[], float]
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -209,6 +211,12 @@ TABLE = (
     Metric("worker", "context_tokens", "gauge", "Tokens of the requests in the batch"),
     Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
     Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
+    Metric("worker", "time_ratio", "histogram", "Measured time divided by the predicted time", ("kind",), RATIOS),
+    Metric(
+        "worker", "predictions_total", "counter", "Predicted times, by whether the bounds held", ("kind", "outcome")
+    ),
+    Metric("worker", "cost_seconds", "gauge", "Coefficients of the cost model (docs/cost-model.md)", ("kind", "term")),
+    Metric("worker", "cost_samples", "gauge", "Samples that the cost model has learned from; 0: its prior", ("kind",)),
     Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),
 )
 
@@ -342,15 +350,7 @@ class FrontendMetrics:
 
     def snapshot(self) -> Snapshot:
         """Return the current metrics of this process."""
-        return tuple(
-            Family(
-                family.name,
-                family.documentation,
-                family.type,
-                tuple(Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples),
-            )
-            for family in self._collected().collect()
-        )
+        return snapshot_of(self._collected())
 
     def render(self) -> bytes:
         """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE)."""
@@ -379,6 +379,19 @@ class WorkerMetrics:
         """Set the functions that return the values of gauges at each scrape."""
         self._metrics["legs"].set_function(active)
         self._metrics["reserved"].set_function(reserved)
+
+    def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
+        """Observe the ratio of a measured time to the predicted one. `is_covered`: it was within the bounds."""
+        self._labelled("time_ratio", kind).observe(ratio)
+        self._labelled("predictions_total", kind, "within" if is_covered else "outside").inc()
+
+    def set_cost(self, cost: CostModel) -> None:
+        """Set the coefficients of the cost model."""
+        for kind, (terms, fit) in cost.fits().items():
+            if fit is not None:
+                self._labelled("cost_samples", kind).set(fit.num_samples)
+                for term, seconds in zip(terms, fit.coefficients, strict=True):
+                    self._labelled("cost_seconds", kind, term).set(seconds)
 
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
         """Return the metrics in the Prometheus text format (CONTENT_TYPE).

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import msgspec
-from prometheus_client.core import Metric as Collected
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -45,6 +46,33 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 Snapshot = tuple[Family, ...]
 
 
+def snapshot_of(registry: CollectorRegistry) -> Snapshot:
+    """Return the current metrics of a registry."""
+    return tuple(
+        Family(
+            family.name,
+            family.documentation,
+            family.type,
+            tuple(Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples),
+        )
+        for family in registry.collect()
+    )
+
+
+class SnapshotCollector(Collector):
+    """Collector of a stored snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._snapshot:
+            collected = Metric(family.name, family.help, family.kind)
+            for sample in family.samples:
+                collected.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield collected
+
+
 class MetricsAggregator:
     """Aggregator of the latest metrics of each running process and the counters of ended ones."""
 
@@ -63,20 +91,6 @@ class MetricsAggregator:
     def total(self) -> Snapshot:
         """Return the metrics of all processes."""
         return merged([*(self._last[name] for name in sorted(self._last)), self._past])
-
-
-class SnapshotCollector(Collector):
-    """Collector of a stored snapshot."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Collected]:
-        for family in self._snapshot:
-            collected = Collected(family.name, family.help, family.kind)
-            for sample in family.samples:
-                collected.add_sample(sample.name, dict(sample.labels), sample.value)
-            yield collected
 
 
 def merged(parts: Iterable[Iterable[Family]]) -> Snapshot:

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineStats, HasStats
+import msgspec
+
+from dynamo_trtllm.cost_model import CostModel, EngineWork
+from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineStats, HasStats, HasStepTimes
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.kv_events import KvEventPublisher
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
-    FileChunk,
     GenerateRequest,
     GetFile,
     Instance,
@@ -39,10 +41,11 @@ from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, StreamHandle
+from dynamo_trtllm.worker import startup
+from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
 
 log = logging.getLogger(__name__)
 
-FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
 _SAME_LOAD_S = 0.01
 _CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a request
 _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers do not fetch it
@@ -164,18 +167,17 @@ _PHASES = {
 }
 
 
-def digest(path: Path) -> str:
-    """Return the content hash (SHA-256, hexadecimal) with which frontends request a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
-    __slots__ = ("_metrics", "_phase", "admission", "num_tokens", "request_id", "source")
+    __slots__ = ("_arrival", "_calls", "_metrics", "_phase", "admission", "num_tokens", "request_id", "source")
 
-    def __init__(self, request: GenerateRequest, metrics: WorkerMetrics, on_event: OnEvent) -> None:
+    def __init__(
+        self, request: GenerateRequest, metrics: WorkerMetrics, on_event: OnEvent, calls: deque[CallSample]
+    ) -> None:
         super().__init__(on_event)
+        self._calls: deque[CallSample] | None = calls  # None: the first token was there
+        self._arrival = time.monotonic(), len(request.token_ids), EngineWork()  # with what the engine did then
         self.request_id = request.request_id
         self._phase = request.phase
         self._metrics = metrics
@@ -185,14 +187,29 @@ class _ServiceStream(Stream):
 
     def emit(self, event: StreamEvent) -> None:
         if isinstance(event, Chunk):
-            if not self.num_tokens and event.token_ids:
-                RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
+            if not self.num_tokens and (event.token_ids or event.kv_params is not None):
+                self._note_first(event)
             self.num_tokens += len(event.token_ids)
             if event.finish_reason is None:
                 if self._on_event is not None:
                     self._on_event(event)
                 return
         super().emit(event)
+
+    def arrived(self, work: EngineWork) -> None:
+        """Record what the engine does before it gets the call."""
+        self._arrival = *self._arrival[:2], work
+
+    def _note_first(self, chunk: Chunk) -> None:
+        if chunk.token_ids:
+            RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            begun_s, tokens, work = self._arrival
+            cached_tokens = 0 if chunk.stats is None else min(tokens, chunk.stats.cached_tokens)
+            is_prefilled = self._phase is Phase.DECODE
+            took_s = time.monotonic() - begun_s
+            calls.append(CallSample(took_s, tokens - cached_tokens, cached_tokens, work, is_prefilled))
 
     def cancel(self) -> None:
         super().cancel()
@@ -223,6 +240,7 @@ class WorkerService:
         metrics: metrics of the worker.
         max_leaked_kv_fraction: share of the KV blocks that the engine may be unable to free.
         kv_events: publisher of the engine's KV events, if the worker publishes them.
+        cost_prior: what the configuration says about the time of steps.
     """
 
     def __init__(
@@ -235,6 +253,7 @@ class WorkerService:
         metrics: WorkerMetrics,
         max_leaked_kv_fraction: float = 1.0,
         kv_events: KvEventPublisher | None = None,
+        cost_prior: CostModel | None = None,
     ) -> None:
         self._engine = engine
         # tested once, because the test for a protocol visits all its attributes
@@ -246,6 +265,9 @@ class WorkerService:
         self.called = asyncio.Event()  # set by each call
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
+        self._new_tokens = self._new_requests = 0  # of prompts that came since
+        steps = engine.steps if isinstance(engine, HasStepTimes) else None
+        self._cost = CostFit(cost_prior, steps, metrics.observe_prediction)
         self._kv_events = kv_events
         self._model = instance.card.name
         self._role = instance.role
@@ -257,7 +279,7 @@ class WorkerService:
         metrics.watch(active=admission.active, reserved=admission.reserved_slots)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _ServiceStream(request, self._metrics, on_event)
+        stream = _ServiceStream(request, self._metrics, on_event, self._cost.calls)
         name, tokens = request.request_id, len(request.token_ids)
         RECORDER.record(name, RecordedEvent.CALL_RECEIVED, tokens, reason=request.phase)
         self.called.set()
@@ -266,6 +288,8 @@ class WorkerService:
         try:
             self._check(request)
             stream.admission.enter_context(self._admission.admit(request, self._stats(request)))
+            if request.phase is not Phase.DECODE:
+                stream.arrived(self._work(tokens))
             RECORDER.follow(stream)
             stream.source = context.run(self._engine.generate, request, stream.emit)
         except DynamoError as exc:
@@ -305,12 +329,27 @@ class WorkerService:
         kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
         load = LoadReport(self._instance_id, 1 if last is None else last.number + 1, *work, *kv)
         self._last_load, self._load_read_at = load, now
+        self._new_tokens = self._new_requests = 0
         return load
+
+    def load_report_with_cost(self) -> LoadReport:
+        """Return the load with the cost model, which learns from the last steps and calls first."""
+        cost = self._cost.learn(time.monotonic())
+        self._metrics.set_cost(cost)
+        return msgspec.structs.replace(self.load_report(), cost=cost)
+
+    def _work(self, prompt_tokens: int) -> EngineWork:
+        """Return what the engine does when a prompt arrives, and count the prompt for the next one."""
+        load, decodes = self.load_report(), self._role is not Role.PREFILL
+        work = load.work(decodes=decodes, more_tokens=self._new_tokens, more_requests=self._new_requests)
+        self._new_tokens += prompt_tokens
+        self._new_requests += 1
+        return work
 
     async def control(self, verb: Control) -> bytes:
         match verb:
             case GetFile(sha256, offset):
-                return encode(self._file_chunk(sha256, offset))
+                return encode(startup.file_chunk(self._files, sha256, offset))
             case ReleaseKv(transfer_id, outcome):
                 if self._kv_holder is not None:
                     self._kv_holder.release(transfer_id, outcome)
@@ -348,13 +387,3 @@ class WorkerService:
                 f"{stats.leaked_kv_blocks} of {stats.kv_blocks_total} KV blocks were never fetched and can't be freed "
                 "(--max-leaked-kv-fraction); restarting"
             )
-
-    def _file_chunk(self, sha256: str, offset: int) -> FileChunk:
-        path = self._files.get(sha256)
-        if offset < 0:
-            raise InvalidRequest(f"offset {offset} is negative", field="offset")
-        if path is None:
-            raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
-        with path.open("rb") as file:
-            file.seek(offset)
-            return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=path.stat().st_size)

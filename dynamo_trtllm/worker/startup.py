@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery.base import Added, Discovery, Synced
 from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding, HasPreflight, HasProgress
 from dynamo_trtllm.engines.checkpoint import CONFIG, read_sampling_defaults, renderer_of
-from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Instance, Role, SamplingDefaults
+from dynamo_trtllm.errors import ConfigError, InvalidRequest
+from dynamo_trtllm.messages import FileChunk, Instance, Role, SamplingDefaults
 from dynamo_trtllm.tokenization.base import PARSERS
 from dynamo_trtllm.worker.health import Health
 
@@ -176,3 +177,23 @@ async def _report_progress(starting: asyncio.Task[EngineInfo], engine: HasProgre
             log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
             logged, logged_s = stage, loop.time()
         await asyncio.wait({starting}, timeout=_POLL_EVERY_S)
+
+
+FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB
+
+
+def digest(path: Path) -> str:
+    """Return the content hash (SHA-256, hexadecimal) with which frontends request a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk:
+    """Return a part of one of the card's files. Raises InvalidRequest if the worker has no such file or part."""
+    path = files.get(sha256)
+    if offset < 0:
+        raise InvalidRequest(f"offset {offset} is negative", field="offset")
+    if path is None:
+        raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
+    with path.open("rb") as file:
+        file.seek(offset)
+        return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=path.stat().st_size)

@@ -40,7 +40,7 @@ from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.drain import drain
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
-from dynamo_trtllm.worker.service import Admission, WorkerService, digest
+from dynamo_trtllm.worker.service import Admission, WorkerService
 from dynamo_trtllm.worker.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -217,9 +217,8 @@ class Worker:
         discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
-        peers = await startup.live_peers(
-            discovery, namespace, model=self._model_name(), role=config.disaggregation_mode
-        )
+        role = config.disaggregation_mode
+        peers = await startup.live_peers(discovery, namespace, model=self._model_name(), role=role)
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         self._health.phase = "registering"
@@ -236,12 +235,13 @@ class Worker:
             metrics=self._metrics,
             max_leaked_kv_fraction=config.max_leaked_kv_fraction,
             kv_events=kv_events,
+            cost_prior=info.cost_prior,
         )
         serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
-        broadcast = partial(plane.try_publish, load_subject(instance.namespace))
-        task = self._tasks.start(broadcast_load(service.load_report, service.called, broadcast), "load-reports")
-        stack.push_async_callback(self._tasks.cancel, task)
+        publish = partial(plane.try_publish, load_subject(instance.namespace))
+        loads = broadcast_load(service.load_report_with_cost, service.called, publish)
+        stack.push_async_callback(self._tasks.cancel, self._tasks.start(loads, "load-reports"))
         register = partial(discovery.register, instance)
         name, timeout_s = instance.card.name, config.drain_timeout_s
         self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s)
@@ -281,7 +281,7 @@ class Worker:
         config = self._config
         role = config.disaggregation_mode
         endpoint = endpoint_of(self._config)
-        digests = {name: digest(path) for name, path in info.files.items()}
+        digests = {name: startup.digest(path) for name, path in info.files.items()}
         card = ModelDeploymentCard(
             name=self._model_name(),
             context_length=info.context_length,

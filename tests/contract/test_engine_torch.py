@@ -210,6 +210,9 @@ async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_th
         for kv_params in await asyncio.gather(first, *others):
             release(engine, kv_params)
         await check_nothing_left(engine)
+        steps = list(engine.steps)
+        assert sum(step.prefill_tokens for step in steps) >= 210
+        assert (steps[-1].decode_requests, steps[-1].seconds > 0) == (0, True)
 
 
 async def test_step_when_it_breaks_then_streams_fail_and_check_raises(

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm import kv_events, messages
+from dynamo_trtllm import cost_model, kv_events, messages
 from dynamo_trtllm.engines.trtllm import transfers as trtllm_transfers
 from dynamo_trtllm.engines.vllm import transfers as vllm_transfers
 from dynamo_trtllm.kv_transfer import tcp
 from dynamo_trtllm.kv_transfer.nixl import bindings as nixl_bindings
 from dynamo_trtllm.request_plane import frames
 
-MODULES = (messages, kv_events, frames, tcp, nixl_bindings, trtllm_transfers, vllm_transfers)
+MODULES = (messages, cost_model, kv_events, frames, tcp, nixl_bindings, trtllm_transfers, vllm_transfers)
 RECORDED = Path(__file__).parents[1] / "data" / "wire_format.json"
 
 

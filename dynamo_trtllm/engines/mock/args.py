@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import random
+from collections.abc import Iterable
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
-from dynamo_trtllm.messages import KvLayout, Limits
+from dynamo_trtllm.messages import GenerateRequest, KvLayout, Limits
 
 _UNSUPPORTED_FEATURES = (
     "guided",
@@ -22,12 +25,30 @@ _UNSUPPORTED_FEATURES = (
 )
 
 
+KV_WORDS = 64  # 32-bit words of simulated KV per block
+
+
+class RunningCall(Protocol):
+    """A call in the simulated batch."""
+
+    request: GenerateRequest
+    num_output: int  # tokens
+    prefill_left: int  # prompt tokens
+    wanted: int  # output tokens that the next steps generate
+
+
 class MockArgs(BaseModel):
     """All arguments of the mock engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step_s: Annotated[float, Field(ge=0)] = Field(0.005, description="duration of one step in seconds; 0: no delay")
+    decode_request_s: Annotated[float, Field(ge=0)] = Field(0.0, description="more seconds per request that decodes")
+    context_token_s: Annotated[float, Field(ge=0)] = Field(0.0, description="more seconds per token of their context")
+    prefill_token_s: Annotated[float, Field(ge=0)] = Field(0.0, description="more seconds per prompt token of the step")
+    step_noise: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="standard deviation of a step's time: 0.1: 10%"
+    )
     prefill_tokens_per_step: Annotated[int, Field(gt=0)] = Field(8192, description="maximum prompt tokens per step")
     kv_cache_blocks: Annotated[int, Field(gt=0)] = Field(65536, description="number of KV blocks")
     kv_block_size: Annotated[int, Field(gt=0)] = Field(32, description="tokens per KV block")
@@ -41,6 +62,37 @@ class MockArgs(BaseModel):
     )
     transfer_backend: Literal["tcp", "nixl"] = Field("tcp", description="KV transfer backend for the simulated KV")
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
+
+    @property
+    def cost_prior(self) -> CostModel:
+        """What these arguments say about the time of steps."""
+        per_request, per_context = self.decode_request_s, self.context_token_s
+        decode = linear_decode_fit(self.step_s, per_request, per_context)
+        prefill = linear_prefill_fit(self.step_s, self.prefill_token_s, per_request, per_context)
+        return CostModel(decode, prefill, None, self.prefill_tokens_per_step)
+
+    @property
+    def is_constant(self) -> bool:
+        """True if all steps take `step_s`."""
+        return not (self.decode_request_s or self.context_token_s or self.prefill_token_s or self.step_noise)
+
+    def step_seconds(self, running: Iterable[RunningCall]) -> float:
+        """Return how long a step with these calls takes."""
+        seconds, prefill_tokens = self.step_s, 0
+        for each in running:
+            prefill_tokens += each.prefill_left
+            if each.wanted and not each.prefill_left:
+                context = len(each.request.token_ids) + each.num_output
+                seconds += self.decode_request_s + self.context_token_s * context
+        seconds += self.prefill_token_s * min(prefill_tokens, self.prefill_tokens_per_step)
+        return seconds * max(0.0, random.gauss(1.0, self.step_noise))
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of the simulated KV."""
+        return KvLayout(
+            dtype="uint32", block_tokens=self.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=KV_WORDS
+        )
 
 
 def mock_info(args: MockArgs, layout: KvLayout) -> EngineInfo:
@@ -56,4 +108,5 @@ def mock_info(args: MockArgs, layout: KvLayout) -> EngineInfo:
         unsupported_features=_UNSUPPORTED_FEATURES,
         supported_features=("priority",),
         can_aggregate=True,
+        cost_prior=args.cost_prior,
     )

@@ -19,9 +19,10 @@ from collections import deque
 from itertools import repeat
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats
-from dynamo_trtllm.engines.mock.args import MockArgs, mock_info
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats
+from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -32,7 +33,6 @@ from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    KvLayout,
     KvTransferParams,
     Phase,
     PhaseTimings,
@@ -43,7 +43,6 @@ from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream, phase_timings
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
-_KV_WORDS = 64  # 32-bit words of simulated KV per block
 _MAX_SEED = 0xFFFF
 
 
@@ -149,10 +148,9 @@ class MockEngine:
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        layout = KvLayout(
-            dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
+        self._transfers = create_transfers(
+            self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
         )
-        self._transfers = create_transfers(self._backend, config, engine="mock", instance_id=instance_id, layout=layout)
         self.queue_clock = QueueClock()
         self._waiting: deque[_MockStream] = deque()
         self._running: dict[_MockStream, None] = {}
@@ -163,6 +161,7 @@ class MockEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
+        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
 
     async def start(self) -> EngineInfo:
@@ -187,13 +186,7 @@ class MockEngine:
     # --- called by streams -------------------------------------------------------------------------------
 
     def add(self, stream: _MockStream) -> None:
-        """Queue a stream.
-
-        Raises:
-            ContextTooLong: prompt and output exceed max_seq_len.
-            RequestRejected: the request needs more KV blocks than exist.
-            Overloaded: the queue is full.
-        """
+        """Queue a stream. Raises ContextTooLong, RequestRejected or Overloaded if it does not fit."""
         args = self._args
         total = len(stream.request.token_ids) + stream.request.sampling.max_tokens
         if total > args.max_seq_len:
@@ -236,7 +229,7 @@ class MockEngine:
 
     async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
-        kv_bytes = self.num_blocks(len(stream.request.token_ids)) * _KV_WORDS * array("I").itemsize
+        kv_bytes = self.num_blocks(len(stream.request.token_ids)) * KV_WORDS * array("I").itemsize
         self._transfers.validate(stream.request, kv_bytes=kv_bytes)  # before allocating this much memory
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
             raise RequestRejected(
@@ -303,19 +296,21 @@ class MockEngine:
         A step starts when the time of the step before it is over, so other work on the event loop does not lengthen
         steps.
         """
-        begun_s = 0.0
+        args, begun_s, last_s = self._args, 0.0, 0.0
         try:
             while True:
                 self._admit()
                 if not any(stream.wanted for stream in self._running):
                     self.work.clear()
                     await self.work.wait()
-                    begun_s = time.monotonic()
+                    begun_s = last_s = time.monotonic()
                     continue
-                await asyncio.sleep(begun_s + self._args.step_s - time.monotonic())
-                # Catch up on at most one missed step.
-                begun_s = max(begun_s + self._args.step_s, time.monotonic() - self._args.step_s)
-                self._step()
+                step_s = args.step_s if args.is_constant else args.step_seconds(self._running)
+                await asyncio.sleep(begun_s + step_s - time.monotonic())
+                now = time.monotonic()
+                begun_s = max(begun_s + step_s, now - step_s)  # catch up on at most one missed step
+                self._step(now - last_s)
+                last_s = now
         finally:
             for stream in (*self._waiting, *self._running):
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
@@ -354,17 +349,21 @@ class MockEngine:
         self._free_blocks -= stream.blocks
         return True
 
-    def _step(self) -> None:
-        prefill_budget = self._args.prefill_tokens_per_step
+    def _step(self, seconds: float) -> None:
+        budget = prefill_budget = self._args.prefill_tokens_per_step
+        decoded, context, pairs = 0, 0, 0.0
         for stream in list(self._running):
             if stream.prefill_left > 0:
                 taken = min(prefill_budget, stream.prefill_left)
                 prefill_budget -= taken
                 stream.prefill_left -= taken
+                pairs += taken * (len(stream.request.token_ids) - stream.prefill_left - taken / 2)
+            elif stream.wanted > 0:
+                decoded += 1
+                context += len(stream.request.token_ids) + stream.num_output
             if stream.prefill_left == 0 and stream.wanted > 0:
                 stream.step()
-
-    # --- its end -----------------------------------------------------------------------------------------
+        self.steps.append(StepSample(seconds, decoded, context, budget - prefill_budget, pairs))
 
     async def check(self) -> None:
         self._check()
@@ -388,12 +387,12 @@ class MockEngine:
 
 
 def _kv_of(seed: int, blocks: int) -> array[int]:
-    kv = array("I", [seed]) * (blocks * _KV_WORDS)
-    kv[::_KV_WORDS] = array("I", range(seed, seed + blocks))
+    kv = array("I", [seed]) * (blocks * KV_WORDS)
+    kv[::KV_WORDS] = array("I", range(seed, seed + blocks))
     return kv
 
 
 def _seed_of(kv: array[int]) -> int:
     """Return the seed in `kv`, or another seed if any bit of `kv` has changed."""
     seed = kv[-1]
-    return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // _KV_WORDS) else zlib.crc32(kv) & _MAX_SEED
+    return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // KV_WORDS) else zlib.crc32(kv) & _MAX_SEED

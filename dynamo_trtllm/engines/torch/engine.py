@@ -9,12 +9,14 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
@@ -350,7 +352,12 @@ class TorchEngine:
         if self._scheduler is None:
             return NO_STATS
         mismatches = 0 if self._kv_connector is None else self._kv_connector.checksum_mismatches
-        return dataclasses.replace(self._scheduler.stats(), kv_checksum_mismatches=mismatches)
+        return dataclasses.replace(self._scheduler.load.read(), kv_checksum_mismatches=mismatches)
+
+    @property
+    def steps(self) -> deque[StepSample]:
+        """See `HasStepTimes`."""
+        return deque() if self._scheduler is None else self._scheduler.load.steps
 
     # --- called by the scheduler, on the loop ------------------------------------------------------------
 

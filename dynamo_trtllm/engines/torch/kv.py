@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.messages import KvLayout
 
 NAME = "dynamo_paged"
@@ -74,6 +75,12 @@ class ForwardBatch:
         self.positions, self.slots = torch.cat(positions), torch.cat(slots)
         partial = (span.partial_blocks(block) for span in (*self.decodes, *self.chunks))
         self.partial_blocks = [number for number in partial if number is not None]
+
+    def measured(self, seconds: float) -> StepSample:
+        """Return what the pass computed, with its time."""
+        context, tokens = sum(span.start + 1 for span in self.decodes), sum(span.count for span in self.chunks)
+        pairs = sum(span.count * (span.start + span.count / 2) for span in self.chunks)
+        return StepSample(seconds, len(self.decodes), context, tokens, pairs)
 
     def decode_view(self, window: int | None) -> _View:
         """Return the block tables and the bias of the decode tokens, for all layers with this window in tokens."""

@@ -81,7 +81,7 @@ class Scheduler:
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
-        self._load = SchedulerLoad(self._take_stats())
+        self.load = SchedulerLoad(self._take_stats())
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
     # --- called from outside ---------------------------------------------------------------------------
@@ -102,16 +102,13 @@ class Scheduler:
 
     def submit(self, seq: TorchSequence) -> None:
         """Queue a sequence, from one thread only. The statistics have it from now on."""
-        self._load.submit(seq)
+        self.load.submit(seq)
         self.post(partial(self._take, seq))
-
-    def stats(self) -> EngineStats:
-        return self._load.read()
 
     # --- messages: run on the thread -------------------------------------------------------------------
 
     def _take(self, seq: TorchSequence) -> None:
-        self._load.take(seq)
+        self.load.take(seq)
         if len(self._waiting) >= self._limits.max_queue:
             self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
@@ -195,7 +192,7 @@ class Scheduler:
             queued = (*self._waiting, *self._reserved, *self._prefilling, *self._decoding)
             for seq in (*queued, *(seq for seq, _ in self._awaiting_buffer), *self._awaiting_fetch):
                 self._drop(seq)
-            self._load.take_all()
+            self.load.take_all()
             self._publish()
         finally:  # on a broken GPU, dropping sequences raises
             self._on_end(reason)
@@ -212,12 +209,12 @@ class Scheduler:
         self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
-            self._load.publish(self._take_stats())  # a step may take seconds
+            self.load.publish(self._take_stats())  # a step may take seconds
             self._step()
         self._publish()
 
     def _publish(self) -> None:
-        self._load.publish(self._take_stats())
+        self.load.publish(self._take_stats())
         if self._events:
             events, self._events = self._events, []
             self._deliver(events)
@@ -277,6 +274,7 @@ class Scheduler:
             self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
 
     def _step(self) -> None:
+        begun_s = time.monotonic()
         decoding = self._decoding[: self._limits.max_num_tokens]
         chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
         ids = [seq.output_ids[-1] for seq in decoding]
@@ -306,6 +304,7 @@ class Scheduler:
         if sampled:
             metadata = [seq.sampling_metadata() for seq in sampled]
             self._update_from_output(sampled, sample(logits[: len(rows)], metadata, finite))
+        self.load.measured(step, time.monotonic() - begun_s, is_awaited=bool(sampled))
 
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.cost_model import StepSample
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
-from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool
 from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadata, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
@@ -228,6 +229,8 @@ class SchedulerLoad:
     def __init__(self, stats: EngineStats) -> None:
         self._submitted = self._taken = (0, 0)  # sequences so far, and their prompt tokens to compute
         self._published = stats, self._taken
+        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self._is_behind = False  # a step was not awaited, and its time is in the next one
 
     def submit(self, seq: TorchSequence) -> None:
         """Count a sequence that the thread has not taken. Call this before the thread can take it."""
@@ -255,6 +258,13 @@ class SchedulerLoad:
 
     def publish(self, stats: EngineStats) -> None:
         self._published = stats, self._taken
+
+    def measured(self, step: ForwardBatch, seconds: float, *, is_awaited: bool) -> None:
+        """Store the time of a step. A GPU may compute it later, unless the step was awaited."""
+        is_awaited = is_awaited or step.keys.device.type == "cpu"
+        if is_awaited and not self._is_behind:
+            self.steps.append(step.measured(seconds))
+        self._is_behind = not is_awaited
 
 
 class BlockAllocator:

@@ -27,7 +27,8 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.transport import Service
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.streams import OnEvent, StreamHandle
-from dynamo_trtllm.worker.service import Admission, WorkerService, digest
+from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.startup import digest
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo_trtllm.cost_model import StepSample, decode_features
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
@@ -34,12 +36,14 @@ from dynamo_trtllm.messages import (
     Role,
     Sampling,
     decode,
+    encode,
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.streams import as_stream
 from dynamo_trtllm.worker import service
-from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, Admission, WorkerService, digest
+from dynamo_trtllm.worker.service import Admission, WorkerService
+from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource
 
@@ -362,3 +366,24 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
     assert worker.load_report() is first
     monkeypatch.setattr(service, "_SAME_LOAD_S", 0.0)
     assert worker.load_report() == msgspec.structs.replace(first, number=2)
+
+
+async def test_load_with_cost_when_steps_were_measured_then_frontends_and_metrics_get_what_was_learned() -> None:
+    class Measured(PlainEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = deque([StepSample(9.0, 1)])
+
+    engine = Measured()
+    bench = MeteredService(engine, Role.DECODE)
+    engine.steps += [StepSample(0.01 + 0.001 * (number % 8), number % 8, 100) for number in range(200)]
+    await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
+    report = decode(encode(bench.service.load_report_with_cost()), LoadReport)
+    assert report.cost is not None
+    assert report.cost.is_valid
+    assert report.cost.decode is not None
+    assert report.cost.decode.predict(decode_features(5, 100)) == pytest.approx(0.015, rel=0.02)
+    assert not engine.steps
+    assert bench.counted("cost_samples") == {("decode_step",): 200}  # without the step of the warm-up
+    assert bench.counted("predictions_total").keys() <= {("decode_step", "within"), ("decode_step", "outside")}
+    assert bench.service.load_report().cost is None  # it is in broadcasts only

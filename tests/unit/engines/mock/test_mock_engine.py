@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.mock.args import mock_info
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
@@ -249,9 +250,24 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tra
 async def test_prefix_cache_when_a_prompt_comes_again_then_only_the_rest_takes_steps() -> None:
     engine = mock(enable_prefix_caching=True, prefill_tokens_per_step=1)
     async with started(engine):
-        steps: list[None] = []
-        step = engine._step
-        engine._step = lambda: steps.append(step())  # type: ignore[method-assign]
         for taken in (101, 106):
             await answer(engine, PROMPT, max_tokens=2)
-            assert len(steps) == taken
+            assert len(engine.steps) == taken
+
+
+async def test_steps_when_they_depend_on_their_work_then_they_are_measured_with_it() -> None:
+    engine = mock(step_s=0.001, prefill_token_s=1e-4, decode_request_s=1e-3, step_noise=0.1, prefill_tokens_per_step=60)
+    async with started(engine):
+        await answer(engine, PROMPT, max_tokens=3)
+    assert [step[1:] for step in engine.steps] == [
+        (0, 0, 60, 1800.0),
+        (0, 0, 40, 3200.0),
+        (1, 101, 0, 0.0),
+        (1, 102, 0, 0.0),
+    ]
+    assert engine.steps[0].seconds > 0.003
+    prior = mock_info(engine._args, engine._args.layout).cost_prior
+    assert prior is not None
+    assert prior.is_valid
+    assert prior.prefill is not None
+    assert prior.prefill.predict(engine.steps[0].features) == pytest.approx(0.007)

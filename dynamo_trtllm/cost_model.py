@@ -1,0 +1,212 @@
+"""Predict from fitted coefficients how long an engine's steps take, and how long a prompt takes until its first token.
+
+A worker fits the coefficients (see `worker.cost_fit`) and sends them with its load, so that every frontend can predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+Features: TypeAlias = Sequence[float]
+
+_DECODE_KNOTS: Final = (0, 32, 128)  # requests; between them, the time of a decode step is linear
+_PREFILL_KNOTS: Final = (0, 64, 256, 1024, 4096)  # prompt tokens
+_KI: Final = 1 / 1024
+_MI: Final = 1 / (1 << 20)
+DECODE_SEGMENTS: Final = slice(1, 1 + len(_DECODE_KNOTS))  # coefficients that are slopes of adjacent segments
+PREFILL_SEGMENTS: Final = slice(1, 1 + len(_PREFILL_KNOTS))
+_SLOPES: Final = [("requests", *each) for each in zip(_DECODE_KNOTS, (*_DECODE_KNOTS[1:], "more"), strict=True)]
+_TOKEN_SLOPES: Final = [("tokens", *each) for each in zip(_PREFILL_KNOTS, (*_PREFILL_KNOTS[1:], "more"), strict=True)]
+DECODE_TERMS: Final = ("step", *("{}_{}_to_{}".format(*each) for each in _SLOPES), "context_ki", "sqrt_requests")
+PREFILL_TERMS: Final = (
+    "step",
+    *("{}_{}_to_{}".format(*each) for each in _TOKEN_SLOPES),
+    *("decode_requests", "context_ki", "attention_mi"),
+)
+CALL_TERMS: Final = ("call", "prompt_ki", "steps")
+
+
+class StepSample(NamedTuple):
+    """What one step of an engine computed, and how long it took."""
+
+    seconds: float
+    decode_requests: int = 0
+    context_tokens: int = 0  # of the decode requests
+    prefill_tokens: int = 0  # prompt tokens that the step computed
+    attention_pairs: float = 0.0  # over these tokens, the sum of the tokens before each one
+
+    @property
+    def features(self) -> Features:
+        """The values on which the time depends."""
+        if self.prefill_tokens:
+            return prefill_features(*self[1:])
+        return decode_features(self.decode_requests, self.context_tokens)
+
+
+def _segments(value: float, knots: Sequence[int]) -> list[float]:
+    """Return how much of `value` lies after each knot and before the next, so that each part has a slope of its own."""
+    parts = [0.0] * len(knots)
+    for at in reversed(range(len(knots))):
+        if value > knots[at]:
+            parts[at] = value - knots[at]
+            value = knots[at]
+    return parts
+
+
+def decode_features(requests: float, context_tokens: float) -> Features:
+    """Return the values on which a step without prompt tokens depends.
+
+    The root stands for what grows more slowly with each further request, such as the experts of a layer that are used.
+    """
+    return 1.0, *_segments(requests, _DECODE_KNOTS), context_tokens * _KI, math.sqrt(requests)
+
+
+def prefill_features(decode_requests: float, context_tokens: float, tokens: float, attention_pairs: float) -> Features:
+    """Return the values on which a step with prompt tokens depends. The parameters are those of `StepSample`."""
+    parts = _segments(tokens, _PREFILL_KNOTS)
+    return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
+
+
+def call_features(prompt_tokens: float, steps_s: float) -> Features:
+    """Return the values on which the time of a call until its first token depends.
+
+    Args:
+        prompt_tokens: of the call.
+        steps_s: predicted time of the steps that it waits for; 0 for a decode call.
+    """
+    return 1.0, prompt_tokens * _KI, steps_s
+
+
+class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The coefficients of one kind of time, and how far predictions with them were off."""
+
+    coefficients: tuple[float, ...]
+    low: float  # nine of ten measured times were between `low` and `high` times the predicted one
+    high: float
+    num_samples: int  # 0: the coefficients are a prior from the configuration
+
+    def predict(self, features: Features) -> float:
+        """Return the predicted seconds."""
+        return sum(map(mul, self.coefficients, features), 0.0)
+
+
+_PRIOR_BOUNDS: Final = (0.5, 2.0)
+
+
+def linear_decode_fit(base_s: float, request_s: float = 0.0, context_token_s: float = 0.0) -> Fit:
+    """Return a prior for decode steps: a time per step, per request and per token of context."""
+    slopes = [request_s] * len(_DECODE_KNOTS)
+    return Fit((base_s, *slopes, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
+
+
+def linear_prefill_fit(base_s: float, token_s: float, request_s: float = 0.0, context_token_s: float = 0.0) -> Fit:
+    """Return a prior for steps with prompt tokens: a time per step and prompt token, and as for decode steps."""
+    slopes = [token_s] * len(_PREFILL_KNOTS)
+    return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
+
+
+class Prediction(NamedTuple):
+    """A predicted time in seconds. Nine of ten measured times are expected between `low_s` and `high_s`."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, seconds: float, fit: Fit) -> Prediction:
+        return cls(seconds, seconds * fit.low, seconds * fit.high)
+
+
+class EngineWork(NamedTuple):
+    """What an engine does when a request arrives."""
+
+    decode_requests: int = 0
+    context_tokens: int = 0  # of the decode requests
+    queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
+    queued_requests: int = 0  # whose tokens they are, as far as known
+
+
+class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The fits of one worker. None: too little has been measured."""
+
+    decode: Fit | None = None  # of steps without prompt tokens
+    prefill: Fit | None = None  # of steps with prompt tokens
+    call: Fit | None = None  # of calls until their first token, from the predicted time of their steps
+    step_tokens: int = 0  # most prompt tokens of one step
+
+    @property
+    def is_valid(self) -> bool:
+        """True if this release can read the coefficients, which may come from another release."""
+        return self.step_tokens >= 0 and all(
+            fit is None
+            or (
+                len(fit.coefficients) == len(terms)
+                and all(0 <= each < math.inf for each in (*fit.coefficients, fit.low, fit.high))
+            )
+            for terms, fit in self.fits().values()
+        )
+
+    def fits(self) -> dict[str, tuple[Sequence[str], Fit | None]]:
+        """Return by name what the coefficients of a fit stand for, and the fit."""
+        return {
+            "decode_step": (DECODE_TERMS, self.decode),
+            "prefill_step": (PREFILL_TERMS, self.prefill),
+            "first_token": (CALL_TERMS, self.call),
+        }
+
+    def step(self, decode_requests: int, context_tokens: int) -> Prediction | None:
+        """Predict a decode step."""
+        fit = self.decode
+        if fit is None:
+            return None
+        return Prediction.of(fit.predict(decode_features(decode_requests, context_tokens)), fit)
+
+    def prefill_steps_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float | None:
+        """Return the predicted time of the steps until the first token of a prompt. None: it is not known yet.
+
+        Prompts are computed in the order of arrival, as many tokens per step as fit. A request that arrives during a
+        step waits for its end, which is half a step on average.
+
+        Args:
+            new_tokens: of the prompt, to compute.
+            cached_tokens: of the prompt, in the prefix cache.
+            work: of the engine.
+        """
+        fit, decoding, context, queued = self.prefill, work.decode_requests, work.context_tokens, work.queued_tokens
+        if fit is None or not self.step_tokens:
+            return None
+        seconds = 0.0
+        if queued > 0:
+            current = min(queued, self.step_tokens)
+            seconds += fit.predict(prefill_features(decoding, context, current, 0.0)) / 2
+            queued -= current
+        elif decoding and self.decode is not None:
+            seconds += self.decode.predict(decode_features(decoding, context)) / 2
+        steps, rest = divmod(queued + max(1, new_tokens), self.step_tokens)
+        if steps:
+            seconds += steps * fit.predict(prefill_features(decoding, context, self.step_tokens, 0.0))
+        if rest:
+            seconds += fit.predict(prefill_features(decoding, context, rest, 0.0))
+        others = work.queued_requests
+        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        if others:
+            pairs += queued * (queued / others) / 2
+        return seconds + fit.coefficients[-1] * pairs * _MI
+
+    def first_token(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> Prediction | None:
+        """Predict the time of a prefill or aggregated call until its first token, with its time in the queue."""
+        steps_s = self.prefill_steps_s(new_tokens, cached_tokens, work)
+        if steps_s is None or self.call is None:
+            return None
+        return Prediction.of(self.call.predict(call_features(new_tokens, steps_s)), self.call)
+
+    def kv_transfer(self, prompt_tokens: int) -> Prediction | None:
+        """Predict the time of a decode call until its first token: it fetches the KV of the prompt."""
+        if self.call is None:
+            return None
+        return Prediction.of(self.call.predict(call_features(prompt_tokens, 0.0)), self.call)

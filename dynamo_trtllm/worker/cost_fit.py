@@ -1,0 +1,349 @@
+"""Fit a worker's cost model to the steps and calls that it measures.
+
+Samples are fitted by least squares of relative errors, with weights against outliers and without negative coefficients.
+The newest samples of each kind of step stay, so that a load of one kind does not displace what is known of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import pairwise
+from operator import mul
+from statistics import median
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from dynamo_trtllm.cost_model import (
+    DECODE_SEGMENTS,
+    PREFILL_SEGMENTS,
+    CostModel,
+    EngineWork,
+    Features,
+    Fit,
+    StepSample,
+    call_features,
+)
+
+_MOST_KINDS = 20  # of steps; those that were seen last
+_PER_KIND = 16  # samples
+_WARM_UP = 4  # samples to ignore at first
+_MIN_SAMPLES = 24  # after which the fit replaces the prior
+_RATIOS = 256  # of measured to predicted times
+_FIRST_RATIOS = 20  # after which they bound predictions
+_FIRST_BOUNDS = (0.5, 2.0)
+_CHANGED = (
+    12  # samples of known kinds, all but one too fast or all but one too slow, after which older ones are dropped
+)
+_MOST_DOUBTED = 64  # samples for which the coefficients stay until it is clear that the engine has changed
+_MISS_RATE: Final = 0.1
+_ADAPT = 0.01
+_ROUNDS = 3
+_RIDGE = 1e-4  # weights of what is assumed, in samples per sample
+_TIES = 1e-3
+_PRIOR_SAMPLES = 2.0
+_NO_SEGMENTS = slice(0)
+
+
+class _Sample(NamedTuple):
+    number: int
+    features: Features
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """How good a prediction was."""
+
+    ratio: float  # of the measured time to the predicted one
+    is_covered: bool  # it was within the bounds
+
+
+class RobustFit:
+    """An online fit of one kind of time.
+
+    Args:
+        prior: coefficients to use until enough samples were taken; None: there is no prediction until then.
+        segments: the coefficients that are slopes of adjacent segments.
+    """
+
+    def __init__(self, prior: Sequence[float] | None = None, segments: slice = _NO_SEGMENTS) -> None:
+        self._prior = None if prior is None else list(prior)
+        self._segments = segments
+        self._kinds: dict[Hashable, deque[_Sample]] = {}
+        self._coefficients = self._prior
+        self._ratios: deque[float] = deque(maxlen=_RATIOS)
+        self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)  # with the numbers of the samples
+        self._miss_rate = _MISS_RATE
+        self._bounds = _FIRST_BOUNDS
+        self._doubted_at = 0  # number of the last sample before the samples that may be of a changed engine
+        self._num_fitted = 0  # samples at the last `refit`
+        self.num_samples = self.num_predicted = self.num_covered = self.num_changes = 0
+
+    def add(self, features: Features, kind: Hashable, seconds: float) -> Outcome | None:
+        """Take a sample. Return how good the prediction before it was, if enough samples are there to judge it.
+
+        Args:
+            features: on which the time depends.
+            kind: equal for samples that are alike.
+            seconds: that were measured.
+        """
+        self.num_samples += 1
+        if self.num_samples <= _WARM_UP or not 0 < seconds < math.inf:
+            return None
+        samples, outcome = self._kinds.pop(kind, None), None
+        if self._coefficients is not None and self.num_samples > _MIN_SAMPLES:
+            ratio = seconds / max(1e-9, sum(map(mul, self._coefficients, features)))
+            outcome = self._judged(ratio, is_known=samples is not None and len(samples) * 2 >= _PER_KIND)
+        if samples is None:
+            samples = deque(maxlen=_PER_KIND)
+            if len(self._kinds) >= _MOST_KINDS:
+                del self._kinds[next(iter(self._kinds))]
+        samples.append(_Sample(self.num_samples, features, seconds))
+        self._kinds[kind] = samples  # as the last one
+        return outcome
+
+    def _judged(self, ratio: float, *, is_known: bool) -> Outcome:
+        low, high = self._bounds
+        is_covered = low <= ratio <= high
+        self.num_predicted += 1
+        self.num_covered += is_covered
+        # If more or fewer times than expected are out of bounds, the bounds get wider or narrower.
+        self._miss_rate = min(0.2, max(0.01, self._miss_rate + _ADAPT * (_MISS_RATE - (not is_covered))))
+        self._ratios.append(ratio)
+        if is_known:
+            self._known_ratios.append((self.num_samples, ratio))
+        return Outcome(ratio, is_covered)
+
+    @property
+    def num_new(self) -> int:
+        """Samples since the last `refit`."""
+        return self.num_samples - self._num_fitted
+
+    def refit(self) -> Fit | None:
+        """Compute the coefficients from the samples. Return None as long as there are too few of them, and no prior."""
+        self._num_fitted = self.num_samples
+        is_fitted = self.num_samples >= _MIN_SAMPLES
+        if not self._may_have_changed():
+            samples = [sample for kind in self._kinds.values() for sample in kind]
+            if samples and (is_fitted or self._prior is not None):
+                self._coefficients = self._solved(samples)
+            if len(self._ratios) >= _FIRST_RATIOS:
+                self._bounds = _quantiles(self._ratios, self._miss_rate)
+        if self._coefficients is None:
+            return None
+        return Fit(tuple(self._coefficients), *self._bounds, self.num_samples if is_fitted else 0)
+
+    def _may_have_changed(self) -> bool:
+        """Return True if the next samples decide whether the engine has changed, for example its clock rate.
+
+        If it has changed, drop what was measured before.
+        """
+        low, high = self._bounds
+        ratios = [ratio for _, ratio in self._known_ratios]
+        num_out = max(sum(ratio < low for ratio in ratios), sum(ratio > high for ratio in ratios))
+        if len(ratios) < _CHANGED or self._coefficients is None or 2 * num_out < _CHANGED:
+            self._doubted_at = self.num_samples
+            return False
+        if num_out < _CHANGED - 1:
+            return self.num_samples - self._doubted_at < _MOST_DOUBTED
+        self._drop_before(self._known_ratios[1][0], self._coefficients, median(ratios))
+        return False
+
+    def _drop_before(self, number: int, coefficients: Sequence[float], change: float) -> None:
+        """Drop older samples. What is not measured again is expected to have changed alike."""
+        self.num_changes += 1
+        self._coefficients = self._prior = [each * change for each in coefficients]
+        for kind, samples in list(self._kinds.items()):
+            recent = [sample for sample in samples if sample.number >= number]
+            self._kinds[kind] = deque(recent, _PER_KIND)
+            if not recent:
+                del self._kinds[kind]
+        self._ratios.clear()
+        self._known_ratios.clear()
+        self._bounds = _FIRST_BOUNDS
+
+    def _solved(self, samples: Sequence[_Sample]) -> list[float]:
+        columns, seconds = (
+            [list(column) for column in zip(*(each.features for each in samples), strict=True)],
+            [each.seconds for each in samples],
+        )
+        scale, weights, coefficients = seconds, [1.0] * len(seconds), list[float]()
+        for _ in range(_ROUNDS):
+            factors = [math.sqrt(weight) / each for weight, each in zip(weights, scale, strict=True)]
+            scaled = [list(map(mul, column, factors)) for column in columns]
+            coefficients = self._least_squares(scaled, list(map(mul, seconds, factors)))
+            predicted = [0.0] * len(seconds)
+            for coefficient, column in zip(coefficients, columns, strict=True):
+                if coefficient:
+                    predicted = [total + coefficient * each for total, each in zip(predicted, column, strict=True)]
+            scale = [max(each, measured / 5) for each, measured in zip(predicted, seconds, strict=True)]
+            errors = [abs(measured / each - 1) for measured, each in zip(seconds, scale, strict=True)]
+            limit = max(0.01, 2.0 * median(errors))
+            weights = [1.0 if error <= limit else limit / error for error in errors]
+        return coefficients
+
+    def _least_squares(self, columns: list[list[float]], target: list[float]) -> list[float]:
+        """Solve for coefficients that are not negative, near the prior as far as the samples leave it open."""
+        count, size, prior = len(target), len(columns), self._prior
+        matrix = [[0.0] * size for _ in range(size)]
+        for i, column in enumerate(columns):
+            for j in range(i + 1):
+                matrix[i][j] = matrix[j][i] = sum(map(mul, column, columns[j]))
+        right = [sum(map(mul, column, target)) for column in columns]
+        whole = max(matrix[i][i] for i in range(size))
+        scales = [matrix[i][i] or 1e-6 * whole for i in range(size)]
+        if segments := range(size)[self._segments]:
+            common = sum(matrix[i][j] for i in segments for j in segments) or 1e-6 * whole
+            for i, j in pairwise(segments):
+                tie = _TIES * common
+                matrix[i][i] += tie
+                matrix[j][j] += tie
+                matrix[i][j] -= tie
+                matrix[j][i] -= tie
+        ridge = _RIDGE if prior is None else max(_RIDGE, _PRIOR_SAMPLES / count)
+        for i in range(size):
+            matrix[i][i] += ridge * scales[i]
+            if prior is not None:
+                right[i] += ridge * scales[i] * prior[i]
+        return _non_negative(matrix, right)
+
+
+def _non_negative(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a symmetric positive system, without the unknowns that would be negative."""
+    used = list(range(len(right)))
+    while used:
+        solution = _solve([[matrix[i][j] for j in used] for i in used], [right[i] for i in used])
+        least = min(solution)
+        if least >= 0:
+            found = [0.0] * len(right)
+            for i, value in zip(used, solution, strict=True):
+                found[i] = value
+            return found
+        del used[solution.index(least)]
+    return [0.0] * len(right)
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a symmetric positive system by elimination."""
+    size = len(right)
+    for i in range(size):
+        pivot = matrix[i][i]
+        for k in range(i + 1, size):
+            factor = matrix[k][i] / pivot
+            if factor:
+                row, upper = matrix[k], matrix[i]
+                for j in range(i, size):
+                    row[j] -= factor * upper[j]
+                right[k] -= factor * right[i]
+    for i in reversed(range(size)):
+        right[i] = (right[i] - sum(map(mul, matrix[i][i + 1 :], right[i + 1 :]))) / matrix[i][i]
+    return right
+
+
+def _quantiles(ratios: Iterable[float], miss_rate: float) -> tuple[float, float]:
+    ordered = sorted(ratios)
+    count = len(ordered)
+    low = math.floor((count + 1) * miss_rate / 2) - 1
+    high = math.ceil((count + 1) * (1 - miss_rate / 2)) - 1
+    return ordered[max(0, low)], ordered[min(count - 1, high)]
+
+
+class CallSample(NamedTuple):
+    """How long a call took until its first token."""
+
+    seconds: float
+    new_tokens: int  # of its prompt, which were computed
+    cached_tokens: int
+    work: EngineWork  # when it arrived
+    is_prefilled: bool = False  # a decode call, which fetches the KV of its prompt
+
+
+_LEARN_EVERY_S = 1.0
+_MOST_CALLS = 256  # from which the model has not learned yet
+OnOutcome: TypeAlias = Callable[[str, float, bool], None]
+
+
+class CostFit:
+    """The cost model of one worker, as far as it is known.
+
+    Args:
+        prior: from the configuration.
+        steps: of the engine; `learn` removes them. Another thread may add some.
+        on_outcome: is called for each prediction that could be judged, with the name of the fit, the ratio of the
+            measured time to the predicted one, and whether it was within the bounds.
+    """
+
+    def __init__(
+        self,
+        prior: CostModel | None = None,
+        steps: deque[StepSample] | None = None,
+        on_outcome: OnOutcome | None = None,
+    ) -> None:
+        self._steps: deque[StepSample] = deque() if steps is None else steps
+        self._steps.clear()  # those of the warm-up
+        self.calls: deque[CallSample] = deque(maxlen=_MOST_CALLS)  # that the caller has measured
+        self._learned_at = -math.inf
+        self.model = prior = prior or CostModel()
+        self._has_step_tokens = bool(prior.step_tokens)
+        self._on_outcome = on_outcome
+        self.decode = RobustFit(prior.decode.coefficients if prior.decode else None, DECODE_SEGMENTS)
+        self.prefill = RobustFit(prior.prefill.coefficients if prior.prefill else None, PREFILL_SEGMENTS)
+        self.call = RobustFit((0.0, 0.0, 1.0))
+        self.kv_transfer = RobustFit()
+        if prior.prefill is not None:
+            self.model = msgspec.structs.replace(prior, call=self.call.refit())
+
+    def learn(self, now: float) -> CostModel:
+        """Return the model, after it has learned from what was measured, at most once a second.
+
+        Args:
+            now: seconds of a monotonic clock.
+        """
+        if now - self._learned_at >= _LEARN_EVERY_S:
+            self._learned_at = now
+            steps = [self._steps.popleft() for _ in range(len(self._steps))]
+            calls = [self.calls.popleft() for _ in range(len(self.calls))]
+            self.take(steps, calls)
+        return self.model
+
+    def take(self, steps: Iterable[StepSample], calls: Iterable[CallSample] = ()) -> CostModel:
+        """Take samples, and return the model. To keep this short, it learns one kind of time with each call."""
+        for step in steps:
+            self._take_step(step)
+        for call in calls:
+            self._take_call(call)
+        newest = max((self.decode, self.prefill, self.call, self.kv_transfer), key=lambda fit: fit.num_new)
+        if newest.num_new:
+            fit = newest.refit()
+            name = "decode" if newest is self.decode else "prefill" if newest is self.prefill else "call"
+            self.model = msgspec.structs.replace(self.model, **{name: fit})
+            if name == "prefill" and self.model.call is None:
+                self.model = msgspec.structs.replace(self.model, call=self.call.refit())
+        return self.model
+
+    def _judge(self, name: str, outcome: Outcome | None) -> None:
+        if outcome is not None and self._on_outcome is not None:
+            self._on_outcome(name, *outcome)
+
+    def _take_step(self, step: StepSample) -> None:
+        tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
+        if not tokens:
+            kind: Hashable = requests.bit_length(), context.bit_length()
+            self._judge("decode_step", self.decode.add(step.features, kind, step.seconds))
+            return
+        if tokens > self.model.step_tokens and not self._has_step_tokens:
+            self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
+        pairs = int(step.attention_pairs)
+        kind = tokens.bit_length(), requests.bit_length(), context.bit_length() // 2, pairs.bit_length() // 2
+        self._judge("prefill_step", self.prefill.add(step.features, kind, step.seconds))
+
+    def _take_call(self, call: CallSample) -> None:
+        tokens, work = call.new_tokens, call.work
+        if call.is_prefilled:
+            kind: Hashable = tokens.bit_length()
+            self._judge("first_token", self.kv_transfer.add(call_features(tokens, 0.0), kind, call.seconds))
+        elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
+            kind = tokens.bit_length(), work.queued_tokens.bit_length()
+            self._judge("first_token", self.call.add(call_features(tokens, steps_s), kind, call.seconds))

@@ -1,0 +1,158 @@
+"""A worker's cost model learns from steps and calls, also from noisy, late and misleading ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from statistics import median
+
+import pytest
+
+from dynamo_trtllm.cost_model import CostModel, EngineWork, Fit, StepSample
+from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
+
+WORK = EngineWork()
+
+
+def seconds(step: StepSample) -> float:
+    """Return how long a step takes: decode steps use more experts for more requests, short prompts leave a GPU idle."""
+    requests, context, tokens = step.decode_requests, step.context_tokens, step.prefill_tokens
+    if not tokens:
+        return 0.014 - 0.010 * (1 - 4 / 128) ** requests + 2e-5 * requests + 1e-8 * context
+    return 0.002 + max(0.016, 2e-5 * (tokens + requests)) + 1e-8 * context + 1e-9 * step.attention_pairs
+
+
+class Engine:
+    """Makes steps of an engine whose times are noisy, and sometimes much too long."""
+
+    def __init__(self, seed: int = 1, noise: float = 0.05, outliers: float = 0.02) -> None:
+        self._random, self._noise, self._outliers = random.Random(seed), noise, outliers
+        self.slowdown = 1.0
+
+    def step(self, requests: int, context: int, tokens: int = 0) -> StepSample:
+        step = StepSample(0.0, requests, requests * context, tokens, tokens * tokens / 2)
+        took_s = seconds(step) * self.slowdown * max(0.1, self._random.gauss(1, self._noise))
+        if self._random.random() < self._outliers:
+            took_s *= self._random.uniform(3, 20)
+        return step._replace(seconds=took_s)
+
+    def decodes(self, count: int, requests: Iterable[int] = (1, 4, 16, 64), context: int = 1000) -> list[StepSample]:
+        return [self.step(self._random.choice([*requests]), context) for _ in range(count)]
+
+    def mixed(self, count: int, tokens: Iterable[int] = (32, 200, 700, 1500, 4000)) -> list[StepSample]:
+        return [self.step(self._random.choice([0, 4, 16]), 500, self._random.choice([*tokens])) for _ in range(count)]
+
+
+def feed(fit: CostFit, steps: list[StepSample], batch: int = 40) -> CostModel:
+    for begin in range(0, len(steps), batch):
+        fit.take(steps[begin : begin + batch])
+    return fit.model
+
+
+def error(model: CostModel, step: StepSample) -> float:
+    """Return the relative error of a prediction."""
+    fit = model.prefill if step.prefill_tokens else model.decode
+    assert fit is not None
+    return abs(fit.predict(step.features) / seconds(step) - 1)
+
+
+def test_predictions_when_loads_were_not_seen_then_they_are_within_ten_percent() -> None:
+    engine, fit = Engine(), CostFit()
+    model = feed(fit, engine.decodes(800) + engine.mixed(800))
+    unseen = [engine.step(n, c) for n in (2, 8, 24, 40, 100) for c in (300, 1000, 3000)]
+    assert median(error(model, step) for step in unseen) < 0.05
+    assert max(error(model, step) for step in unseen) < 0.2
+    assert median(error(model, step) for step in engine.mixed(100, (64, 400, 1000, 2500, 8000))) < 0.05
+
+
+def test_bounds_when_times_are_noisy_then_nine_of_ten_are_within_them() -> None:
+    engine, fit = Engine(noise=0.1), CostFit()
+    feed(fit, engine.decodes(600))
+    before = fit.decode.num_covered, fit.decode.num_predicted
+    feed(fit, engine.decodes(1000, (2, 8, 32)))
+    covered, predicted = fit.decode.num_covered - before[0], fit.decode.num_predicted - before[1]
+    assert predicted == 1000
+    assert 0.85 <= covered / predicted <= 0.95
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 1.5])
+def test_predictions_when_the_engine_changes_then_they_follow_within_a_few_steps(slowdown: float) -> None:
+    engine, fit = Engine(), CostFit()
+    feed(fit, engine.decodes(800))
+    assert fit.decode.num_changes == 0
+    engine.slowdown = slowdown
+    model = feed(fit, engine.decodes(60, (4,)), batch=10)
+    assert fit.decode.num_changes == 1
+    assert model.decode is not None
+    for requests in (4, 16):  # what is not measured any more changes alike
+        step = engine.step(requests, 1000)
+        assert model.decode.predict(step.features) == pytest.approx(slowdown * seconds(step), rel=0.12)
+
+
+def test_predictions_when_an_outlier_comes_first_or_later_then_it_does_not_count() -> None:
+    engine, fit = Engine(noise=0.01, outliers=0.0), CostFit()
+    steps = engine.decodes(100)
+    for at in (0, 1, 50, 60):
+        steps[at] = steps[at]._replace(seconds=5.0)
+    assert error(feed(fit, steps), engine.step(8, 1000)) < 0.08
+
+
+def test_predictions_when_only_one_kind_of_step_was_seen_then_they_are_right_for_that_kind_and_finite_for_others() -> (
+    None
+):
+    engine, fit = Engine(), CostFit()
+    model = feed(fit, engine.decodes(100, (8,)))  # all features are collinear
+    assert error(model, engine.step(8, 1000)) < 0.05
+    assert model.is_valid
+    assert model.prefill is None
+    assert model.step(300, 300_000) is not None
+    assert model.prefill_steps_s(100, 0, WORK) is None
+
+
+def test_prior_when_few_samples_are_there_then_it_predicts_and_later_does_not_matter() -> None:
+    prior = CostModel(decode=Fit((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.5, 2.0, 0), step_tokens=512)
+    engine, fit = Engine(), CostFit(prior)
+    assert fit.model == prior
+    model = feed(fit, engine.decodes(10))
+    assert model.decode is not None
+    assert model.decode.num_samples == 0  # still the prior
+    assert error(feed(fit, engine.decodes(400)), engine.step(8, 1000)) < 0.1
+    assert fit.model.decode is not None
+    assert fit.model.decode.num_samples > 0
+
+
+def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_from_the_steps() -> None:
+    """Every step takes 10 ms and computes 100 prompt tokens, and every call takes 5 ms besides."""
+    fit = CostFit(CostModel(prefill=Fit((0.01, *[0.0] * 8), 0.9, 1.1, 0), step_tokens=100))
+    rnd = random.Random(1)
+    for _ in range(60):
+        tokens, queued = rnd.randint(10, 500), rnd.randint(0, 1000)
+        current = min(queued, 100)
+        took_s = 0.005 + 0.01 * (rnd.random() * (current > 0) + -(-(queued - current + tokens) // 100))
+        work = EngineWork(0, 0, queued, 1)
+        fit.take([], [CallSample(took_s, tokens, 0, work)])
+    predicted = fit.model.first_token(250, 0, EngineWork(0, 0, 800, 1))
+    assert predicted is not None
+    assert predicted.seconds == pytest.approx(0.005 + 0.005 + 0.1, rel=0.05)
+    assert predicted.low_s < 0.11 < predicted.high_s
+
+
+def test_calls_when_they_fetch_kv_then_the_time_is_predicted_from_the_prompt() -> None:
+    fit = CostFit()
+    for number in range(60):
+        tokens = 100 + 50 * number
+        fit.take([], [CallSample(0.003 + tokens * 1e-5, tokens, 0, WORK, is_prefilled=True)])
+    predicted = fit.model.kv_transfer(5000)
+    assert predicted is not None
+    assert predicted.seconds == pytest.approx(0.053, rel=0.05)
+
+
+def test_cost_model_when_it_is_of_another_release_or_damaged_then_it_is_not_valid() -> None:
+    good = Fit((0.01, *[0.0] * 8), 0.9, 1.1, 7)
+    assert CostModel(prefill=good).is_valid
+    for bad in (
+        Fit((0.01,), 0.9, 1.1, 7),
+        Fit((float("nan"), *[0.0] * 8), 0.9, 1.1, 7),
+        Fit((-1.0, *[0.0] * 8), 0.9, 1.1, 7),
+    ):
+        assert not CostModel(prefill=bad).is_valid
