@@ -19,7 +19,7 @@ from dynamo_trtllm.messages import Role, encode
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.tokenization.base import Conversation, Message
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.worker.service import FILE_CHUNK_BYTES, digest
+from dynamo_trtllm.worker.startup import FILE_CHUNK_BYTES, digest
 from tests.inproc_plane import InprocPlane
 from tests.instances import CARD, make_instance
 from tests.memory_discovery import MemoryDiscovery
