@@ -31,7 +31,7 @@ import uvloop
 from .stream import RequestRecord, StreamConnection
 from .summary import LoadSummary, ProcessMeter, cost, summarize, table
 
-_WORDS = (
+WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
     "not what all were we when your can said there use an each which she do how their if will up other about out many"
 ).split()
@@ -59,6 +59,8 @@ class Load:
     keep_text: bool = False
     ramp_s: float = 0.0  # closed loop: seconds over which the lanes start
     prompts: tuple[str, ...] = ()  # used in turn instead of random words
+    arrivals_s: tuple[float, ...] = ()  # open loop: when to send each request, instead of at `rate`
+    osls: tuple[int, ...] = ()  # max_tokens of each request, instead of `osl`
 
 
 class Client:
@@ -86,7 +88,7 @@ class Client:
         self._until_s = math.inf
         self.is_stopped = False
         self._random = random.Random(load.seed or time.time_ns())
-        self._blocks = [" ".join(self._random.choices(_WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)]
+        self._blocks = [" ".join(self._random.choices(WORDS, k=_BLOCK_WORDS)) for _ in range(_NUM_BLOCKS)]
         at = urlsplit(load.url)
         self._host, self._port = at.hostname or "localhost", at.port or 80
         self._path = at.path.rstrip("/") + "/v1/chat/completions"
@@ -101,7 +103,7 @@ class Client:
         wanted = self._load.requests if requests is None else requests
         records: list[RequestRecord] = []
         self._until_s = 0.0 if self.is_stopped else time.perf_counter() + self._load.seconds
-        if self._load.rate > 0:
+        if self._load.rate > 0 or self._load.arrivals_s:
             await self._open_loop(wanted, records)
         else:
             left = iter(range(wanted))
@@ -125,10 +127,14 @@ class Client:
             await self._one(now, records)
 
     async def _open_loop(self, wanted: int, records: list[RequestRecord]) -> None:
-        at_s = time.perf_counter()
+        begun_s = at_s = time.perf_counter()
+        arrivals_s = self._load.arrivals_s
         async with asyncio.TaskGroup() as group:
-            for _ in range(wanted):
-                at_s += self._random.expovariate(self._load.rate)
+            for number in range(wanted):
+                if arrivals_s:
+                    at_s = begun_s + arrivals_s[number]
+                else:
+                    at_s += self._random.expovariate(self._load.rate)
                 if at_s > self._until_s:
                     return
                 await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
@@ -175,7 +181,7 @@ class Client:
         8192 single words would take the client as much CPU time as the request takes the server.
         """
         blocks = max(0, self._load.isl // _BLOCK_WORDS - 1)
-        words = self._random.choices(_WORDS, k=self._load.isl - blocks * _BLOCK_WORDS)
+        words = self._random.choices(WORDS, k=self._load.isl - blocks * _BLOCK_WORDS)
         return " ".join(words + self._random.choices(self._blocks, k=blocks))
 
     def _request(self, index: int) -> bytes:
@@ -185,7 +191,7 @@ class Client:
         body: dict[str, Any] = {
             "model": load.model,
             "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": load.osl,
+            "max_tokens": load.osls[index - 1] if load.osls else load.osl,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

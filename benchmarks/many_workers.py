@@ -159,7 +159,7 @@ def wait_for_workers(port: int, count: int, timeout_s: float) -> float:
     begun_s = time.monotonic()
     while True:
         status, text = http_request(port, "GET", "/health")
-        known = len(json.loads(text).get("instances", [])) if status else 0
+        known = sum(json.loads(text).get("num_instances", {}).values()) if status else 0
         spent_s = time.monotonic() - begun_s
         print(f"{known} of {count} workers after {spent_s:.0f} s", flush=True)
         if known >= count:

@@ -4,6 +4,7 @@
     python -m benchmarks.routing select --instances 10 100 1000
     python -m benchmarks.routing modes --rate 8 --requests 400
     python -m benchmarks.routing frontends
+    python -m benchmarks.routing replay --trace conversation_trace.jsonl.gz
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
@@ -20,6 +21,12 @@ them.
 
 frontends: the same for several frontends, each of which knows the requests of the others only from the reports of the
 workers. Simulated, with prefill workers that compute one prompt after the other and are busy for 80% of the time.
+
+replay: prefix hits and the time to first token with each --router-mode, of the requests of a trace in Mooncake's
+format, scaled down, or of a generated one. It starts mock workers, as many for decode as for prefill. The modes
+dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock workers; its wheels are installed from PyPI
+into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of one cache as large as
+the caches of all workers together, in which each prompt is computed at once.
 """
 
 from __future__ import annotations
@@ -55,7 +62,9 @@ from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ClusterView, ModelView
 
+from .plane import dynamo
 from .routing_modes import measure_modes
+from .routing_replay import measure_replay
 
 _LOOKUPS = 2000
 _SYSTEM_TOKENS = 2048
@@ -89,8 +98,23 @@ def main() -> None:
     frontends = commands.add_parser("frontends", help="the time to first token with several frontends, simulated")
     frontends.add_argument("--seconds", type=float, default=60.0, help="simulated time per cell")
     frontends.set_defaults(run=measure_frontends)
+    _add_replay(commands.add_parser("replay", help="prefix hits and the time to first token of a trace"))
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, help="JSON lines, may end with .gz; default: a generated trace")
+    parser.add_argument("--requests", type=int, default=1200, help="about so many of the trace, of all its time")
+    parser.add_argument("--rate", type=float, default=16.0, help="requests per second")
+    parser.add_argument("--modes", nargs="+", default=["kv", "least-loaded", "round-robin"], help="see above")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each mode runs, in turn")
+    parser.add_argument("--workers", type=int, default=4, help="of each role")
+    parser.add_argument("--prefill-tokens", type=int, default=80, help="that a worker computes in 20 ms")
+    parser.add_argument("--cache-blocks", type=int, default=1000, help="of 32 tokens, of each prefill worker")
+    parser.add_argument("--dynamo-folder", type=Path, default=dynamo.default_folder(), help="for Dynamo's wheels")
+    parser.add_argument("--records", type=Path, help="append one JSON line per request to this file")
+    parser.set_defaults(run=measure_replay)
 
 
 def measure_select(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import httptools
 
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import Handler
-from dynamo_trtllm.http_server.server import ConnectionGroup, ConnectionLimits
+from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
 
 PEER = ("127.0.0.1", 123)
 LIMITS = ConnectionLimits(
@@ -75,8 +75,8 @@ class MemoryClient:
     """A client that is connected to an app."""
 
     def __init__(self, app: Handler, peer: tuple[str, int] = PEER) -> None:
-        self.group = ConnectionGroup(app, LIMITS)
-        self.connection = HttpConnection(self.group)
+        self.server = HttpServer(app, LIMITS, shutdown_s=0.0)
+        self.connection = HttpConnection(self.server)
         self.transport = MemoryTransport(peer)
         self.transport.set_protocol(self.connection)
 
@@ -88,7 +88,7 @@ class MemoryClient:
 
     async def until_answered(self) -> None:
         """Wait until no handler runs. Raise what is cancelled with it."""
-        await asyncio.gather(*self.group.tasks, return_exceptions=True)
+        await asyncio.gather(*self.server.tasks, return_exceptions=True)
 
     @property
     def received(self) -> bytes:

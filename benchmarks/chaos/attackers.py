@@ -14,6 +14,7 @@ import msgspec
 import orjson
 import psutil
 
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
@@ -230,7 +231,7 @@ async def bad_record(context: FaultContext) -> None:
 async def _decode_instance(context: FaultContext) -> Instance:
     """Return the instance of a decode worker."""
     deployment = context.deployment
-    discovery = EtcdDiscovery(deployment.servers["etcd"].address)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=deployment.servers["etcd"].address))
     try:
         instances = await live_peers(
             discovery, deployment.namespace, model=deployment.options.model, role=Role.PREFILL
@@ -246,7 +247,7 @@ async def _etcd_records(context: FaultContext, records: Mapping[str, bytes]) -> 
 
     Raise NotReady if /health does not list all of them as rejected.
     """
-    store = EtcdStore(context.deployment.servers["etcd"].address)
+    store = EtcdStore(ConnectionConfig(etcd_endpoints=context.deployment.servers["etcd"].address))
     lease = await store.grant(_LEASE_TTL_S)
     try:
         for key, record in records.items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import resolve
 from dynamo_trtllm.discovery import keys
@@ -169,7 +170,7 @@ async def _register(
     async with AsyncExitStack() as stack:
         plane = await NatsPlane.connect(servers["nats"].address)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(servers["etcd"].address, lease_ttl_s=_LEASE_TTL_S)
+        discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=servers["etcd"].address), lease_ttl_s=_LEASE_TTL_S)
         stack.push_async_callback(discovery.aclose)
         healthy, *_ = await live_peers(
             discovery, deployment.namespace, model=deployment.options.model, role=Role.DECODE

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,10 +17,9 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.runner import Times
+from dynamo_trtllm.engines.external.library import Counts, EngineOutput
+from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, Limits, Phase, token_ids
 from dynamo_trtllm.worker import main, worker
 
@@ -49,9 +47,9 @@ class SimulatedCall:
         self._last = 1 if self.exports_kv else request.sampling.max_tokens
         self._first = () if kv_params is None else kv_params.first_token_ids
         self._num_tokens = 0
-        self._receiver: Receiver | None = None
+        self._receiver: ExternalCall | None = None
 
-    async def run(self, receiver: Receiver) -> None:
+    async def run(self, receiver: ExternalCall) -> None:
         self._receiver = receiver
         self._library.add(self)
         for _ in self._first:
@@ -144,26 +142,23 @@ class SimulatedEngine(ExternalEngine):
     """An engine with the runner of library engines."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
-        super().__init__(_ENGINE, SimulatedLibrary.name, warm_up_budget_s=0.0)
-        self._config, self._instance_id = config, instance_id
+        super().__init__(config, engine=_ENGINE, library=SimulatedLibrary.name, instance_id=instance_id)
         self._args = engine_arguments(config, MockArgs, "mock")
 
     async def start(self) -> EngineInfo:
-        config, args = self._config, self._args
-        layout = KvLayout(dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=64)
-        model = config.served_model_name or Path(config.model_path).name
-        identity = TransferIdentity(_ENGINE, self._instance_id, model, layout, {}, "none")
-        self._run(SimulatedLibrary(args.step_s), identity, Times(config.ticket_ttl_s, config.handoff_timeout_s))
-        return EngineInfo(
+        args = self._args
+        info = EngineInfo(
             engine=_ENGINE,
             context_length=args.max_seq_len,
             vocab_size=201_088,
             eos_token_ids=(200002, 200012),
             renderer="harmony",
-            layout=layout,
+            layout=KvLayout(dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=64),
             limits=Limits(max_batch_size=args.max_batch_size, kv_blocks=args.kv_cache_blocks),
             can_aggregate=True,
         )
+        self._run(SimulatedLibrary(args.step_s), info, "none")
+        return info
 
 
 def _create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:

@@ -126,15 +126,13 @@ class AssistantMessage(RequestModel):
     def _says_something(self) -> AssistantMessage:
         if "content" not in self.model_fields_set and not self.tool_calls:
             invalid("is required when there are no tool_calls", field="content")
-        agreed(self._reasoning())
+        _ = self.any_reasoning
         return self
 
-    def _reasoning(self) -> dict[str, str | None]:
-        return {"reasoning_content": self.reasoning_content, "reasoning": self.reasoning}
-
     @property
-    def reasoning_text(self) -> str | None:
-        return agreed(self._reasoning())
+    def any_reasoning(self) -> str | None:
+        """The reasoning, under either name. A validator rejects different ones."""
+        return agreed({"reasoning_content": self.reasoning_content, "reasoning": self.reasoning})
 
 
 class ToolMessage(RequestModel):
@@ -168,26 +166,19 @@ class FunctionTool(RequestModel):
     function: Function
 
 
-def check_tools(value: Any) -> Any:
-    """Check the size of the tools and return them unchanged. The limit exists because the prompt contains all tools."""
-    return check_size(value, MAX_TOOLS_BYTES)
-
-
+# The limit exists because the prompt contains all tools.
+ToolsSize = BeforeValidator(lambda tools: check_size(tools, MAX_TOOLS_BYTES))
 Tools = Annotated[
     List[Annotated[FunctionTool, BeforeValidator(_function_only)]],
     Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
-    BeforeValidator(check_tools),
+    ToolsSize,
 ]
-
-
-def _template_args(value: Any) -> Any:
-    return check_size(value, MAX_TEMPLATE_BYTES)
 
 
 TemplateArgs = Annotated[
     Object[Label, Any],
     Field(max_length=MAX_TEMPLATE_ARGS, description=f"At most {MAX_TEMPLATE_BYTES} bytes of JSON."),
-    BeforeValidator(_template_args),
+    BeforeValidator(lambda args: check_size(args, MAX_TEMPLATE_BYTES)),
 ]
 
 

@@ -90,13 +90,15 @@ class RejectedRecord(TypedDict):
 
 
 class ReadinessReport(TypedDict):
-    """The parts of /health beside the instances."""
+    """The parts of /health beside the instances. Each list has at most as many entries as the query's `limit`."""
 
-    pairs: Annotated[list[PairObject], Field(description="State of KV transfer per pair, from requests and probes.")]
-    mismatched: Annotated[list[str], Field(description="Instances that match no instance of the other role, and why.")]
-    rejected_records: Annotated[
-        list[RejectedRecord], Field(description="Rejected etcd records and the reasons; at most 100.")
+    num_pairs: Count
+    num_quarantined: Annotated[Count, Field(description="Pairs that get no requests, because they have failed.")]
+    pairs: Annotated[
+        list[PairObject], Field(description="State of KV transfer, from requests and probes; quarantined pairs first.")
     ]
+    mismatched: Annotated[list[str], Field(description="Instances that match no instance of the other role, and why.")]
+    rejected_records: Annotated[list[RejectedRecord], Field(description="Rejected etcd records and the reasons.")]
 
 
 class InstanceTransport(TypedDict):
@@ -120,6 +122,7 @@ class HealthObject(ReadinessReport):
 
     status: Literal["healthy", "not_ready"]
     endpoints: list[str]
+    num_instances: Annotated[dict[str, Count], Field(description="Number of instances by role.")]
     instances: list[InstanceObject]
     message: NotRequired[str]
 

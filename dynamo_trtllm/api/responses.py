@@ -13,7 +13,7 @@ from dynamo_trtllm.api.chat import (
     Description,
     Effort,
     Name,
-    check_tools,
+    ToolsSize,
     part_texts,
 )
 from dynamo_trtllm.api.request_model import (
@@ -277,7 +277,7 @@ Included = Annotated[
 Tools = Annotated[
     List[Annotated[ResponsesFunctionTool, BeforeValidator(_tool)]],
     Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
-    BeforeValidator(check_tools),
+    ToolsSize,
 ]
 
 

@@ -174,20 +174,12 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _common_fields_agree(self) -> Self:
-        self._ignore_eos()
-        self._salt()
-        self._priority()
+        _ = self.past_eos, self.salt, self._priority()
         if self.attention_dp_relax and self.nvext.dp_rank is None and self.nvext.prefill_dp_rank is None:
             invalid("is only allowed with nvext.dp_rank or nvext.prefill_dp_rank", field="attention_dp_relax")
         if self.stream_options is not None and not self.stream:
             invalid("is only allowed with stream set to true", field="stream_options")
         return self
-
-    def _ignore_eos(self) -> bool | None:
-        return agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos})
-
-    def _salt(self) -> str | None:
-        return agreed({"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt})
 
     def _priority(self) -> int | None:
         hints = self.nvext.agent_hints
@@ -206,12 +198,12 @@ class SamplingFields(RequestModel):
     @property
     def past_eos(self) -> bool:
         """True if generation continues past the model's stop tokens."""
-        return bool(self._ignore_eos())
+        return bool(agreed({"ignore_eos": self.ignore_eos, "nvext.ignore_eos": self.nvext.ignore_eos}))
 
     @property
     def salt(self) -> str | None:
         """The prefix-cache salt."""
-        return self._salt()
+        return agreed({"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt})
 
     def scheduling(self, session_id: str) -> dict[str, Any]:
         """Return the given fields of `messages.GenerateRequest` that tell workers when and where to run the request.

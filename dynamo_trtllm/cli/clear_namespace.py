@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
 from dynamo_trtllm.config.load import command_errors, load
-from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
@@ -79,7 +78,7 @@ async def clear(config: ClearNamespaceConfig, confirm: Confirm) -> bool:
         Unreachable: etcd or NATS is unreachable.
         ConfigError: Confirmation needs a terminal, and stdin is none.
     """
-    async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
+    async with aclosing(EtcdStore(config)) as store:
         records = StaleRecords(
             instances=await store.leases(namespace_prefix(config.namespace)),
             responses=await bucket_info(config.nats_server, config.namespace),

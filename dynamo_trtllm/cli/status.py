@@ -35,6 +35,7 @@ PROG = f"{CONSOLE} status"
 _DESCRIPTION = "Show the processes of a running deployment, their health and their load."
 _DEFAULT_URL = "http://localhost:8000"
 _METRICS_BYTES = 8 << 20
+_MOST_WORKERS = 10_000
 _READY, _REGISTERED, _STARTING, _UNREACHABLE = "ready", "registered", "starting", "unreachable"
 _HEAD = ("process", "role", "state", "address", "load")
 _COLORS = {_READY: "green", _REGISTERED: "green", _UNREACHABLE: "red"}
@@ -216,13 +217,12 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
     Raises:
         Unreachable: etcd does not answer.
     """
-    from dynamo_trtllm.discovery.etcd import tls_files
     from dynamo_trtllm.discovery.etcd_store import EtcdStore
     from dynamo_trtllm.discovery.keys import PREFIX, namespace_prefix, shown_key
     from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
     report = DeploymentReport(namespace=config.namespace, processes=[])
-    async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
+    async with aclosing(EtcdStore(config)) as store:
         snapshot = await store.read_all(namespace_prefix(config.namespace))
         if not snapshot.records:
             keys = await store.keys(f"{PREFIX}/")
@@ -311,7 +311,7 @@ async def _of_server(
 
 async def _health(host: str, port: int, deadline: float) -> _Health:
     """Return a frontend's `/health`. Raise OSError if there is none."""
-    _, body = await _get(host, port, "/health", deadline)
+    _, body = await _get(host, port, f"/health?limit={_MOST_WORKERS}", deadline)
     try:
         return msgspec.json.decode(body, type=_Health)
     except msgspec.DecodeError as exc:

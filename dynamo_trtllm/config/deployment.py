@@ -6,11 +6,19 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, matching
+from dynamo_trtllm.config.base import (
+    Config,
+    EtcdAddresses,
+    Namespace,
+    NatsAddress,
+    NonNegativeFloat,
+    PositiveFloat,
+    matching,
+)
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -18,6 +26,8 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
 log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=Config)
 
 _REFERENCE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))")
 
@@ -87,9 +97,9 @@ class Section(Config):
 class ServicesConfig(Section):
     """The etcd and NATS servers. `start` runs one on a free loopback port; an address selects a running one."""
 
-    etcd: str = Field(default=START, min_length=1)
+    etcd: EtcdAddresses = START
     """start, or comma-separated addresses."""
-    nats: str = Field(default=START, min_length=1)
+    nats: NatsAddress = START
     """start, or an address."""
 
 
@@ -148,7 +158,7 @@ class WorkerSpec(Section):
 class DeploymentConfig(Section):
     """The deployment of one machine: services, frontend and workers."""
 
-    namespace: str = "dynamo"
+    namespace: Namespace = "dynamo"
     """Namespace of the frontend and all workers."""
     services: ServicesConfig = ServicesConfig()
     """etcd and NATS."""
@@ -201,11 +211,12 @@ def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
         ConfigError: The deployment is not valid.
     """
     _rename_deprecated(data, where)
-    try:
-        deployment = DeploymentConfig.model_validate(data)
-    except ValidationError as exc:
-        raise _config_error(where, ": ", exc) from exc
-    _check_values(deployment, where)
+    deployment = _validate(DeploymentConfig, data, where, joint=": ")
+    # check every flag now, because a process would report it only after the others have started
+    _validate(FrontendConfig, deployment.frontend or {}, f"{where}: frontend")
+    for i, worker in enumerate(deployment.workers):
+        flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
+        _validate(WorkerConfig, flags, f"{where}: workers[{i}].flags")
     return deployment
 
 
@@ -242,36 +253,18 @@ def _field_name(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 
-def _check_values(deployment: DeploymentConfig, file: str) -> None:
-    """Check every flag now, because a process would report it only after the others have started."""
-    common = {"namespace": deployment.namespace}
-    for key, name in (("etcd", "etcd_endpoints"), ("nats", "nats_server")):
-        address = getattr(deployment.services, key)
-        if address != START:
-            _validate(FrontendConfig, {name: address}, f"{file}: services.{key}", joint=" as ")
-    _validate(FrontendConfig, common, file, joint=": ")
-    _validate(FrontendConfig, deployment.frontend or {}, f"{file}: frontend")
-    for i, worker in enumerate(deployment.workers):
-        flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
-        _validate(WorkerConfig, flags, f"{file}: workers[{i}].flags")
-
-
-def _validate(model: type[Config], values: Mapping[str, Any], where: str, joint: str = ".") -> None:
+def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str = ".") -> C:
     try:
-        model.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as exc:
-        raise _config_error(where, joint, exc) from exc
-
-
-def _config_error(where: str, joint: str, exc: ValidationError) -> ConfigError:
-    first = exc.errors(include_url=False)[0]
+        first, cause = exc.errors(include_url=False)[0], exc
     # pydantic puts the tried alternative of a union into the path, which the file does not contain
     parts = [part for part in first["loc"] if isinstance(part, int) or part.replace("-", "_").isidentifier()]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     place = where + joint + path if path else where
     message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "missing":
-        return ConfigError(f"{place} is missing", field=path)
+        raise ConfigError(f"{place} is missing", field=path) from cause
     if first["type"] == "value_error":
-        return ConfigError(f"{place}: {message}", field=path or None)
-    return ConfigError(f"{place} is {first['input']!r}: {message}", field=path or None)
+        raise ConfigError(f"{place}: {message}", field=path or None) from cause
+    raise ConfigError(f"{place} is {first['input']!r}: {message}", field=path or None) from cause

@@ -17,7 +17,7 @@ from typing import TypeVar
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.etcd_store import Backoff, Change, EtcdStore, LeaseKeeper, Snapshot, TlsFiles
+from dynamo_trtllm.discovery.etcd_store import Backoff, Change, EtcdStore, LeaseKeeper, Snapshot
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import written
@@ -34,17 +34,11 @@ LOG_EVERY_S = 5.0
 T = TypeVar("T")
 
 
-def tls_files(config: ConnectionConfig) -> TlsFiles:
-    """Return the TLS files of a configuration."""
-    return TlsFiles(ca=config.etcd_ca, cert=config.etcd_cert, key=config.etcd_key)
-
-
 class EtcdDiscovery:
     """A `Discovery` in etcd. Create it on a running event loop.
 
     Args:
-        endpoints: comma-separated addresses, HOST:PORT or http(s)://HOST:PORT.
-        tls: certificate files for https:// endpoints.
+        config: addresses of etcd, and certificate files for https:// ones.
         lease_ttl_s: seconds after which an instance that does not renew its lease is removed.
         start_timeout_s: seconds to wait for an etcd that has not answered yet.
         tasks: owner of the background tasks.
@@ -55,15 +49,14 @@ class EtcdDiscovery:
 
     def __init__(
         self,
-        endpoints: str,
+        config: ConnectionConfig,
         *,
-        tls: TlsFiles = TlsFiles(),  # noqa: B008 - a value
         lease_ttl_s: float = 10.0,
         start_timeout_s: float = START_TIMEOUT_S,
         tasks: BackgroundTasks | None = None,
     ) -> None:
         self._tasks = tasks or BackgroundTasks()
-        self._store = EtcdStore(endpoints, tls)
+        self._store = EtcdStore(config)
         self._lease_ttl_s = lease_ttl_s
         self._start_timeout_s = start_timeout_s
         self._registrations: list[LeaseKeeper] = []

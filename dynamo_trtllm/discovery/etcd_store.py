@@ -19,8 +19,9 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc.aio
 from etcd3aio._protobuf import (
@@ -40,8 +41,8 @@ from etcd3aio._protobuf import (
 from etcd3aio.kv import prefix_range_end
 
 from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.errors import ConfigError, Unreachable
-from dynamo_trtllm.sanitize import mask_address
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ CLOSE_TIMEOUT_S = 2.0
 LONGEST_PAUSE_S = 3.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 _DELETE = 1  # mvccpb.Event.EventType
-_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/@\[\]\s]+)(:(?P<port>\d+))?")
+_PORT = re.compile(r":\d+$")
 _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -62,69 +63,41 @@ _OPTIONS = [
 ]
 
 
-def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Return `host:port` of each comma-separated endpoint. The default port is 2379.
-
-    Raises:
-        ConfigError: an endpoint is invalid, or there is none.
-    """
-    addresses = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        if "@" in part:
-            raise ConfigError(
-                f"etcd endpoint {mask_address(part)!r} has a user name, which is not supported; use https://HOST:PORT "
-                "and a client certificate with --etcd-cert and --etcd-key",
-                field="etcd_endpoints",
-            )
-        match = _ADDRESS.fullmatch(part.removeprefix("https://").removeprefix("http://").rstrip("/"))
-        if match is None:
-            raise ConfigError(f"etcd endpoint {part!r} is not HOST:PORT or http(s)://HOST:PORT", field="etcd_endpoints")
-        addresses.append(f"{match['host']}:{match['port'] or 2379}")
-    if not addresses:
-        raise ConfigError("no etcd endpoint is set; pass --etcd-endpoints HOST:PORT", field="etcd_endpoints")
-    return tuple(addresses)
+def parse_endpoints(text: str) -> list[str]:
+    """Return `host:port` of each comma-separated endpoint of a `ConnectionConfig`. The default port is 2379."""
+    hosts = [part.strip().rpartition("//")[2].rstrip("/") for part in text.split(",")]
+    return [host if _PORT.search(host) else f"{host}:2379" for host in hosts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files for TLS, read once at the start. `ca` None: the certificate authorities of the system."""
-
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-
-    def __bool__(self) -> bool:
-        return any((self.ca, self.cert, self.key))
-
-
-def channel_credentials(endpoints: str, files: TlsFiles) -> grpc.ChannelCredentials | None:
+def channel_credentials(config: ConnectionConfig) -> grpc.ChannelCredentials | None:
     """Return TLS credentials for https:// endpoints, or None for http:// ones.
 
     Raises:
         ConfigError: only some endpoints are https://, or the files are incomplete, unreadable or not needed.
     """
-    schemes = {part.strip().startswith("https://") for part in endpoints.split(",") if part.strip()}
+    schemes = {part.strip().startswith("https://") for part in config.etcd_endpoints.split(",")}
     if len(schemes) > 1:
         raise ConfigError(
-            f"the etcd endpoints {endpoints} mix https:// and http://; use https:// for all of them or for none",
+            f"the etcd endpoints {config.etcd_endpoints} mix https:// and http://; use https:// for all of them or for "
+            "none",
             field="etcd_endpoints",
         )
     if schemes != {True}:
-        if files:
+        if config.etcd_ca or config.etcd_cert or config.etcd_key:
             raise ConfigError(
                 "--etcd-ca, --etcd-cert or --etcd-key is set, but the endpoints are http://; use https:// endpoints "
                 "or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY",
                 field="etcd_endpoints",
             )
         return None
-    if (files.cert is None) != (files.key is None):
+    if (config.etcd_cert is None) != (config.etcd_key is None):
         raise ConfigError("only one of --etcd-cert and --etcd-key is set; set both", field="etcd_cert")
-    return grpc.ssl_channel_credentials(
-        _pem(files.ca, "etcd_ca"), _pem(files.key, "etcd_key"), _pem(files.cert, "etcd_cert")
-    )
+    return grpc.ssl_channel_credentials(*(_pem(config, field) for field in ("etcd_ca", "etcd_key", "etcd_cert")))
 
 
-def _pem(path: Path | None, field: str) -> bytes | None:
+def _pem(config: ConnectionConfig, field: str) -> bytes | None:
+    """Read a PEM file at the start. Without --etcd-ca, the certificate authorities of the system are used."""
+    path: Path | None = getattr(config, field)
     try:
         return None if path is None else path.read_bytes()
     except OSError as exc:
@@ -158,25 +131,22 @@ class Lease:
     ttl_s: int  # as granted, which may be more than requested; in the result of `leases`, the remaining seconds
 
 
-def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    if credentials is None:
-        return grpc.aio.insecure_channel(f"dns:///{address}", options=_OPTIONS)
-    return grpc.aio.secure_channel(f"dns:///{address}", credentials, options=_OPTIONS)
-
-
 class EtcdStore:
     """Client of one etcd cluster. After a failed call, the next call uses the next endpoint.
 
-    Create it on a running event loop.
+    Create it on a running event loop. Raises ConfigError if endpoints and certificate files don't fit together.
     """
 
-    def __init__(self, endpoints: str, files: TlsFiles = TlsFiles()) -> None:
-        self.addresses = parse_endpoints(endpoints)
-        credentials = channel_credentials(endpoints, files)
+    def __init__(self, config: ConnectionConfig) -> None:
+        self.addresses = parse_endpoints(config.etcd_endpoints)
+        credentials = channel_credentials(config)
         self.closed = False
         self.answered = False  # True after the first successful call
         self._current = 0
-        self._channels = [_channel(each, credentials) for each in self.addresses]
+        connect = grpc.aio.insecure_channel
+        if credentials is not None:
+            connect = partial(grpc.aio.secure_channel, credentials=credentials)
+        self._channels = [connect(f"dns:///{each}", options=_OPTIONS) for each in self.addresses]
 
     @property
     def _channel(self) -> grpc.aio.Channel:
@@ -210,24 +180,25 @@ class EtcdStore:
 
     async def read_all(self, prefix: str) -> Snapshot:
         """Return all records under a prefix."""
-        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
         with self._translated():
-            reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
+            reply = await self._range(prefix)
         return Snapshot(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
 
     async def keys(self, prefix: str) -> list[str]:
         """Return all keys under a prefix."""
-        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)
         with self._translated():
-            reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
+            reply = await self._range(prefix, keys_only=True)
         return [key_text(kv.key) for kv in reply.kvs]
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Return the lease of every key under a prefix, with its remaining time. None: no lease, or an expired one."""
-        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)
         with self._translated():
-            reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
+            reply = await self._range(prefix, keys_only=True)
             return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
+
+    async def _range(self, prefix: str, *, keys_only: bool = False) -> Any:
+        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=keys_only)
+        return await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
 
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:

@@ -22,7 +22,7 @@ from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.http_server.server import ConnectionGroup
+    from dynamo_trtllm.http_server.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class HttpConnection(asyncio.Protocol):
     _timer: asyncio.TimerHandle | None = None  # for the client's sending
     _read_timer: ReadTimer
 
-    def __init__(self, group: ConnectionGroup) -> None:
-        self._group = group
-        self._limits = group.limits
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._limits = server.limits
         self._loop = asyncio.get_running_loop()
         self.last_activity = next(_order)  # rank by the time of its opening, or of its newest complete request head
         self._parser = httptools.HttpRequestParser(self)
@@ -72,14 +72,14 @@ class HttpConnection(asyncio.Protocol):
         self._read_timer = ReadTimer(transport)
         peer = transport.get_extra_info("peername")
         self._client = peer[0] if peer else ""
-        group, limits = self._group, self._limits
-        if len(group.open) >= limits.max_connections:
+        server, limits = self._server, self._limits
+        if len(server.open) >= limits.max_connections:
             if not limits.closes_least_recent:
                 text = f"the server has {limits.max_connections} open connections, its limit; try again later"
                 self._reject(errors.Overloaded(text))
                 return
-            group.close_least_recent()
-        group.open.add(self)
+            server.close_least_recent()
+        server.open.add(self)
         self._arm(limits.receive_timeout_s, self._cut)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -91,8 +91,8 @@ class HttpConnection(asyncio.Protocol):
         self._current = self._newest = None
         self._waiting.clear()
         del self._parser  # it refers to this object
-        self._group.open.discard(self)
-        self._group.changed.set()
+        self._server.open.discard(self)
+        self._server.changed.set()
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -178,7 +178,7 @@ class HttpConnection(asyncio.Protocol):
         )
         response = HttpResponse(
             self._transport,
-            self._group.batch,
+            self._server.batch,
             self._on_end,
             is_head=method == "HEAD",
             is_chunked=version == "1.1",
@@ -229,18 +229,18 @@ class HttpConnection(asyncio.Protocol):
         if self._limits.answer_timeout_s is not None:
             self._read_timer.limit_answer(self._limits.answer_timeout_s, self._current.response)
         task = self._loop.create_task(self._serve(*self._current))
-        self._group.tasks.add(task)
+        self._server.tasks.add(task)
         task.add_done_callback(self._served)
 
     def _served(self, task: asyncio.Task[None]) -> None:
-        self._group.tasks.discard(task)
-        self._group.changed.set()
+        self._server.tasks.discard(task)
+        self._server.changed.set()
 
     async def _serve(self, request: HttpRequest, response: HttpResponse) -> None:
         """Run the handler, and end the response if the handler did not."""
         failure: DynamoError | None = None  # None: a bug
         try:
-            await self._group.handler(request, response)
+            await self._server.handler(request, response)
             if not (response.ended or request.is_lost):
                 raise RuntimeError("the handler has not ended the response")
         except ClientDisconnected:
@@ -272,7 +272,7 @@ class HttpConnection(asyncio.Protocol):
             self._close()
         elif self._waiting:
             self._begin_next()
-        elif self._group.is_draining:
+        elif self._server.is_draining:
             self._close()
         elif self._in_head:
             self._arm_idle()
@@ -371,7 +371,7 @@ class HttpConnection(asyncio.Protocol):
         if newest is not None and not newest.response.ended:
             newest.response.keeps_alive = False
         else:
-            HttpResponse(self._transport, self._group.batch, self._linger, keeps_alive=False).send_error(error)
+            HttpResponse(self._transport, self._server.batch, self._linger, keeps_alive=False).send_error(error)
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read what was sent."""

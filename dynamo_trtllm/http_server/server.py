@@ -139,40 +139,6 @@ class ConnectionLimits:
     max_body_bytes: int = 0  # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
 
 
-class ConnectionGroup:
-    """The open connections of one server, and what they share."""
-
-    def __init__(self, handler: Handler, limits: ConnectionLimits) -> None:
-        self.handler = handler
-        self.limits = limits
-        self.batch = FlushBatch()
-        self.open: set[HttpConnection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
-        self.is_draining = False
-        self.changed = asyncio.Event()  # set when a connection or a task has ended
-
-    def close_least_recent(self) -> bool:
-        """Close the connection whose last request or opening is oldest. Return False if there is no connection."""
-        if not self.open:
-            return False
-        oldest = min(self.open, key=lambda each: each.last_activity)
-        self.open.discard(oldest)
-        oldest.abort()  # `close` would wait until the client has read all data
-        return True
-
-    def drain(self) -> None:
-        """Close idle connections now, and the others after their responses."""
-        self.is_draining = True
-        for connection in list(self.open):
-            connection.drain()
-
-    async def until_ended(self) -> None:
-        """Wait until there is no connection and no task."""
-        while self.open or self.tasks:
-            self.changed.clear()
-            await self.changed.wait()
-
-
 def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
     """Take the id of a request from `X-Request-Id`, or generate one. Add it to the response and the log lines."""
     given = request.header(b"x-request-id") or ""
@@ -197,19 +163,44 @@ def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
 
 
 class HttpServer:
-    """A server that runs `handler` for each request."""
+    """A server that runs `handler` for each request, and the state that its connections share.
+
+    Args:
+        shutdown_s: the longest wait for running requests at shutdown.
+    """
 
     def __init__(self, handler: Handler, limits: ConnectionLimits, *, shutdown_s: float) -> None:
-        """Create the server. `shutdown_s` is the longest wait for running requests at shutdown."""
-        self._limits = limits
+        self.handler = handler
+        self.limits = limits
         self._shutdown_s = shutdown_s
-        self.connections = ConnectionGroup(handler, limits)
+        self.batch = FlushBatch()
+        self.open: set[HttpConnection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()  # of running handlers
+        self.is_draining = False
+        self.changed = asyncio.Event()  # set when a connection or a task has ended
         self._stopped = asyncio.Event()
         self._interrupted = asyncio.Event()
 
-    def replace_handler(self, handler: Handler) -> None:
-        """Run `handler` for all later requests."""
-        self.connections.handler = handler
+    def close_least_recent(self) -> bool:
+        """Close the connection whose last request or opening is oldest. Return False if there is no connection."""
+        if not self.open:
+            return False
+        oldest = min(self.open, key=lambda each: each.last_activity)
+        self.open.discard(oldest)
+        oldest.abort()  # `close` would wait until the client has read all data
+        return True
+
+    def drain(self) -> None:
+        """Close idle connections now, and the others after their responses."""
+        self.is_draining = True
+        for connection in list(self.open):
+            connection.drain()
+
+    async def until_ended(self) -> None:
+        """Wait until there is no connection and no task."""
+        while self.open or self.tasks:
+            self.changed.clear()
+            await self.changed.wait()
 
     def stop(self) -> None:
         """Accept no more connections, and end `serve` after the running requests."""
@@ -230,14 +221,14 @@ class HttpServer:
             finally:
                 acceptor.close()
                 sock.close()
-            self.connections.drain()
-            await first_of(self.connections.until_ended(), self._interrupted.wait(), timeout_s=self._shutdown_s)
+            self.drain()
+            await first_of(self.until_ended(), self._interrupted.wait(), timeout_s=self._shutdown_s)
         finally:
             await self._end(acceptor)
 
     async def _end(self, acceptor: Acceptor) -> None:
         """Cancel the requests that still run, and close all connections."""
-        if running := list(self.connections.tasks):
+        if running := list(self.tasks):
             if self._interrupted.is_set():
                 reason = "at the second signal"
             elif self._stopped.is_set():
@@ -248,16 +239,16 @@ class HttpServer:
             for request in running:
                 request.cancel()
         await asyncio.gather(acceptor.wait_closed(), *running, return_exceptions=True)
-        for connection in list(self.connections.open):
+        for connection in list(self.open):
             connection.abort()
 
     async def _connect(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: HttpConnection(self.connections), connection)
+            await loop.connect_accepted_socket(lambda: HttpConnection(self), connection)
         except OSError as exc:
             connection.close()
             log.debug("client disconnected while it was accepted: %s", exc)
 
     def _relieve(self) -> bool:
-        return self._limits.closes_least_recent and self.connections.close_least_recent()
+        return self.limits.closes_least_recent and self.close_least_recent()

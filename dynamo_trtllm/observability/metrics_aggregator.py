@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric as Collected
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -59,6 +59,20 @@ def snapshot_of(registry: CollectorRegistry) -> Snapshot:
     )
 
 
+class SnapshotCollector(Collector):
+    """Collector of a stored snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._snapshot:
+            collected = Metric(family.name, family.help, family.kind)
+            for sample in family.samples:
+                collected.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield collected
+
+
 class MetricsAggregator:
     """Aggregator of the latest metrics of each running process and the counters of ended ones."""
 
@@ -77,20 +91,6 @@ class MetricsAggregator:
     def total(self) -> Snapshot:
         """Return the metrics of all processes."""
         return merged([*(self._last[name] for name in sorted(self._last)), self._past])
-
-
-class SnapshotCollector(Collector):
-    """Collector of a stored snapshot."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Collected]:
-        for family in self._snapshot:
-            collected = Collected(family.name, family.help, family.kind)
-            for sample in family.samples:
-                collected.add_sample(sample.name, dict(sample.labels), sample.value)
-            yield collected
 
 
 def merged(parts: Iterable[Iterable[Family]]) -> Snapshot:

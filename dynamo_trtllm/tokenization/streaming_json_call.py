@@ -8,37 +8,164 @@ from __future__ import annotations
 
 import json
 import re
-from enum import Enum, auto
-from typing import Final
+import string
+from collections.abc import Generator
+from typing import Final, TypeAlias
 
 from dynamo_trtllm.tokenization.base import TOOL_NAME, DeltaBuilder
 
 _ARGUMENTS: Final = frozenset(("arguments", "parameters"))
 _KEYS: Final = _ARGUMENTS | {"name", "id", "type"}
-_SPACE: Final = " \t\r\n"
+_BLANKS: Final = " \t\r\n"
+_SCALAR: Final = string.ascii_letters + string.digits + "+.-"
 _CLOSERS: Final = {"{": "}", "[": "]"}
 _STRING_STOP: Final = re.compile(r'["\\]')
 _NESTED_STOP: Final = re.compile(r'["{}\[\]]')
-_SCALAR: Final = re.compile(r"[A-Za-z0-9+.\-]*")
+_Waiting: TypeAlias = Generator[None, None, bool]
 
 
-class _Position(Enum):
-    """State of the parser."""
+class _CallText:
+    """The text of one call, and what was read of it. Its generators yield where they need more text.
 
-    OPEN = auto()  # before the object
-    KEY = auto()  # before a key
-    COLON = auto()
-    VALUE = auto()  # before a value
-    STRING = auto()  # inside a string, which may be a key
-    NESTED = auto()  # inside an object or a list
-    SCALAR = auto()
-    ENDED = auto()  # a key or a value was read
-    AFTER = auto()  # after a value
-    DONE = auto()
-    BROKEN = auto()
+    A generator consumes nothing beyond an error. `parse` and those that read a value return False at the first one.
+    """
 
+    def __init__(self, *, needs_arguments: bool) -> None:
+        self.text, self.at = "", 0  # the text received last, and where reading goes on
+        self.has_begun = False  # the call is certain
+        self.name = ""
+        self.has_arguments = False  # their key was read
+        self.arguments: list[str] = []  # read and not emitted
+        self.unseen: list[str] = []  # all other text since the call began, or since the last text of arguments
+        self._needs_arguments = needs_arguments
 
-_INSIDE: Final = frozenset((_Position.STRING, _Position.NESTED, _Position.SCALAR))
+    def parse(self) -> _Waiting:
+        """Parse the object."""
+        seen: set[str] = set()
+        separator = "{"
+        while (yield from self._skip(separator)):
+            separator = ","
+            if (yield from self._peek()) != '"':
+                return False
+            try:
+                key = json.loads((yield from self._string()))
+            except ValueError:
+                return False
+            is_argument = key in _ARGUMENTS
+            if key not in _KEYS or key in seen or (is_argument and self.has_arguments):
+                return False
+            seen.add(key)
+            self.has_arguments |= is_argument
+            self._begin_if_certain()
+            if not (yield from self._skip(":")):
+                return False
+            if not (yield from (self._argument() if is_argument else self._plain_value(key))):
+                return False
+            self._begin_if_certain()
+        return self._is_certain() and (yield from self._skip("}"))
+
+    def _is_certain(self) -> bool:
+        return bool(self.name) and (self.has_arguments or not self._needs_arguments)
+
+    def _begin_if_certain(self) -> None:
+        if not self.has_begun and self._is_certain():
+            self.has_begun = True
+            self.unseen.clear()
+
+    def _take(self, end: int, *, is_argument: bool = False) -> str:
+        """Consume the text up to an index, and return it."""
+        part, self.at = self.text[self.at : end], end
+        if is_argument:
+            self.arguments.append(part)
+        if not (is_argument and self.has_begun):
+            self.unseen.append(part)
+        elif part:
+            self.unseen.clear()
+        return part
+
+    def _end_of(self, chars: str) -> int:
+        """Return the index after the run of these characters that begins here."""
+        return len(self.text) - len(self.text[self.at :].lstrip(chars))
+
+    def _peek(self) -> Generator[None, None, str]:
+        """Consume blanks, and return the character after them."""
+        while self._take(self._end_of(_BLANKS)) or self.at == len(self.text):
+            if self.at == len(self.text):
+                yield
+        return self.text[self.at]
+
+    def _skip(self, char: str) -> _Waiting:
+        """Consume the next character if it is this one. Otherwise return False."""
+        is_found = (yield from self._peek()) == char
+        if is_found:
+            self._take(self.at + 1)
+        return is_found
+
+    def _plain_value(self, key: str) -> _Waiting:
+        """Consume a string or, unless it is a name, a number, a literal or null."""
+        char = yield from self._peek()
+        if char != '"' and (key == "name" or char not in _SCALAR):
+            return False
+        text = yield from (self._string() if char == '"' else self._scalar())
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False
+        if key == "name":
+            self.name = value if TOOL_NAME.match(value) else ""
+        return bool(self.name) or key != "name"
+
+    def _argument(self) -> _Waiting:
+        char = yield from self._peek()
+        if char in _CLOSERS:
+            return (yield from self._nested())
+        if char == '"':
+            yield from self._string(is_argument=True)
+        elif char in _SCALAR:
+            yield from self._scalar(is_argument=True)
+        return char == '"' or char in _SCALAR
+
+    def _scalar(self, *, is_argument: bool = False) -> Generator[None, None, str]:
+        text = self._take(self._end_of(_SCALAR), is_argument=is_argument)
+        while self.at == len(self.text):
+            yield
+            text += self._take(self._end_of(_SCALAR), is_argument=is_argument)
+        return text
+
+    def _string(self, *, is_argument: bool = False) -> Generator[None, None, str]:
+        """Consume a string and return it with its quotes."""
+        parts, at = list[str](), self.at + 1
+        while (stop := _STRING_STOP.search(self.text, at)) is None or stop.group() != '"':
+            if stop is not None:
+                at = stop.end() + 1
+                continue
+            at = max(0, at - len(self.text))  # 1: the last character was a backslash
+            parts.append(self._take(len(self.text), is_argument=is_argument))
+            yield
+        return "".join([*parts, self._take(stop.end(), is_argument=is_argument)])
+
+    def _nested(self) -> _Waiting:
+        """Consume an object or a list up to its closing bracket."""
+        closers, at = [_CLOSERS[self.text[self.at]]], self.at + 1
+        while closers:
+            stop = _NESTED_STOP.search(self.text, at)
+            if stop is None:
+                self._take(len(self.text), is_argument=True)
+                yield
+                at = 0
+                continue
+            char, at = stop.group(), stop.end()
+            if char == '"':
+                self._take(at - 1, is_argument=True)
+                yield from self._string(is_argument=True)
+                at = self.at
+            elif char in _CLOSERS:
+                closers.append(_CLOSERS[char])
+            elif char != closers.pop():
+                self._take(at - 1, is_argument=True)
+                return False
+        self._take(at, is_argument=True)
+        return True
 
 
 class StreamingJsonCall:
@@ -51,32 +178,17 @@ class StreamingJsonCall:
     """
 
     def __init__(self, index: int, *, needs_arguments: bool) -> None:
-        self.begun = False  # something was emitted
         self.index = index
-        self._needs_arguments = needs_arguments
-        self._position = _Position.OPEN
-        self._key: str | None = None  # key of the current value; None while a key is read
-        self._seen: set[str] = set()
-        self._name = ""
-        self._chunks: list[str] = []  # text of the current key or value, except arguments
-        self._arguments: list[str] = []  # not emitted yet
-        self._unparsed: list[str] = []  # all text read but not emitted
-        self._closers: list[str] = []
-        self._in_string = False  # inside a string of a nested value
-        self._escaped = False  # the last character was a backslash in a string
-
-    @property
-    def is_done(self) -> bool:
-        return self._position is _Position.DONE
-
-    @property
-    def is_broken(self) -> bool:
-        return self._position is _Position.BROKEN
+        self.begun = False  # something was emitted
+        self.is_done = False
+        self.is_broken = False
+        self._call = _CallText(needs_arguments=needs_arguments)
+        self._parser = self._call.parse()
 
     @property
     def unseen(self) -> str:
         """Return the text that was read but not emitted. For an invalid or cut-off object it is content."""
-        return "".join(self._unparsed)
+        return "".join(self._call.unseen)
 
     def feed(self, text: str, out: DeltaBuilder) -> str:
         """Parse text up to the end of the object or the first error.
@@ -88,139 +200,18 @@ class StreamingJsonCall:
         Returns:
             The text that was not parsed.
         """
-        at = 0
-        while at < len(text) and self._position not in (_Position.DONE, _Position.BROKEN):
-            before = self._position
-            end = self._step(text, at)
-            if before in _INSIDE or self._position in _INSIDE:
-                self._keep(text[at:end])
-            else:
-                self._unparsed.append(text[at:end])
-            at = end
-            if self._position is _Position.ENDED:
-                self._position = self._ended()
-            self._emit(out)
-        return text[at:]
-
-    def _keep(self, text: str) -> None:
-        """Store text of a key or a value."""
-        if self._key not in _ARGUMENTS:
-            self._chunks.append(text)
-        else:
-            self._arguments.append(text)
-        if self._key not in _ARGUMENTS or not self.begun:
-            self._unparsed.append(text)
-        elif text:
-            self._unparsed.clear()
-
-    def _emit(self, out: DeltaBuilder) -> None:
-        if not self.begun and self._is_certain():
-            self.begun = True
-            self._unparsed.clear()
-            out.begin_call(self.index, self._name)
-        if self.begun:
-            out.add_arguments(self.index, "".join(self._arguments))
-            self._arguments.clear()
-            if self.is_done and not self._seen & _ARGUMENTS:
-                out.add_arguments(self.index, "{}")
-
-    def _is_certain(self) -> bool:
-        return bool(self._name) and (not self._needs_arguments or bool(self._seen & _ARGUMENTS))
-
-    def _step(self, text: str, at: int) -> int:
-        """Parse text within one state, or the first character of the next state; return the index after it."""
-        match self._position:
-            case _Position.STRING:
-                end, is_closed = self._string_end(text, at)
-                self._position = _Position.ENDED if is_closed else _Position.STRING
-                return end
-            case _Position.NESTED:
-                return self._nested(text, at)
-            case _Position.SCALAR:
-                match = _SCALAR.match(text, at)
-                end = match.end() if match else at
-                self._position = _Position.SCALAR if end == len(text) else _Position.ENDED
-                return end
-        if text[at] not in _SPACE:
-            self._position = self._after(text[at])
-        return at if self._position is _Position.BROKEN else at + 1
-
-    def _after(self, char: str) -> _Position:
-        """Return the state after a character outside keys and values, or the first character of one."""
-        match self._position, char:
-            case (_Position.OPEN, "{") | (_Position.AFTER, ","):
-                return _Position.KEY
-            case (_Position.KEY, '"'):
-                self._key = None
-                return _Position.STRING
-            case (_Position.COLON, ":"):
-                return _Position.VALUE
-            case (_Position.AFTER, "}"):
-                return _Position.DONE if self._is_certain() else _Position.BROKEN
-            case (_Position.VALUE, '"'):
-                return _Position.STRING
-            case (_Position.VALUE, "{" | "[") if self._key in _ARGUMENTS:
-                self._closers = [_CLOSERS[char]]
-                return _Position.NESTED
-            case (_Position.VALUE, _) if self._key != "name" and _SCALAR.fullmatch(char):
-                return _Position.SCALAR
-            case _:
-                return _Position.BROKEN
-
-    def _ended(self) -> _Position:
-        """Return the state after the end of a key or a value."""
-        text = "".join(self._chunks)
-        self._chunks.clear()
-        if self._key in _ARGUMENTS:
-            return _Position.AFTER
+        call = self._call
+        call.text, call.at = text, 0
         try:
-            value = json.loads(text)
-        except ValueError:
-            return _Position.BROKEN
-        if self._key is None:
-            return self._begin_key(value)
-        if self._key == "name":
-            self._name = value if TOOL_NAME.match(value) else ""
-        return _Position.AFTER if self._name or self._key != "name" else _Position.BROKEN
-
-    def _begin_key(self, key: str) -> _Position:
-        if key not in _KEYS or key in self._seen or (key in _ARGUMENTS and self._seen & _ARGUMENTS):
-            return _Position.BROKEN
-        self._key = key
-        self._seen.add(key)
-        return _Position.COLON
-
-    def _string_end(self, text: str, at: int) -> tuple[int, bool]:
-        """Return the index after the closing quote and True, or the end of the text and False."""
-        if self._escaped:
-            self._escaped = False
-            at += 1
-        while (match := _STRING_STOP.search(text, at)) is not None:
-            if match.group() == '"':
-                return match.end(), True
-            at = match.end() + 1
-            self._escaped = at > len(text)
-        return len(text), False
-
-    def _nested(self, text: str, at: int) -> int:
-        """Return the index after the closing bracket, at the first bracket that does not match, or the end."""
-        while at < len(text):
-            if self._in_string:
-                at, is_closed = self._string_end(text, at)
-                self._in_string = not is_closed
-                continue
-            match = _NESTED_STOP.search(text, at)
-            if match is None:
-                return len(text)
-            char, at = match.group(), match.end()
-            if char == '"':
-                self._in_string = True
-            elif char in _CLOSERS:
-                self._closers.append(_CLOSERS[char])
-            elif char != self._closers.pop():
-                self._position = _Position.BROKEN
-                return at - 1
-            elif not self._closers:
-                self._position = _Position.ENDED
-                return at
-        return at
+            next(self._parser)
+        except StopIteration as end:
+            self.is_done, self.is_broken = end.value, not end.value
+        if call.has_begun and not self.begun:
+            self.begun = True
+            out.begin_call(self.index, call.name)
+        if self.begun:
+            out.add_arguments(self.index, "".join(call.arguments))
+            call.arguments.clear()
+            if self.is_done and not call.has_arguments:
+                out.add_arguments(self.index, "{}")
+        return text[call.at :]

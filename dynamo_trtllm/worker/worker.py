@@ -22,7 +22,7 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
 from dynamo_trtllm.discovery import keys
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engines.base import Engine, EngineInfo, HasKvEvents, HasStats
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
@@ -214,9 +214,7 @@ class Worker:
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(
-            config.etcd_endpoints, tls=tls_files(config), lease_ttl_s=config.lease_ttl_s, tasks=self._tasks
-        )
+        discovery = EtcdDiscovery(config, lease_ttl_s=config.lease_ttl_s, tasks=self._tasks)
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         role = config.disaggregation_mode

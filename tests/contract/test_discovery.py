@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
@@ -26,10 +27,11 @@ from tests.waiting import SOON_S
 
 _CHILD = """
 import asyncio, sys
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from tests.instances import make_instance
 async def main():
-    discovery = EtcdDiscovery(sys.argv[1], lease_ttl_s=1)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=sys.argv[1]), lease_ttl_s=1)
     await discovery.register(make_instance(int(sys.argv[2]), namespace=sys.argv[3]))
     sys.stdout.write("up\\n"); sys.stdout.flush()
     await asyncio.Event().wait()
@@ -56,7 +58,8 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     address = request.getfixturevalue("etcd_server") if request.param == "etcd" else ""
 
     def join() -> Discovery:
-        joined.append(EtcdDiscovery(address, lease_ttl_s=2) if address else MemoryDiscovery(store))
+        etcd = EtcdDiscovery(ConnectionConfig(etcd_endpoints=address), lease_ttl_s=2) if address else None
+        joined.append(etcd or MemoryDiscovery(store))
         return joined[-1]
 
     async def lose(instance: Instance) -> None:
@@ -75,7 +78,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         if not address:
             store.delete(key) if record is None else store.put(key, record)
             return
-        async with aclosing(EtcdStore(address)) as etcd:
+        async with aclosing(EtcdStore(ConnectionConfig(etcd_endpoints=address))) as etcd:
             await (etcd.delete(key) if record is None else etcd.put(key, record, Lease(id=0, ttl_s=0)))
 
     yield World(namespace=namespace, join=join, lose=lose, write=write)

@@ -115,7 +115,7 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.together is not None:
             self.together.wait(SOON_S)
-        status, body = self.bodies.get(self.path, (404, ""))
+        status, body = self.bodies.get(self.path.partition("?")[0], (404, ""))
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

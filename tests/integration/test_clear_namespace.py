@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from dynamo_trtllm.cli import clear_namespace
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
@@ -54,7 +55,7 @@ class Deployment:
 
 @pytest.fixture
 async def deployment(etcd_server: str, nats_server: str) -> AsyncIterator[Deployment]:
-    store = EtcdStore(etcd_server)
+    store = EtcdStore(ConnectionConfig(etcd_endpoints=etcd_server))
     yield Deployment(etcd_server, nats_server, f"clear-{secrets.token_hex(4)}", store)
     await store.aclose()
 
@@ -106,7 +107,7 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
     deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stale = await deployment.leave(1)
-    discovery = EtcdDiscovery(deployment.etcd, lease_ttl_s=3)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=deployment.etcd), lease_ttl_s=3)
     try:
         await discovery.register(make_instance(2, namespace=deployment.namespace))
         live = next(key for key in await deployment.keys() if key != stale)

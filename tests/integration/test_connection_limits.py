@@ -36,13 +36,13 @@ class Served:
 
     async def until_connections(self, count: int) -> None:
         async with asyncio.timeout(SOON_S):
-            while len(self.server.connections.open) != count:  # noqa: ASYNC110  # an opened one tells nobody
+            while len(self.server.open) != count:  # noqa: ASYNC110  # an opened one tells nobody
                 await asyncio.sleep(0.01)
 
     async def until_answered(self) -> None:
         """All exchanges have ended."""
         async with asyncio.timeout(SOON_S):
-            while self.server.connections.tasks:  # noqa: ASYNC110  # two waiters would miss each other's event
+            while self.server.tasks:  # noqa: ASYNC110  # two waiters would miss each other's event
                 await asyncio.sleep(0.01)
 
     async def aclose(self) -> None:
@@ -100,8 +100,8 @@ async def serving(**config: Any) -> AsyncIterator[Served]:
             await served.aclose()
             server.stop()
             await task
-    assert server.connections.open == set()
-    assert server.connections.tasks == set()
+    assert server.open == set()
+    assert server.tasks == set()
     assert made.pipeline.running == 0
 
 
@@ -116,7 +116,7 @@ async def test_connections_when_one_too_many_then_429_closed_and_room_again_afte
             assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "overloaded", "1")
             assert answer.headers["connection"] == "close"
             assert await refused.until_closed() == b""
-        assert len(served.server.connections.open) == 2
+        assert len(served.server.open) == 2
         assert (await clients[0].ask(GET)).status == 200  # the others are served on
         clients[0].writer.close()
         await served.until_connections(1)

@@ -16,6 +16,7 @@ import pytest
 from etcd3aio.kv import KVService
 
 from benchmarks.chaos.relay import Relay
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
@@ -32,7 +33,7 @@ MakeEtcd = Callable[[], TestServer]
 
 @asynccontextmanager
 async def joined(server: TestServer, *, ttl_s: float = 1) -> AsyncIterator[EtcdDiscovery]:
-    discovery = EtcdDiscovery(server.address, lease_ttl_s=ttl_s)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address), lease_ttl_s=ttl_s)
     try:
         yield discovery
     finally:
@@ -162,7 +163,7 @@ async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_w
     """Its revision tells nothing, and a worker that is late is not there when the watcher looks again."""
     server = own_etcd()
     relay = await Relay.start(server.address)
-    frontend = EtcdDiscovery(relay.address, lease_ttl_s=3)
+    frontend = EtcdDiscovery(ConnectionConfig(etcd_endpoints=relay.address), lease_ttl_s=3)
     for instance in (ONE, TWO):
         await put_without_lease(server, instance)
     async with joined(server, ttl_s=30) as worker, following(frontend) as follower:
@@ -187,7 +188,7 @@ async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(ow
     server = own_etcd()
     relay = await Relay.start(server.address)
     async with joined(server, ttl_s=30) as worker:
-        frontend = EtcdDiscovery(relay.address, lease_ttl_s=1)
+        frontend = EtcdDiscovery(ConnectionConfig(etcd_endpoints=relay.address), lease_ttl_s=1)
         first = await worker.register(ONE)
         await worker.register(TWO)
         async with following(frontend) as follower:
@@ -230,7 +231,7 @@ async def test_watch_when_etcd_lost_its_data_since_the_list_then_it_ends(own_etc
 
 async def test_watch_when_closed_while_etcd_is_away_then_ends(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
-    discovery = EtcdDiscovery(server.address)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address))
     follower = Follower()
     task = asyncio.create_task(follower.run(discovery.watch("dynamo")))
     await follower.until(Synced())
@@ -259,7 +260,8 @@ async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: Ma
 
 async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
-    discovery = EtcdDiscovery(f"127.0.0.1:1,{server.address.replace('127.0.0.1', 'localhost')}")
+    endpoints = f"127.0.0.1:1,{server.address.replace('127.0.0.1', 'localhost')}"
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=endpoints))
     async with following(discovery) as follower:
         await discovery.register(ONE)
         await follower.until(Added(ONE))
@@ -267,7 +269,7 @@ async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(
 
 
 async def test_start_when_address_is_wrong_then_unreachable_names_it() -> None:
-    discovery = EtcdDiscovery("127.0.0.1:1", start_timeout_s=1)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints="127.0.0.1:1"), start_timeout_s=1)
     began = time.monotonic()
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 .*--etcd-endpoints"):
         await discovery.register(ONE)
@@ -283,7 +285,7 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
 ) -> None:
     """As of a worker that loads for minutes."""
     server = own_etcd()
-    discovery = EtcdDiscovery(server.address, lease_ttl_s=1, start_timeout_s=0.2)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address), lease_ttl_s=1, start_timeout_s=0.2)
     async with aclosing(discovery.watch("dynamo")) as events:
         assert await anext(events) == Synced()
     await stop(server)
@@ -357,7 +359,7 @@ async def test_watch_when_a_worker_registers_another_record_then_that_is_up_unde
 async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(own_etcd: MakeEtcd) -> None:
     for hurt in ("stop", "pause"):
         server = own_etcd()
-        discovery = EtcdDiscovery(server.address)
+        discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=server.address))
         await discovery.register(ONE)
         getattr(server, hurt)()
         began = time.monotonic()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.discovery.etcd_store import TlsFiles
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.launch.servers import etcd_binary
 from dynamo_trtllm.network.addresses import free_ports
@@ -50,10 +50,14 @@ def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     process.wait()
 
 
+def files_of(secrets: Path) -> dict[str, Path]:
+    return {"etcd_ca": secrets / "ca.crt", "etcd_cert": secrets / "client.crt", "etcd_key": secrets / "client.key"}
+
+
 async def test_instance_when_registered_with_a_certificate_then_others_see_it(address: str, secrets: Path) -> None:
-    files = TlsFiles(ca=secrets / "ca.crt", cert=secrets / "client.crt", key=secrets / "client.key")
-    worker = EtcdDiscovery(f"https://{address}", tls=files, start_timeout_s=15)
-    frontend = EtcdDiscovery(f"https://{address}", tls=files, start_timeout_s=15)
+    config = ConnectionConfig(etcd_endpoints=f"https://{address}", **files_of(secrets))
+    worker = EtcdDiscovery(config, start_timeout_s=15)
+    frontend = EtcdDiscovery(config, start_timeout_s=15)
     instance = make_instance(1)
     try:
         await worker.register(instance)
@@ -70,14 +74,15 @@ async def test_instance_when_registered_with_a_certificate_then_others_see_it(ad
 
 @pytest.mark.parametrize("case", ["no certificate", "not its authority", "no TLS"])
 async def test_etcd_when_asked_without_what_it_wants_then_unreachable(address: str, secrets: Path, case: str) -> None:
+    good = files_of(secrets)
     files = {
-        "no certificate": TlsFiles(ca=secrets / "ca.crt"),
-        "not its authority": TlsFiles(cert=secrets / "client.crt", key=secrets / "client.key"),
-        "no TLS": TlsFiles(),
+        "no certificate": {"etcd_ca": good["etcd_ca"]},
+        "not its authority": {name: good[name] for name in ("etcd_cert", "etcd_key")},
+        "no TLS": {},
     }[case]
-    good = TlsFiles(ca=secrets / "ca.crt", cert=secrets / "client.crt", key=secrets / "client.key")
-    allowed = EtcdDiscovery(f"https://{address}", tls=good, start_timeout_s=15)
-    discovery = EtcdDiscovery(("http" if case == "no TLS" else "https") + f"://{address}", tls=files, start_timeout_s=1)
+    endpoints = ("http" if case == "no TLS" else "https") + f"://{address}"
+    allowed = EtcdDiscovery(ConnectionConfig(etcd_endpoints=f"https://{address}", **good), start_timeout_s=15)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=endpoints, **files), start_timeout_s=1)
     try:
         await allowed.register(make_instance(3))  # it is there
         with pytest.raises(Unreachable):

@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import PayloadTooLarge
 from dynamo_trtllm.http_server import connection, exchange
 from dynamo_trtllm.http_server.connection import HttpConnection
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
-from dynamo_trtllm.http_server.server import ConnectionGroup, ConnectionLimits, HttpServer
+from dynamo_trtllm.http_server.server import ConnectionLimits, HttpServer
 from tests.waiting import SOON_S
 
 LIMITS = ConnectionLimits(
@@ -89,7 +89,7 @@ async def serving(handler: Any, shutdown_s: float = SOON_S, **limits: Any) -> As
         yield served
         server.stop()
         await served.task
-        await server.connections.until_ended()
+        await server.until_ended()
 
 
 @on_both_loops
@@ -145,7 +145,7 @@ async def test_serve_when_it_is_cancelled_then_its_requests_and_connections_end(
         served.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await served.task
-        assert not served.server.connections.tasks
+        assert not served.server.tasks
         assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
         writer.close()
         served.task = asyncio.create_task(asyncio.sleep(0))
@@ -164,9 +164,9 @@ async def test_response_when_nobody_reads_it_then_the_connection_ends(
     async with serving(answer_large, keep_alive_timeout_s=0.05) as served:
         _, writer = await served.connect(GET.replace(b"Host", b"Connection: close\r\nHost") if close else GET)
         async with asyncio.timeout(SOON_S):
-            while not served.server.connections.open:  # noqa: ASYNC110 - the server has no event for it
+            while not served.server.open:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.001)
-        await served.server.connections.until_ended()
+        await served.server.until_ended()
         writer.transport.abort()
 
 
@@ -175,7 +175,7 @@ async def test_response_when_nobody_reads_it_then_the_connection_ends(
 async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client_can_read_it(way: str) -> None:
     async def refuse(request: HttpRequest, response: HttpResponse) -> None:
         if way == "drain":
-            served.server.connections.drain()
+            served.server.drain()
         response.send_error(PayloadTooLarge("too large"))
 
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(UPLOAD)
@@ -208,9 +208,9 @@ async def test_stream_when_it_fails_and_nobody_reads_it_then_the_connection_ends
     async with serving(fail) as served:
         _, writer = await served.connect(GET)
         async with asyncio.timeout(SOON_S):
-            while not served.server.connections.open:  # noqa: ASYNC110 - the server has no event for it
+            while not served.server.open:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.001)
-        await served.server.connections.until_ended()
+        await served.server.until_ended()
         writer.transport.abort()
 
 
@@ -241,7 +241,7 @@ async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_i
     async def flood(request: HttpRequest, response: HttpResponse) -> None:
         response.cancel_on_disconnect()
         response.start_events({})
-        [opened] = served.server.connections.open
+        [opened] = served.server.open
         try:
             while True:
                 await response.send_events(event)
@@ -253,9 +253,9 @@ async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_i
     async with serving(flood) as served:
         _, writer = await served.connect(GET)
         async with asyncio.timeout(SOON_S):
-            while not served.server.connections.open:  # noqa: ASYNC110 - the server has no event for it
+            while not served.server.open:  # noqa: ASYNC110 - the server has no event for it
                 await asyncio.sleep(0.001)
-        await served.server.connections.until_ended()
+        await served.server.until_ended()
         writer.transport.abort()
     assert ended == ["cancelled"]
     assert 0 < kept[0] < 200_000
@@ -347,7 +347,7 @@ async def test_connection_when_it_has_tls_and_client_certificates_then_served_an
     server_context.verify_mode = ssl.CERT_REQUIRED
     held = Held()
     held.go.set()
-    group = ConnectionGroup(held, LIMITS)
+    group = HttpServer(held, LIMITS, shutdown_s=0.0)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: HttpConnection(group), "127.0.0.1", 0, ssl=server_context)
     port = server.sockets[0].getsockname()[1]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Added, Removed
@@ -37,7 +38,7 @@ from tests.waiting import SOON_S
 
 async def test_serve_when_stopped_then_it_appeared_and_left(etcd_server: str, nats_server: str) -> None:
     chosen = config(etcd_server, nats_server)
-    worker, discovery = Worker(chosen), EtcdDiscovery(etcd_server)
+    worker, discovery = Worker(chosen), EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
         serving = group.create_task(worker.serve())
         async with aclosing(discovery.watch(chosen.namespace)) as events:
@@ -283,7 +284,7 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
     caching = {"publish_kv_events": True, "override_engine_args": {"enable_prefix_caching": True}}
     chosen = config(etcd_server, nats_server).model_copy(update=caching)
     worker, plane = Worker(chosen), await NatsPlane.connect(nats_server, PlaneLimits())
-    discovery = EtcdDiscovery(etcd_server)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     endpoint = endpoint_of(chosen)
     await plane.subscribe(
         kv_events_subject(endpoint.namespace), lambda data, _: found.put_nowait(decode(data, KvCacheUpdate))

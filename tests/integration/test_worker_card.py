@@ -26,7 +26,7 @@ def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:
 
 
 async def registered_card(chosen: WorkerConfig) -> ModelDeploymentCard:
-    worker, discovery = Worker(chosen), EtcdDiscovery(chosen.etcd_endpoints)
+    worker, discovery = Worker(chosen), EtcdDiscovery(chosen)
     try:
         async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
             group.create_task(worker.serve())

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import EngineInfo, Finding
@@ -79,7 +80,7 @@ async def test_serve_when_a_live_peer_does_not_fit_then_config_error_before_load
     etcd_server: str, nats_server: str, engines: list[JudgingEngine]
 ) -> None:
     chosen = config(etcd_server, nats_server)
-    discovery = EtcdDiscovery(etcd_server)
+    discovery = EtcdDiscovery(ConnectionConfig(etcd_endpoints=etcd_server))
     await discovery.register(make_instance(0xABC, namespace=chosen.namespace))
     try:
         with pytest.raises(ConfigError, match=r"layout.block_tokens 32 against decode worker abc: 16") as caught:

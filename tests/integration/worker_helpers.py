@@ -77,7 +77,7 @@ async def frontend_side(
     chosen: WorkerConfig, options: PipelineOptions | None = None, limits: PlaneLimits | None = None
 ) -> AsyncIterator[FrontendSide]:
     plane = await NatsPlane.connect(chosen.nats_server, limits)
-    discovery = EtcdDiscovery(chosen.etcd_endpoints, lease_ttl_s=chosen.lease_ttl_s)
+    discovery = EtcdDiscovery(chosen, lease_ttl_s=chosen.lease_ttl_s)
     side = FrontendSide(chosen, plane, discovery, options or PipelineOptions())
     watch = asyncio.create_task(side.models.watch())
     try:

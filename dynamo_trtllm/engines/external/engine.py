@@ -1,22 +1,26 @@
-"""Base class of engines that wrap an inference library: loading on a thread, warm-up, requests and shutdown."""
+"""Base class of engines that wrap an inference library: loading, warm-up, requests, health, drain and shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
-from dynamo_trtllm.engines.external.library import Library
+from dynamo_trtllm.engines.external.library import Library, LibraryCall
 from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
-from dynamo_trtllm.engines.external.runner import Runner, Times
+from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
+from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, first_request, variants
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
 from dynamo_trtllm.kv_transfer.base import TransferIdentity
-from dynamo_trtllm.messages import GenerateRequest, ReleaseOutcome
-from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
+from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseOutcome
+from dynamo_trtllm.streams import OnEvent
 
 _log = logging.getLogger(__name__)
 
@@ -28,29 +32,53 @@ V = TypeVar("V")
 class ExternalEngine:
     """Implementation of `Engine`, `KvHolder`, `HasStats` and `HasProgress` without `start`."""
 
-    def __init__(self, engine: str, library: str, *, warm_up_budget_s: float) -> None:
+    library: Library  # these two are there once the library is loaded
+    transfers: ExternalTransfers
+
+    def __init__(self, config: WorkerConfig, *, engine: str, library: str, instance_id: int) -> None:
         """Initialize an engine that is not loaded.
 
         Args:
+            config: settings of the worker.
             engine: value of `--engine`.
             library: name of the library, for messages.
-            warm_up_budget_s: see `WarmUp`.
+            instance_id: id of the worker, part of its KV transfer parameters.
         """
-        self._warming = WarmUp(warm_up_budget_s)
+        self.library_name = library
+        self.ticket_ttl_s, self.handoff_timeout_s = config.ticket_ttl_s, config.handoff_timeout_s
+        self.tasks: set[asyncio.Task[None]] = set()  # of calls
+        self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
         self._engine = engine
-        self._library = library
+        self._instance_id = instance_id
+        self._model = config.served_model_name or Path(config.model_path).name
+        self._warming = WarmUp(config.warm_up_budget_s)
         self._loading: EngineLoader[Any] | None = None
         self._llm: Any = None  # the library's own object
-        self._runner: Runner | None = None
-        self._closed = False
+        self._has_library = False
+        self._unavailable: DynamoError | None = EngineNotReady(f"the {engine} engine has not been started")
+        self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self._unavailable, EngineFailed)
 
     def progress(self) -> str:
         """See `HasProgress`."""
         loading = self._loading
         return self._warming.progress() if loading is None else loading.progress()
 
-    async def _load(self, loading: EngineLoader[tuple[V, Any]]) -> V:
-        """Return the library's bindings and store its engine object. Raises the exceptions of the builder."""
+    async def _load(self, build: Callable[[], tuple[V, Any]], *, weight_bytes: int) -> V:
+        """Return the library's bindings and store its engine object. Raises the exceptions of the builder.
+
+        Args:
+            build: blocking function that returns both.
+            weight_bytes: weights of one GPU.
+        """
+        loading: EngineLoader[tuple[V, Any]] = EngineLoader(
+            build, discard=self._discard, gpu_bytes_used=gpu.memory_used_bytes, weight_bytes=weight_bytes
+        )
         self._loading = loading
         try:
             bindings, self._llm = await loading.load()
@@ -58,15 +86,18 @@ class ExternalEngine:
             self._loading = None
         return bindings
 
-    def _run(self, library: Library, identity: TransferIdentity, times: Times) -> None:
-        """Accept requests, which the loaded library runs."""
-        self._runner = Runner(library, identity, times)
+    def _run(self, library: Library, info: EngineInfo, transport: str) -> None:
+        """Accept requests, which the loaded library runs. `transport`: how KV is transferred, for logs and metrics."""
+        identity = TransferIdentity(info.engine, self._instance_id, self._model, info.layout, info.kv_compat, transport)
+        self.library = library
+        self.transfers = ExternalTransfers(identity, ttl_s=self.ticket_ttl_s, on_change=self._note_idle)
+        self._has_library = True
+        self._unavailable = None
 
-    async def _warm_up(self, model: str, info: EngineInfo, passes: Sequence[WarmUpStep] = ()) -> None:
+    async def _warm_up(self, info: EngineInfo, passes: Sequence[WarmUpStep] = ()) -> None:
         """Generate one token, so that `start` returns only when the library responds. Then run the warm-up.
 
         Args:
-            model: name of the model.
             info: properties of the engine.
             passes: steps of this engine, before the requests.
 
@@ -74,28 +105,51 @@ class ExternalEngine:
             EngineFailed: the library does not respond, or failed during the warm-up.
         """
         try:
-            await first_request(self, model, max_tokens=1)
+            await first_request(self, self._model, max_tokens=1)
         except DynamoError as exc:
-            raise EngineFailed(f"{self._library} was loaded but the warm-up request failed: {exc.message}") from exc
-        await self._warming.run([*passes, *variants(self, model, info)])
+            text = f"{self.library_name} was loaded but the warm-up request failed: {exc.message}"
+            raise EngineFailed(text) from exc
+        await self._warming.run([*passes, *variants(self, self._model, info)])
         await self.check()
 
     async def check(self) -> None:
-        """See `Engine.check`."""
-        if self._runner is None:
-            raise self._not_ready()
-        self._runner.check()
+        """See `Engine.check`. If the library can no longer serve, all streams end."""
+        if self._unavailable is None:
+            waiting = [call.created_at for call in self._inflight if not call.has_ended]
+            reason = self.library.health(min(waiting, default=None))
+            if reason:
+                self.fail(reason)
+        self._require_available()
+
+    def _require_available(self) -> None:
+        if self._unavailable is not None:
+            raise type(self._unavailable)(self._unavailable.message)
+
+    def fail(self, why: str, cause: BaseException | None = None) -> None:
+        """End all streams with an error. The first reason is reported for later requests too."""
+        if self.has_failed:
+            return
+        self._unavailable = EngineFailed(why)
+        if self._has_library:
+            self.transfers.close()  # their KV ended with the library
+        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
+        for call in list(self._inflight):
+            error = EngineFailed(why)
+            error.__cause__ = cause
+            call.on_error(error)
+        for task in tasks:
+            task.cancel()
 
     async def drain(self) -> None:
         """See `Engine.drain`."""
-        if self._runner is not None:
-            await self._runner.drain()
+        await self._idle.wait()
 
     async def aclose(self) -> None:
         """See `Engine.aclose`."""
-        self._closed = True
-        if self._runner is not None:
-            await self._runner.aclose()
+        self.fail("the engine is closed")
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self._has_library:
+            await self.library.aclose()
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -104,7 +158,9 @@ class ExternalEngine:
                 await run_in_daemon_thread(partial(self._shut_down, llm), name=f"{self._engine}-shutdown")
         except TimeoutError:
             _log.error(
-                "%s did not shut down within %g s; check that its processes have ended", self._library, _SHUTDOWN_S
+                "%s did not shut down within %g s; check that its processes have ended",
+                self.library_name,
+                _SHUTDOWN_S,
             )
 
     def _shut_down(self, llm: Any) -> None:
@@ -112,36 +168,64 @@ class ExternalEngine:
         try:
             llm.shutdown()
         except Exception as exc:  # noqa: BLE001 - of any class; nothing can be done about it
-            _log.warning("%s failed to shut down; check for leftover processes: %s", self._library, exc)
+            _log.warning("%s failed to shut down; check for leftover processes: %s", self.library_name, exc)
 
     def _discard(self, built: tuple[Any, Any]) -> None:
         self._shut_down(built[1])
 
     # --- requests --------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> ExternalCall:
         """See `Engine.generate`."""
-        if self._runner is not None:
-            return self._runner.generate(request, on_event)
-        stream = Stream(on_event)
-        asyncio.get_running_loop().call_soon(stream.emit, self._not_ready())
-        return stream
+        return ExternalCall(self, request, on_event)
 
-    def _not_ready(self) -> DynamoError:
-        if self._closed:
-            return EngineFailed("the engine is closed")
-        return EngineNotReady(f"the {self._engine} engine has not been started")
+    def prepare(self, request: GenerateRequest) -> LibraryCall:
+        """Return the library's call for a request. Raises the errors of `Library.prepare` and of the transfer."""
+        self._require_available()
+        kv_params = self.transfers.validate(request) if request.phase is Phase.DECODE else None
+        return self.library.prepare(request, kv_params)
+
+    def add(self, call: ExternalCall) -> None:
+        """Count a call as running."""
+        self._inflight.add(call)
+        self._note_idle()
+
+    def remove(self, call: ExternalCall) -> None:
+        """Stop counting a call. Idempotent."""
+        self._inflight.discard(call)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._inflight or (self._has_library and len(self.transfers)):
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `KvHolder.release`."""
+        """See `KvHolder.release`. After a fetch the library itself frees the KV, without reporting it."""
         _log.debug("KV transfer %s released: %s", transfer_id, outcome)
-        if self._runner is not None:
-            self._runner.release(transfer_id, outcome)
+        if self._has_library:
+            self.transfers.release(transfer_id, outcome)
 
     def is_pending(self, transfer_id: str) -> bool:
         """See `KvHolder.is_pending`."""
-        return self._runner is not None and self._runner.is_pending(transfer_id)
+        return self._has_library and self.transfers.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         """See `HasStats`."""
-        return NO_STATS if self._runner is None else self._runner.stats()
+        if not self._has_library:
+            return NO_STATS
+        calls, transfers = len(self._inflight), self.transfers
+        counts = self.library.counts(is_idle=not (calls or len(transfers) or transfers.leaked_kv_blocks))
+        waiting = min(counts.waiting, calls)
+        return EngineStats(
+            running=calls - waiting,
+            waiting=waiting,
+            kv_blocks_used=counts.kv_blocks_used,
+            kv_blocks_total=counts.kv_blocks_total,
+            tickets_held=len(transfers),
+            ticket_kv_blocks=transfers.kv_blocks,
+            leaked_kv_blocks=transfers.leaked_kv_blocks,
+            queued_prefill_tokens=sum(call.tokens[0] for call in self._inflight),
+            context_tokens=sum(call.tokens[1] for call in self._inflight),
+        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError, RequestRejected
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -17,6 +17,9 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.external.runner import ExternalCall
 
 # Finish reasons of the libraries that are successful ends.
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -45,39 +48,18 @@ class Counts(NamedTuple):
     kv_blocks_total: int = 0
 
 
-class Receiver(Protocol):
-    """Receives what a library says about one call. Its methods are called on the event loop and never raise."""
-
-    @property
-    def is_fetching(self) -> bool:
-        """True until the first result of a decode call, which shows that the KV has been fetched."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the call was canceled, or its deadline passed."""
-
-    def on_result(self, result: Any) -> None:
-        """Take the next result. A result with a finish reason ends the call."""
-
-    def on_error(self, error: DynamoError) -> None:
-        """End the call with an error.
-
-        EngineFailed ends all calls if the library is not healthy, or if several requests in a row end in it.
-        """
-
-
 class LibraryCall(Protocol):
     """One call of the library. The runner calls `run` once, and the other methods only after that."""
 
     exports_kv: bool  # a prefill call whose KV stays allocated for a decode worker
     stop_ids: frozenset[int]  # token ids that end the output
 
-    async def run(self, receiver: Receiver) -> None:
+    async def run(self, receiver: ExternalCall) -> None:
         """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
 
         Raises:
             DynamoError: the library rejected the call, or it ended without a finish reason. EngineFailed as for
-                `Receiver.on_error`.
+                `ExternalCall.on_error`.
         """
 
     def read(self, result: Any) -> EngineOutput:

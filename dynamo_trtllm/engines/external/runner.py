@@ -1,4 +1,4 @@
-"""Run the requests of a loaded library: calls, deadlines, KV transfers, failure, drain and statistics."""
+"""Run one request of a loaded library: its call, its deadlines, its KV transfer and its end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo_trtllm.engines.base import EngineStats, client_request
-from dynamo_trtllm.engines.external.library import ENDS, EngineOutput, Library, LibraryCall
-from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
+from dynamo_trtllm.engines.base import client_request
+from dynamo_trtllm.engines.external.library import ENDS, EngineOutput, LibraryCall
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -21,10 +20,13 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import FetchLimits, TransferIdentity, first_deadline, timeout_error
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
+from dynamo_trtllm.kv_transfer.base import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.external.engine import ExternalEngine
 
 _log = logging.getLogger(__name__)
 
@@ -35,119 +37,6 @@ _PROMPT_PIECE = 1024  # prompt tokens in one chunk of log-probabilities
 KV_WAIT_S = 30.0  # for the KV of a cancelled decode call, if the library can't abort a fetch
 ANSWER_S = 10.0  # for the last result after an abort
 MAX_FAILED_REQUESTS = 5  # in a row, without a result between them: then the engine has failed
-
-
-class Times(NamedTuple):
-    """Time limits of a KV transfer."""
-
-    ticket_ttl_s: float
-    handoff_timeout_s: float
-
-
-class Runner:
-    """The calls and KV transfers of one loaded library. It is the `KvHolder` of their streams."""
-
-    def __init__(self, library: Library, identity: TransferIdentity, times: Times) -> None:
-        """Initialize without calls. `identity` has the worker's own fields of KV transfer parameters."""
-        self.library, self.times = library, times
-        self.transfers = ExternalTransfers(identity, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
-        self.tasks: set[asyncio.Task[None]] = set()  # of calls
-        self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
-        self._failed: EngineFailed | None = None
-        self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failed is not None
-
-    def generate(self, request: GenerateRequest, on_event: OnEvent) -> ExternalCall:
-        """See `Engine.generate`."""
-        return ExternalCall(self, request, on_event)
-
-    def prepare(self, request: GenerateRequest) -> LibraryCall:
-        """Return the library's call for a request. Raises the errors of `Library.prepare` and of the transfer."""
-        if self._failed is not None:
-            raise EngineFailed(self._failed.message)
-        return self.library.prepare(
-            request, self.transfers.validate(request) if request.phase is Phase.DECODE else None
-        )
-
-    def check(self) -> None:
-        """Raise EngineFailed, and end all streams, if the library can no longer serve."""
-        if self._failed is None:
-            waiting = [call.created_at for call in self._inflight if not call.has_ended]
-            reason = self.library.health(min(waiting, default=None))
-            if reason:
-                self.fail(reason)
-        if self._failed is not None:
-            raise EngineFailed(self._failed.message)
-
-    def fail(self, why: str, cause: BaseException | None = None) -> None:
-        """End all streams with an error. The first reason is reported for later requests too."""
-        if self._failed is not None:
-            return
-        self._failed = EngineFailed(why)
-        self.transfers.close()  # their KV ended with the library
-        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
-        for call in list(self._inflight):
-            error = EngineFailed(why)
-            error.__cause__ = cause
-            call.on_error(error)
-        for task in tasks:
-            task.cancel()
-
-    async def drain(self) -> None:
-        """See `Engine.drain`."""
-        await self._idle.wait()
-
-    async def aclose(self) -> None:
-        """End all streams. Idempotent."""
-        self.fail("the engine is closed")
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        await self.library.aclose()
-
-    def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
-        """See `KvHolder.release`. After a fetch the library itself frees the KV, without reporting it."""
-        self.transfers.release(transfer_id, outcome)
-
-    def is_pending(self, transfer_id: str) -> bool:
-        """See `KvHolder.is_pending`."""
-        return self.transfers.is_pending(transfer_id)
-
-    def stats(self) -> EngineStats:
-        """See `HasStats`."""
-        calls = len(self._inflight)
-        counts = self.library.counts(is_idle=not (calls or len(self.transfers) or self.transfers.leaked_kv_blocks))
-        waiting = min(counts.waiting, calls)
-        return EngineStats(
-            running=calls - waiting,
-            waiting=waiting,
-            kv_blocks_used=counts.kv_blocks_used,
-            kv_blocks_total=counts.kv_blocks_total,
-            tickets_held=len(self.transfers),
-            ticket_kv_blocks=self.transfers.kv_blocks,
-            leaked_kv_blocks=self.transfers.leaked_kv_blocks,
-            queued_prefill_tokens=sum(call.tokens[0] for call in self._inflight),
-            context_tokens=sum(call.tokens[1] for call in self._inflight),
-        )
-
-    def add(self, call: ExternalCall) -> None:
-        """Count a call as running."""
-        self._inflight.add(call)
-        self._note_idle()
-
-    def remove(self, call: ExternalCall) -> None:
-        """Stop counting a call. Idempotent."""
-        self._inflight.discard(call)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        if self._inflight or len(self.transfers):
-            self._idle.clear()
-        else:
-            self._idle.set()
 
 
 class ExternalCall(Stream):
@@ -166,33 +55,33 @@ class ExternalCall(Stream):
 
     __slots__ = (
         "_call",
+        "_engine",
         "_has_started",
         "_has_tokens",
         "_is_aborted",
         "_request",
-        "_runner",
         "_started_at",
         "_task",
         "_timer",
         "created_at",
     )
 
-    def __init__(self, runner: Runner, request: GenerateRequest, on_event: OnEvent) -> None:
-        super().__init__(on_event, runner)
+    def __init__(self, engine: ExternalEngine, request: GenerateRequest, on_event: OnEvent) -> None:
+        super().__init__(on_event, engine)
         self.created_at = self._started_at = time.monotonic()
-        self._runner = runner
+        self._engine = engine
         self._request = request
         self._has_started = self._has_tokens = self._is_aborted = False
         self._call: LibraryCall | None = None  # None before it is prepared, and after its end
         self._timer: asyncio.TimerHandle | None = None
-        runner.add(self)
-        name = f"{runner.library.name}-{request.request_id}"
+        engine.add(self)
+        name = f"{engine.library_name}-{request.request_id}"
         self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
-        runner.tasks.add(self._task)
+        engine.tasks.add(self._task)
         self._task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._runner.tasks.discard(task)
+        self._engine.tasks.discard(task)
         if task.cancelled():
             self._end()
             self._pass_on(EngineFailed("the engine shut down during the request"))  # dropped if the stream has ended
@@ -203,7 +92,7 @@ class ExternalCall(Stream):
             return
         error: DynamoError | None = None
         try:
-            self._call = self._runner.prepare(self._request)
+            self._call = self._engine.prepare(self._request)
             self._start_timer()
             await self._call.run(self)
         except DynamoError as exc:
@@ -224,19 +113,19 @@ class ExternalCall(Stream):
         count = len(self._request.token_ids)
         return (0, count) if self._has_started else (0 if self.is_fetching else count, 0)
 
-    # --- what the library says -----------------------------------------------------------------------------
+    # --- what the library says ------------------------------------------------------------------------------
 
     @property
     def is_fetching(self) -> bool:
-        """See `Receiver.is_fetching`."""
+        """True until the first result of a decode call, which shows that the KV has been fetched."""
         return self._request.phase is Phase.DECODE and not self._has_started
 
     def on_result(self, result: Any) -> None:
-        """See `Receiver.on_result`."""
+        """Take the next result, on the event loop. A result with a finish reason ends the call. Never raises."""
         call = self._call
         if call is None:
             return
-        self._runner.failed_requests.clear()
+        self._engine.failed_requests.clear()
         if not self._has_started:
             self._note_started()
         event: StreamEvent | None = None
@@ -261,13 +150,16 @@ class ExternalCall(Stream):
             event = None  # as above
 
     def on_error(self, error: DynamoError) -> None:
-        """See `Receiver.on_error`."""
-        runner = self._runner
-        if isinstance(error, EngineFailed) and not runner.has_failed:
+        """End the call with an error, on the event loop. Never raises.
+
+        EngineFailed ends all calls if the library is not healthy, or if several requests in a row end in it.
+        """
+        engine = self._engine
+        if isinstance(error, EngineFailed) and not engine.has_failed:
             if not self.has_ended:
-                runner.failed_requests.add(client_request(self._request))
-            if runner.library.health(None) or len(runner.failed_requests) >= MAX_FAILED_REQUESTS:
-                runner.fail(error.message, error.__cause__)  # which ends this call, too
+                engine.failed_requests.add(client_request(self._request))
+            if engine.library.health(None) or len(engine.failed_requests) >= MAX_FAILED_REQUESTS:
+                engine.fail(error.message, error.__cause__)  # which ends this call, too
             else:
                 _log.warning("%s failed; other requests continue: %s", self._task.get_name(), error)
                 if self._call is not None:
@@ -312,7 +204,7 @@ class ExternalCall(Stream):
         return output.chunk(self._timings(call, result, output))
 
     def _transfer_chunk(self, call: LibraryCall, result: Any, output: EngineOutput) -> Chunk:
-        kv_params = self._runner.transfers.create(self._request, call, *call.export(result, output))
+        kv_params = self._engine.transfers.create(self._request, call, *call.export(result, output))
         timings = msgspec.structs.replace(
             self._timings(call, result, output), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
         )
@@ -320,7 +212,7 @@ class ExternalCall(Stream):
 
     def _broken(self, finish: str) -> DynamoError:
         """Return the error for a request that the library ended on its own."""
-        library = self._runner.library
+        library = self._engine.library
         if self._request.phase is Phase.DECODE and not self._has_tokens:
             error = TransferTimeout if finish == "timeout" else TransferFailed
             return error(f"{library.name} did not receive the KV of the prompt ({finish}){library.transfer_hint}")
@@ -346,7 +238,7 @@ class ExternalCall(Stream):
         if self._request.phase is not Phase.DECODE or kv_params is None:
             self._due_at_deadline()
             return
-        limits = FetchLimits(self._request.deadline, self._runner.times.handoff_timeout_s)
+        limits = FetchLimits(self._request.deadline, self._engine.handoff_timeout_s)
         first = first_deadline(kv_params, limits, time.time())
         RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id)
         self._due_in(first.left_s, lambda: self._pass_on(timeout_error(kv_params, first)))
@@ -372,7 +264,7 @@ class ExternalCall(Stream):
         call = self._call
         if call is None:
             self._end()
-        elif self.is_fetching and not self._runner.library.can_abort_fetch:
+        elif self.is_fetching and not self._engine.library.can_abort_fetch:
             self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
         else:
             self._abort(call)
@@ -395,6 +287,6 @@ class ExternalCall(Stream):
         """Forget the call, which the library has ended. Idempotent."""
         self._cancel_timer()
         call, self._call = self._call, None
-        if call is not None and call.exports_kv and not keeps_kv and not self._runner.has_failed:
-            self._runner.transfers.release_kv(call, len(self._request.token_ids))
-        self._runner.remove(self)
+        if call is not None and call.exports_kv and not keeps_kv and not self._engine.has_failed:
+            self._engine.transfers.release_kv(call, len(self._request.token_ids))
+        self._engine.remove(self)

@@ -20,9 +20,8 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
+from dynamo_trtllm.engines.external.loading import run_in_daemon_thread
 from dynamo_trtllm.engines.external.request_checks import end_ids
-from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
@@ -35,7 +34,6 @@ from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Instance, Limits, Phase, Role
 
 _log = logging.getLogger(__name__)
@@ -59,14 +57,12 @@ class TrtllmEngine(ExternalEngine):
         Raises:
             ConfigError: TensorRT-LLM is not installed, an argument is invalid, or the folder has no model.
         """
-        super().__init__("trtllm", "TensorRT-LLM", warm_up_budget_s=config.warm_up_budget_s)
+        super().__init__(config, engine="trtllm", library="TensorRT-LLM", instance_id=instance_id)
         version = PACKAGE.version()
         gpus = gpu.visible_gpus()
         self._release = release_for(version)
         self._args = trtllm_args(config, self._release, gpus)
         self._checkpoint = read_checkpoint(Path(config.model_path))
-        self._model = config.served_model_name or self._checkpoint.folder.name
-        self._instance_id = instance_id
         self._facts = RoleFacts(
             role=config.disaggregation_mode,
             args=self._args,
@@ -77,7 +73,7 @@ class TrtllmEngine(ExternalEngine):
             environment={**self._args.profile.environment, **process_environment()},
             strategy=config.disaggregation_strategy,
         )
-        self._times = Times(settings.ticket_ttl_s(self._facts, config.ticket_ttl_s), config.handoff_timeout_s)
+        self.ticket_ttl_s = settings.ticket_ttl_s(self._facts, config.ticket_ttl_s)
         self._kv_compat = settings.kv_compat(self._facts, version)
         self._kv_events: KvEventPoller | None = None
         if config.publish_kv_events:
@@ -128,14 +124,9 @@ class TrtllmEngine(ExternalEngine):
         """See `Engine.start`."""
         for note in self._args.notes:
             _log.info("%s", note)
-        loading = EngineLoader(
-            self._build,
-            discard=self._discard,
-            gpu_bytes_used=gpu.memory_used_bytes,
-            weight_bytes=weight_bytes(self._checkpoint).total // self._facts.tensor_parallel,
-        )
-        info, library = self._serve(await self._load(loading))
-        await self._warm_up(self._model, info)
+        weights = weight_bytes(self._checkpoint).total // self._facts.tensor_parallel
+        info, library = self._serve(await self._load(self._build, weight_bytes=weights))
+        await self._warm_up(info)
         if settings.has_statistics(self._args):
             library.poll_stats()
         return info
@@ -178,14 +169,12 @@ class TrtllmEngine(ExternalEngine):
             self._llm,
             model_limits,
             ContextParams(self._instance_id, bindings.disagg_fields),
-            ticket_ttl_s=self._times.ticket_ttl_s,
+            ticket_ttl_s=self.ticket_ttl_s,
             kv_timeout_s=settings.kv_timeout_s(facts),
             runtime=facts.set_runtime,
             num_kv_ranks=facts.tensor_parallel if facts.on("enable_attention_dp") else 1,
         )
-        transport = f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
-        identity = TransferIdentity("trtllm", self._instance_id, self._model, layout, self._kv_compat, transport)
-        self._run(library, identity, self._times)
+        self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
         limit = model_limits.prompt_limits[_OWN_PHASE[facts.role]]
         _log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens (%s)",

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.library import Counts, EngineOutput
+from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmModelLimits,
@@ -159,7 +160,7 @@ class TrtllmLibrary:
             return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
         return self._engine_error(exc)
 
-    def result_error(self, exc: Exception, receiver: Receiver) -> DynamoError:
+    def result_error(self, exc: Exception, receiver: ExternalCall) -> DynamoError:
         """Convert an exception raised while a result was awaited.
 
         RequestError belongs to one request, any other class to the executor, as Dynamo's handler has it
@@ -206,7 +207,7 @@ class TrtllmCall:
             first=() if request.kv_params is None else request.kv_params.first_logprobs,
         )
 
-    async def run(self, receiver: Receiver) -> None:
+    async def run(self, receiver: ExternalCall) -> None:
         """See `LibraryCall.run`. Returns at the end of the call."""
         library = self._library
         arguments = library.bindings.arguments(

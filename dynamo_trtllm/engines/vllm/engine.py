@@ -19,9 +19,7 @@ from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts
-from dynamo_trtllm.engines.external.loading import EngineLoader
 from dynamo_trtllm.engines.external.request_checks import end_ids
-from dynamo_trtllm.engines.external.runner import Times
 from dynamo_trtllm.engines.vllm import settings
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings, load_zmq
@@ -30,7 +28,6 @@ from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Instance, Limits, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
@@ -87,16 +84,13 @@ class VllmEngine(ExternalEngine):
         Raises:
             ConfigError: vLLM is not installed, an argument is invalid, or the folder has no model.
         """
-        super().__init__("vllm", "vLLM", warm_up_budget_s=config.warm_up_budget_s)
+        super().__init__(config, engine="vllm", library="vLLM", instance_id=instance_id)
         self._release = installed_version()
         self._args = vllm_args(config)
         self._checkpoint = read_checkpoint(Path(config.model_path))
-        self._model = config.served_model_name or self._checkpoint.folder.name
-        self._instance_id = instance_id
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
         self._compile_cache = None if config.compile_cache is None else config.compile_cache.absolute()
-        self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
         self._facts = VllmFacts(
@@ -122,17 +116,12 @@ class VllmEngine(ExternalEngine):
             _log.info("%s", note)
         if self._publishes_kv_events:
             self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), load_zmq())
-        loading = EngineLoader(
-            self._build,
-            discard=self._discard,
-            gpu_bytes_used=gpu.memory_used_bytes,
-            weight_bytes=weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size"),
-        )
-        info, library = self._serve(await self._load(loading))
+        weights = weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size")
+        info, library = self._serve(await self._load(self._build, weight_bytes=weights))
         await library.bind_lifetime()
         counts = kernels.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
-            await self._warm_up(self._model, info, library.passes(counts))
+            await self._warm_up(info, library.passes(counts))
         return info
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
@@ -188,10 +177,7 @@ class VllmEngine(ExternalEngine):
         model_limits = VllmModelLimits(role=self._role, info=info, max_logprobs=int(config.model_config.max_logprobs))
         ranks = self._args.count("data_parallel_size")
         library = VllmLibrary(bindings, self._llm, model_limits, lambda: self._steps.counts(ranks))
-        identity = TransferIdentity(
-            "vllm", self._instance_id, self._model, info.layout, info.kv_compat, transport="vllm/nixl"
-        )
-        self._run(library, identity, self._times)
+        self._run(library, info, "vllm/nixl")
         _log.info(
             "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,

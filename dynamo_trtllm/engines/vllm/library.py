@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, Receiver
+from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput
+from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, unpack
@@ -145,7 +146,7 @@ class VllmCall:
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
         self._unscored = request if scores_prompt else None  # until its prompt's log-probabilities are returned
 
-    async def run(self, receiver: Receiver) -> None:
+    async def run(self, receiver: ExternalCall) -> None:
         """See `LibraryCall.run`. Returns when the request is submitted."""
         llm, bindings = self._library.llm, self._library.bindings
         assert self._converted is not None

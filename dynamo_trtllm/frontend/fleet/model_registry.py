@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
+from itertools import chain, islice
 from typing import Final
 
 from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport, RejectedRecord
@@ -20,7 +21,7 @@ from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, Internal
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.policy import PairBreakers, PairState, differences
-from dynamo_trtllm.router.view import ClusterView, ModelView, format_pair, pairs_of
+from dynamo_trtllm.router.view import ClusterView, ModelView, Pair, format_pair, pairs_of
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, renderer_for
 
 log = logging.getLogger(__name__)
@@ -80,14 +81,26 @@ class ModelRegistry:
         """Return why the model cannot be served now, as text for people; None if it can."""
         return self._plane.unavailable_reason() or not_ready_reason(self._view.model(name), name, self._breakers)
 
-    def readiness(self) -> ReadinessReport:
-        """Return the pairs of all models, the instances that match no other, and the rejected etcd records."""
+    def readiness(self, limit: int) -> ReadinessReport:
+        """Return the pairs of all models, the instances that match no other, and the rejected etcd records.
+
+        Each list has at most `limit` entries, because thousands of workers have thousands of pairs.
+        """
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
         breakers, now = self._breakers or PairBreakers(), time.monotonic()
+        quarantined = breakers.quarantined
+        pairs = {name: pairs_of(view, quarantined) for name, view in views.items()}
+        every = ((name, pair) for name, each in pairs.items() for pair in each)
+        open_pairs = [
+            (name, pair) for name, each in pairs.items() if quarantined for pair in each if pair in quarantined
+        ]
+        shown = dict.fromkeys(islice(chain(open_pairs, every), limit + len(open_pairs)))
         return ReadinessReport(
-            pairs=[row for name, view in views.items() for row in pair_rows(view, name, breakers, now)],
-            mismatched=[line for view in views.values() for line in mismatches(view)],
-            rejected_records=rejected_rows(self._rejected),
+            num_pairs=sum(map(len, pairs.values())),
+            num_quarantined=len(open_pairs),
+            pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
+            mismatched=list(islice(chain.from_iterable(map(mismatches, views.values())), limit)),
+            rejected_records=rejected_rows(self._rejected, limit),
         )
 
     async def watch(self) -> None:
@@ -278,8 +291,7 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
     return ""
 
 
-MOST_REJECTED_SHOWN: Final = 100
-_MOST_PAIRS_NAMED = 20  # in a message
+_MOST_NAMED = 20  # pairs or instances in a message
 
 WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
 
@@ -290,10 +302,11 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
         return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
     pairs = pairs_of(view)
     if not pairs:
-        return f"no prefill worker of model {name} matches a decode worker: {'; '.join(mismatches(view))}"
+        differing = "; ".join(islice(mismatches(view), _MOST_NAMED))
+        return f"no prefill worker of model {name} matches a decode worker: {differing}"
     if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
         return None
-    tried = [(pair, breakers.status(pair)) for pair in pairs[:_MOST_PAIRS_NAMED]]
+    tried = [(pair, breakers.status(pair)) for pair in pairs[:_MOST_NAMED]]
     each = "; ".join(
         f"{format_pair(pair)} is {status.state}" + (f" ({status.reason})" if status.reason else "")
         for pair, status in tried
@@ -301,37 +314,28 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
     return f"model {name}: KV transfer works for no pair now: {each}"
 
 
-def mismatches(view: ModelView) -> list[str]:
-    """Return a line for each instance that matches no instance of the other role, with the fields that differ."""
-    lines = []
+def mismatches(view: ModelView) -> Iterator[str]:
+    """Yield a line for each instance that matches no instance of the other role, with the fields that differ."""
     for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
         keys = {view.keys[instance.id] for instance in other}
-        lines += [
-            f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
-            for instance in one
-            if keys and view.keys[instance.id] not in keys
-        ]
-    return lines
+        for instance in one:
+            if keys and view.keys[instance.id] not in keys:
+                yield f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
 
 
-def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRecord]:
-    """Return the first rejected records, sorted by key. The number is limited to keep /health small."""
-    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
+def rejected_rows(reasons: Mapping[str, str], limit: int) -> list[RejectedRecord]:
+    """Return the first rejected records, sorted by key."""
+    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:limit]]
 
 
-def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairObject]:
-    """Return the state of every pair of a model. `now` is a time of the breakers' clock."""
-    rows: list[PairObject] = []
-    for pair in pairs_of(view, breakers.quarantined):
-        status, (prefill, decode) = breakers.status(pair), pair
-        rows.append(
-            {
-                "model": name,
-                "prefill": None if prefill is None else f"{prefill:x}",
-                "decode": f"{decode:x}",
-                "state": status.state,
-                "reason": status.reason,
-                "age_s": None if status.state is PairState.UNTRIED else round(now - status.seen_at, 3),
-            }
-        )
-    return rows
+def pair_row(name: str, pair: Pair, breakers: PairBreakers, now: float) -> PairObject:
+    """Return the state of a pair of this model. `now` is a time of the breakers' clock."""
+    status, (prefill, decode) = breakers.status(pair), pair
+    return {
+        "model": name,
+        "prefill": None if prefill is None else f"{prefill:x}",
+        "decode": f"{decode:x}",
+        "state": status.state,
+        "reason": status.reason,
+        "age_s": None if status.state is PairState.UNTRIED else round(now - status.seen_at, 3),
+    }

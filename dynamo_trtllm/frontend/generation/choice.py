@@ -38,12 +38,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
-
-
-class ScoredDelta(ChoiceDelta, frozen=True, kw_only=True, gc=False):
-    """The first delta of a choice if the client asked for the log-probabilities of its prompt."""
-
-    prompt_logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first delta of a choice, if the client asked for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +116,8 @@ class ChoiceState:
         self._has_logprobs = choice_request.request.sampling.logprobs is not None
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
         self._logprob_sum = 0.0
-        self._stops = StopStrings(choice_request.stop) if choice_request.stop else None
+        self._options = choice_request.options
+        self._stops = StopStrings(self._options.stop) if self._options.stop else None
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
@@ -197,7 +193,7 @@ class ChoiceState:
             echoed, scored = self._prompt_logprobs()
         if self._choice_request.is_prompt_only:
             self.num_tokens, self.finish = 0, "length"
-            return _with_scores(ChoiceDelta(index=self._index, logprobs=echoed, finish=self.finish), scored)
+            return ChoiceDelta(index=self._index, logprobs=echoed, finish=self.finish, prompt_logprobs=scored)
         shown = self._shown(chunk)
         if self._has_logprobs:
             self._logprob_sum += sum(each.logprob for each in chunk.logprobs)
@@ -211,11 +207,11 @@ class ChoiceState:
         finish = chunk.finish_reason
         if delta.tool_calls:
             self._saw_tool_call = True
-            most = self._choice_request.max_tool_calls
-            if most is not None and delta.tool_calls[-1].index >= most:
-                calls = tuple(call for call in delta.tool_calls if call.index < most)
+            if not self._options.parallel_tool_calls and delta.tool_calls[-1].index > 0:
+                calls = tuple(call for call in delta.tool_calls if call.index == 0)
                 delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
-        return _with_scores(self._choice_delta(delta, echoed + logprobs, finish, chunk.token_ids), scored)
+        choice_delta = self._choice_delta(delta, echoed + logprobs, finish, chunk.token_ids)
+        return msgspec.structs.replace(choice_delta, prompt_logprobs=scored) if scored else choice_delta
 
     @property
     def mean_logprob(self) -> float:
@@ -285,10 +281,10 @@ class ChoiceState:
             index=self._index,
             tokens=len(ids),
             content=content,
-            reasoning=delta.reasoning if self._choice_request.shows_reasoning else "",
+            reasoning=delta.reasoning if self._options.shows_reasoning else "",
             tool_calls=tool_calls,
             logprobs=logprobs,
-            token_ids=ids if self._choice_request.returns_token_ids else (),
+            token_ids=ids if self._options.returns_token_ids else (),
             finish=self.finish,
         )
 
@@ -327,10 +323,6 @@ def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenL
     if most is None:
         return NO_LOGPROBS
     return tuple(TokenLogprob(each.token_id, each.logprob, each.top[:most]) for each in scored)
-
-
-def _with_scores(delta: ChoiceDelta, scored: tuple[TokenLogprob, ...]) -> ChoiceDelta:
-    return ScoredDelta(**msgspec.structs.asdict(delta), prompt_logprobs=scored) if scored else delta
 
 
 def merged(first: Delta, second: Delta) -> Delta:

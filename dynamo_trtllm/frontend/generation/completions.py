@@ -19,7 +19,7 @@ from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ScoredDelta, Usage
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
@@ -116,7 +116,7 @@ class _Output:
         self.reasoning.append(delta.reasoning)
         self.logprobs.extend(delta.logprobs)
         self.token_ids.extend(delta.token_ids)
-        if isinstance(delta, ScoredDelta):
+        if delta.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
         for call in delta.tool_calls:
             if call.name is not None:
@@ -154,7 +154,7 @@ class CompletionAggregator:
         ]
         base = self._base
         for choice, requested, output in zip(choices, self._returned, self._outputs, strict=True):
-            if requested.returns_token_ids:
+            if requested.options.returns_token_ids:
                 choice["token_ids"] = output.token_ids
                 (base if self._is_chat else choice).update(_first_fields(requested))
             if output.prompt_logprobs:
@@ -241,7 +241,7 @@ class _ChatChoice:
 def _first_fields(choice_request: ChoiceRequest) -> dict[str, Any]:
     """Return the fields of only the first event of a choice: in chat around the choice, else in it, as in vLLM."""
     ids = choice_request.request.token_ids
-    return {"prompt_token_ids": ids.tolist()} if choice_request.returns_token_ids else {}
+    return {"prompt_token_ids": ids.tolist()} if choice_request.options.returns_token_ids else {}
 
 
 def _token_ids(delta: ChoiceDelta) -> dict[str, Any]:

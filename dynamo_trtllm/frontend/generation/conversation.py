@@ -98,7 +98,7 @@ def _message(message: ChatMessage) -> Message:
             role=message.role,
             content=message.content,
             name=message.name,
-            reasoning=message.reasoning_text,
+            reasoning=message.any_reasoning,
             tool_calls=tuple(
                 ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
                 for call in message.tool_calls

@@ -31,7 +31,7 @@ class GenerationOptions:
     n: int = 1
     tool_choice: ToolChoice = _AUTO
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool = True  # False: the output ends before the second call
     output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
     cache_salt: str | None = None
     shows_reasoning: bool = True

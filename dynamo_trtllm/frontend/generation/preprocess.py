@@ -47,25 +47,22 @@ class ChoiceRequest:
     request: GenerateRequest
     renderer: Renderer
     parser: OutputParser
-    stop: tuple[str, ...]
+    options: GenerationOptions
     hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: the engine computes them only for best_of
-    shows_reasoning: bool = True
-    returns_token_ids: bool = False
     echo: str = ""  # the text begins with this
     echo_logprobs: int | None = None  # alternatives of the prompt's tokens in the choice's logprobs; None: none of them
     prompt_logprobs: int | None = None  # alternatives of the prompt's tokens in a field of their own; None: no field
     is_prompt_only: bool = False  # the client wants no generated token, but the engine generates one
-    max_tool_calls: int | None = None  # the output ends before the next call
     names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, for errors
 
     @property
     def is_plain(self) -> bool:
         """True if a chunk without a finish reason needs nothing but parsing: its text never ends the choice."""
-        is_bounded = bool(self.stop) or self.max_tool_calls is not None
-        is_bounded = is_bounded or self.is_prompt_only
-        is_special = self.returns_token_ids or not self.shows_reasoning or self.request.sampling.logprobs is not None
+        options, sampling = self.options, self.request.sampling
+        is_bounded = options.stop or not options.parallel_tool_calls or self.is_prompt_only
+        is_special = options.returns_token_ids or not options.shows_reasoning or sampling.logprobs is not None
         return not (is_bounded or is_special or self.prompt_logprobs is not None)
 
 
@@ -144,14 +141,11 @@ def prepare_conversation(
             request=request,
             renderer=renderer,
             parser=renderer.chat_parser(forced_ids=forced_ids, hidden=hidden),
-            stop=options.stop,
+            options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,
-            shows_reasoning=options.shows_reasoning,
-            returns_token_ids=options.returns_token_ids,
             names={**options.names, "guided": guided_by},
             prompt_logprobs=request.sampling.prompt_logprobs,
-            max_tool_calls=None if options.parallel_tool_calls else 1,
         )
         for request in _requests(calls, served, request_id, deadline, options.cache_salt)
     )
@@ -166,6 +160,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
         sampling=requested,
         stop=tuple(body.stop),
         output_format=next(iter(formats.values()), None),
+        returns_token_ids=body.return_token_ids,
         names={"messages": "prompt"} | format_names(formats),
         skip_special_tokens=body.skip_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -202,11 +197,10 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
             request=request,
             renderer=renderer,
             parser=renderer.text_parser(hidden),
-            stop=options.stop,
+            options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=False,
             shows_logprobs=body.logprobs is not None,
-            returns_token_ids=body.return_token_ids,
             names={**options.names, "guided": options.name("response_format")},
             echo=echo,
             echo_logprobs=body.logprobs if body.echo else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 from importlib.resources import files
@@ -37,6 +38,8 @@ PAGE_MAY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 NO_WORKER = "no worker has registered yet"
+LISTED: Final = 100  # most entries of a list in /health, unless the query has another limit
+MAX_LISTED: Final = 1_000_000
 
 
 class StatusRoutes:
@@ -78,18 +81,26 @@ class StatusRoutes:
         else:
             response.send_json(200, {"model": name, "status": "ready"})
 
-    async def health(self, _: HttpRequest, response: HttpResponse) -> None:
-        """Answer 200 always, because this process responds. `status` is that of the deployment."""
-        instances = sorted(self._models.instances(), key=lambda instance: (instance.component, instance.id))
+    async def health(self, request: HttpRequest, response: HttpResponse) -> None:
+        """Answer 200 always, because this process responds. `status` is that of the deployment.
+
+        Raises:
+            InvalidRequest: `limit`, the most entries of a list, is out of range.
+        """
+        limit = _limit(request, LISTED, MAX_LISTED)
+        instances = self._models.instances()
+        shown = sorted(instances[:limit], key=lambda instance: (instance.component, instance.id))
+        endpoints = {(each.namespace, each.component, each.endpoint): each for each in instances}
         names = self._models.names()
         not_ready_reason = [reason for name in names if (reason := self._models.not_ready_reason(name))]
         if not names:
             not_ready_reason = [NO_WORKER]
         body: dict[str, Any] = {
             "status": "not_ready" if not_ready_reason else "healthy",
-            "endpoints": sorted({str(endpoint_of(instance)) for instance in instances}),
-            "instances": [_instance(instance) for instance in instances],
-            **self._models.readiness(),
+            "endpoints": sorted(str(endpoint_of(instance)) for instance in endpoints.values()),
+            "num_instances": {str(role): count for role, count in Counter(each.role for each in instances).items()},
+            "instances": [_instance(instance) for instance in shown],
+            **self._models.readiness(limit),
         }
         response.send_json(200, body | {"message": "; ".join(not_ready_reason)} if not_ready_reason else body)
 
@@ -202,6 +213,14 @@ def _last(request: HttpRequest, name: str, default: str) -> str:
     return request.query().get(name, [default])[-1]
 
 
+def _limit(request: HttpRequest, default: int, most: int) -> int:
+    """Return the query parameter `limit`. Raise InvalidRequest if it is out of range."""
+    limit = _last(request, "limit", str(default))
+    if not (limit.isdecimal() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most):
+        raise InvalidRequest(f"limit must be a number from 1 to {most}, not {limit!r}", field="limit")
+    return int(limit)
+
+
 def _check_query(request: HttpRequest, *known: str) -> None:
     """Raise UnsupportedParameter for a query parameter or value that is not supported."""
     query = request.query()
@@ -216,11 +235,9 @@ def _check_query(request: HttpRequest, *known: str) -> None:
 
 def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, Any]:
     """Return the page of items that the query selects. The default order is newest first."""
-    order, limit = _last(request, "order", "desc"), _last(request, "limit", str(DEFAULT_LIMIT))
+    order, limit = _last(request, "order", "desc"), _limit(request, DEFAULT_LIMIT, MAX_LIMIT)
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
-    if not (limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT)) and 1 <= int(limit) <= MAX_LIMIT):
-        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LIMIT}, not {limit!r}", field="limit")
     listed = list(items)
     if order == "desc":
         listed.reverse()
@@ -231,7 +248,7 @@ def _page(items: Iterable[dict[str, Any]], request: HttpRequest) -> dict[str, An
                 f"after is {after[-1]!r}, which is not an input item of this response", field="after"
             )
         listed = listed[places[0] + 1 :]
-    page = listed[: int(limit)]
+    page = listed[:limit]
     return {
         "object": "list",
         "data": page,

@@ -59,6 +59,9 @@ _PAGE: Final[Mapping[str, Schema]] = {
     "order": {"enum": ["asc", "desc"], "default": "desc"},
     "after": TEXT,
 }
+_LISTED: Final[Mapping[str, Schema]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 100}
+}
 _CREATE_CHAT = "Create the next message of a conversation."
 _CREATE_TEXT = "Complete a plain prompt."
 _CREATE_RESPONSE = "Create a response. Later responses can continue it."
@@ -84,7 +87,7 @@ OPERATIONS: Final = (
     Operation("get", "/v1/models", "listModels", "List the available models.", "ModelList"),
     Operation("get", _MODEL, "retrieveModel", "Get one model. Its id may contain slashes.", "Model", errors=_NOT_FOUND),
     Operation("get", f"{_MODEL}/ready", "modelReady", _MODEL_READY, "Ready", errors=_NOT_FOUND, is_503_answer=True),
-    Operation("get", "/health", "health", _HEALTH, "Health"),
+    Operation("get", "/health", "health", _HEALTH, "Health", errors=frozenset({400}), query=_LISTED),
     Operation("get", "/ready", "ready", _READY, "FrontendReady", is_503_answer=True),
     Operation("get", "/live", "live", "Check that this process responds.", "Live"),
     Operation("get", "/metrics", "metrics", "Get Prometheus metrics.", ""),

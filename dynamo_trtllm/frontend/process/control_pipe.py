@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -43,7 +42,12 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlPipe:
-    """One end of the pipe. `snapshot` produces the reply to a request; `on_ready` runs when the other end is ready."""
+    """One end of the pipe, which owns `reader` and `writer`.
+
+    Args:
+        snapshot: produces the reply to a request.
+        on_ready: called when the other end is ready.
+    """
 
     def __init__(
         self,
@@ -59,17 +63,7 @@ class ControlPipe:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Snapshot]] = {}
         self._is_closed = False
-
-    @classmethod
-    async def connect(
-        cls,
-        sock: socket.socket,
-        snapshot: Callable[[], Awaitable[Snapshot]],
-        on_ready: Callable[[], None] = lambda: None,
-    ) -> ControlPipe:
-        """Open one end on `sock`, which the pipe then owns."""
-        reader, writer = await asyncio.open_unix_connection(sock=sock)
-        return cls(reader, writer, snapshot, on_ready)
+        self.is_other_ready = False
 
     async def run(self) -> None:
         """Handle messages until the other end is closed."""
@@ -78,6 +72,7 @@ class ControlPipe:
                 while (message := await self._next()) is not None:
                     match message:
                         case Ready():
+                            self.is_other_ready = True
                             self._on_ready()
                         case MetricsRequest(number):
                             group.create_task(self._reply(number))

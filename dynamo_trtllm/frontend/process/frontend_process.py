@@ -10,6 +10,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -32,51 +33,40 @@ log = logging.getLogger(__name__)
 
 
 class FrontendProcess:
-    """The peer processes, reached through the parent. The owner runs `run` in a task."""
+    """This process, one of several. It reaches its peers through the parent.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    Call `connect` first, and run `run` in a task.
+    """
+
+    pipe: ControlPipe
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] = lambda: None  # called when the parent process has ended
         self._metrics: FrontendMetrics | None = None
-        self._are_all_ready = False
-        self._stop: Callable[[], None] = lambda: None
 
-    async def join(self) -> None:
-        """Connect to the parent. Called first."""
-        self._pipe = await ControlPipe.connect(self._sock, self._snapshot, self._on_all_ready)
+    async def connect(self, sock: socket.socket) -> None:
+        """Connect to the parent."""
+        self.pipe = ControlPipe(*await asyncio.open_unix_connection(sock=sock), self._snapshot)
 
     async def run(self) -> None:
         """Exchange messages until the parent exits, then stop this process."""
         try:
-            await self._pipe.run()
+            await self.pipe.run()
             log.error("parent process exited; shutting down")
         finally:
-            self._stop()
+            self.stop()
 
     def share(self, metrics: FrontendMetrics) -> None:
         """Include this process's metrics in every scrape, so that each process returns the totals of all."""
         self._metrics = metrics
-        metrics.gather = self._total_metrics
-
-    def announce_ready(self) -> None:
-        """Announce that this process accepts requests."""
-        self._pipe.send_ready()
+        metrics.gather = partial(self.pipe.request_snapshot, _METRICS_TIMEOUT_S)
 
     def not_ready_reason(self) -> str | None:
         """Return why not all processes of this frontend are ready, as text for `/ready`; None when they are."""
-        return None if self._are_all_ready else "other processes of this frontend are starting"
-
-    def on_parent_exit(self, stop: Callable[[], None]) -> None:
-        """Call `stop` when the parent process has ended."""
-        self._stop = stop
-
-    def _on_all_ready(self) -> None:
-        self._are_all_ready = True
+        return None if self.pipe.is_other_ready else "other processes of this frontend are starting"
 
     async def _snapshot(self) -> Snapshot:
         return () if self._metrics is None else self._metrics.snapshot()
-
-    async def _total_metrics(self) -> Snapshot:
-        return await self._pipe.request_snapshot(_METRICS_TIMEOUT_S)
 
 
 @command_errors(PROG)
@@ -88,8 +78,8 @@ def main() -> None:
 
 
 async def _serve(config: FrontendProcessConfig) -> None:
-    process = FrontendProcess(socket.socket(fileno=sys.stdin.fileno()))
-    await process.join()
+    process = FrontendProcess()
+    await process.connect(socket.socket(fileno=sys.stdin.fileno()))
     parent = asyncio.create_task(process.run())
     try:
         await serve(config, listen(config.http_host, config.http_port, is_shared=True), process)

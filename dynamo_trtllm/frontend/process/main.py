@@ -44,7 +44,10 @@ _EARLY = {
         {
             "status": "loading",
             "endpoints": [],
+            "num_instances": {},
             "instances": [],
+            "num_pairs": 0,
+            "num_quarantined": 0,
             "pairs": [],
             "mismatched": [],
             "rejected_records": [],
@@ -126,14 +129,14 @@ async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendPr
         server = http_server(gate, config)
 
         def open_gate(app: Handler) -> None:
-            server.replace_handler(app)
+            server.handler = app
             gate.open(app)
 
         work = asyncio.create_task(_work(config, open_gate, process, server.stop))
         work.add_done_callback(lambda _: server.stop())
         work.add_done_callback(lambda _: gate.close())
         if process is not None:
-            process.on_parent_exit(server.stop)
+            process.stop = server.stop
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         loop.add_signal_handler(signal.SIGINT, server.interrupt)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
@@ -68,7 +68,7 @@ async def run_app(
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)
+        discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)
         view, breakers, metrics = ClusterView(), PairBreakers(), FrontendMetrics()
         if process is not None:
@@ -100,7 +100,7 @@ async def run_app(
         open_gate(app.router)
         RECORDER.record_process(RecordedEvent.READY)
         if process is not None:
-            process.announce_ready()
+            process.pipe.send_ready()
         await _until_failed(tasks, stop)
 
 

@@ -69,7 +69,7 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("{model_path: /m}", "{model: /m, nats-server: x}", "nats-server: set services.nats instead"),
         ("http-port: 8000", "http-port: 99999", "frontend.http_port is 99999"),
         ("http-port", "htp-port", "frontend: unknown key 'htp_port'; did you mean 'http_port'?"),
-        ("nats://n:4222", "a b", "services.nats as nats_server: expected an address like"),
+        ("nats://n:4222", "a b", "services.nats: expected an address like"),
         ("[0, 1]", "gpu", "workers[1].devices: expected cpu or a list of GPU numbers"),
         ("[0, 1]", "[0, a]", "workers[1].devices[1] is 'a'"),
         ("{max_restarts: 1}", "{max_restarts: -1}", "restart.max_restarts is -1"),

@@ -14,7 +14,6 @@ import yaml
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import channel_credentials
 from tests.unit.deploy.recipes import ROOT, deployed, frontends
 from tests.unit.deploy.test_recipe_schemas import check
@@ -39,7 +38,7 @@ def test_compose_when_made_then_our_processes_read_it_and_only_its_owner(tmp_pat
     assert done.returncode == 0, done.stderr
     secrets = tmp_path / "compose" / "secrets"
     config = frontend(pairs(secrets / "client.env"))
-    assert channel_credentials(config.etcd_endpoints, tls_files(config)) is not None
+    assert channel_credentials(config) is not None
     environ = pairs(tmp_path / ".env")
     assert environ["NATS_PASSWORD"] in config.nats_server
     assert {name for value in environ for name in [value]} == {"NATS_PASSWORD", "GRAFANA_PASSWORD"}

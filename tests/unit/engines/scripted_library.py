@@ -7,13 +7,14 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.external.library import Counts, EngineOutput, Receiver
-from dynamo_trtllm.engines.external.runner import ExternalCall, Runner, Times
+from dynamo_trtllm.engines.external.engine import ExternalEngine
+from dynamo_trtllm.engines.external.library import Counts, EngineOutput
+from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.errors import (
     RequestRejected,
 )
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -57,7 +58,7 @@ class Call:
         self.receiver: Any = None
         self.reported: dict[str, float] = {}  # phases
 
-    async def run(self, receiver: Receiver) -> None:
+    async def run(self, receiver: ExternalCall) -> None:
         self.receiver = receiver
 
     def read(self, result: Any) -> EngineOutput:
@@ -116,8 +117,16 @@ class Scripted:
 
 def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, can_abort_fetch: bool = True) -> Any:
     library = Scripted(can_abort_fetch=can_abort_fetch)
-    identity = TransferIdentity("vllm", 5, "m", LAYOUT, {}, transport="a/b")
-    return Runner(library, identity, Times(ttl_s, handoff_timeout_s)), library
+    return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s), library
+
+
+def serve(library: Any, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **fields: Any) -> ExternalEngine:
+    """Return an engine that runs requests with a library. `fields`: of its properties."""
+    info = info_of(**fields)
+    engine = ExternalEngine(WorkerConfig(model_path="m"), engine=info.engine, library=library.name, instance_id=5)
+    engine.ticket_ttl_s, engine.handoff_timeout_s = ttl_s, handoff_timeout_s
+    engine._run(library, info, "a/b")
+    return engine
 
 
 def ask(phase: Phase = Phase.AGGREGATED, *, within_s: float = 60.0, **fields: Any) -> GenerateRequest:
@@ -132,7 +141,7 @@ def ask(phase: Phase = Phase.AGGREGATED, *, within_s: float = 60.0, **fields: An
     )
 
 
-async def started(runner: Runner, request: GenerateRequest) -> tuple[ExternalCall, list[StreamEvent], Call]:
+async def started(runner: ExternalEngine, request: GenerateRequest) -> tuple[ExternalCall, list[StreamEvent], Call]:
     """Start a call and return its stream, its events so far, and the library's side of it."""
     events: list[StreamEvent] = []
     stream = runner.generate(request, events.append)

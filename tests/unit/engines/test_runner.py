@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.external.runner import MAX_FAILED_REQUESTS, Runner
+from dynamo_trtllm.engines.external.engine import ExternalEngine
+from dynamo_trtllm.engines.external.runner import MAX_FAILED_REQUESTS
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -199,7 +200,7 @@ async def test_error_when_its_stream_has_ended_then_the_others_go_on_while_the_l
         assert bool(events) is bool(reason)
 
 
-async def fail_one(runner: Runner, request_id: str) -> tuple[list[StreamEvent], Call]:
+async def fail_one(runner: ExternalEngine, request_id: str) -> tuple[list[StreamEvent], Call]:
     _, events, call = await started(runner, msgspec.structs.replace(ask(), request_id=request_id))
     call.receiver.on_error(EngineFailed(f"no result for {request_id}"))
     return events, call
@@ -212,7 +213,7 @@ async def test_error_when_the_library_is_healthy_then_only_this_request_ends_and
         events, call = await fail_one(runner, "poison")
         assert [type(each) for each in events] == [EngineFailed]
         assert call.aborts == 1
-    runner.check()
+    await runner.check()
     assert others == []
     other.say(1, finish="length")
     await asyncio.wait_for(runner.drain(), SOON_S)
@@ -222,7 +223,7 @@ async def test_error_when_all_choices_of_one_request_have_one_then_they_count_as
     runner, _ = make()
     for choice in range(2 * MAX_FAILED_REQUESTS):
         await fail_one(runner, f"client-5-00112233aabbccdd-{choice}")
-    runner.check()
+    await runner.check()
 
 
 async def test_error_when_requests_in_a_row_have_one_then_the_engine_has_failed() -> None:
@@ -233,10 +234,10 @@ async def test_error_when_requests_in_a_row_have_one_then_the_engine_has_failed(
     other.say(1)
     for number in range(MAX_FAILED_REQUESTS - 1):
         await fail_one(runner, f"b{number}")
-    runner.check()
+    await runner.check()
     await fail_one(runner, "last")
     with pytest.raises(EngineFailed, match="no result for last"):
-        runner.check()
+        await runner.check()
     assert isinstance(others[-1], EngineFailed)
 
 
@@ -263,7 +264,7 @@ async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reas
         call.say(1, finish="length")  # after the end
         assert len(events) == 1
     with pytest.raises(EngineFailed, match="the process died"):
-        runner.check()
+        await runner.check()
     late: list[StreamEvent] = []
     runner.generate(ask(), late.append)
     assert isinstance(await event(late), EngineFailed)
@@ -275,13 +276,13 @@ async def test_failure_when_one_call_reports_it_then_all_end_with_the_first_reas
 
 async def test_check_when_the_library_gives_a_reason_then_streams_end_and_it_knows_who_waits() -> None:
     runner, library = make()
-    runner.check()
+    await runner.check()
     assert library.waiting_since is None
     stream, events, _ = await started(runner, ask())
-    runner.check()
+    await runner.check()
     assert library.waiting_since is not None
     assert library.waiting_since >= stream.created_at
     library.reason = "no iteration"
     with pytest.raises(EngineFailed, match="no iteration"):
-        runner.check()
+        await runner.check()
     assert isinstance(events[0], EngineFailed)

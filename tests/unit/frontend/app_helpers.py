@@ -136,7 +136,13 @@ class Catalog:
         self.served = {MODEL: ServedModel(card, self.renderer)}
         self.up: list[Instance] = []
         self.lacks: str | None = None
-        self.shown: ReadinessReport = {"pairs": [], "mismatched": [], "rejected_records": []}
+        self.shown: ReadinessReport = {
+            "num_pairs": 0,
+            "num_quarantined": 0,
+            "pairs": [],
+            "mismatched": [],
+            "rejected_records": [],
+        }
 
     def get(self, name: str) -> ServedModel:
         if name not in self.served:
@@ -152,7 +158,7 @@ class Catalog:
     def not_ready_reason(self, name: str) -> str | None:
         return self.lacks
 
-    def readiness(self) -> ReadinessReport:
+    def readiness(self, limit: int) -> ReadinessReport:
         return self.shown
 
 

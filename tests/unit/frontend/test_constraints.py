@@ -128,8 +128,8 @@ def test_strict_tool_when_it_can_not_be_held_then_refused_by_name(harmony: Serve
 
 
 def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:
-    assert chat(harmony, tools=[TIME], parallel_tool_calls=False).choices[0].max_tool_calls == 1
-    assert chat(harmony, tools=[TIME]).choices[0].max_tool_calls is None
+    assert not chat(harmony, tools=[TIME], parallel_tool_calls=False).choices[0].options.parallel_tool_calls
+    assert chat(harmony, tools=[TIME]).choices[0].options.parallel_tool_calls
 
 
 @pytest.mark.parametrize(("form", "schema"), [({"type": "json_object"}, {}), (FORMAT, CITY)])

@@ -35,7 +35,7 @@ class End:
 async def pair(one: End, other: End) -> AsyncIterator[tuple[ControlPipe, ControlPipe, list[asyncio.Task[None]]]]:
     sockets = socket.socketpair()
     channels = [
-        await ControlPipe.connect(sock, end.snapshot, end.is_served.set)
+        ControlPipe(*await asyncio.open_unix_connection(sock=sock), end.snapshot, end.is_served.set)
         for sock, end in zip(sockets, (one, other), strict=True)
     ]
     running = [asyncio.create_task(channel.run()) for channel in channels]
@@ -78,9 +78,9 @@ async def test_say_served_then_the_other_end_knows() -> None:
 
 async def test_member_when_its_parent_says_that_all_serve_then_it_awaits_none_of_them() -> None:
     ours, theirs = socket.socketpair()
-    member = FrontendProcess(theirs)
-    await member.join()
-    parent = await ControlPipe.connect(ours, End().snapshot)
+    member = FrontendProcess()
+    await member.connect(theirs)
+    parent = ControlPipe(*await asyncio.open_unix_connection(sock=ours), End().snapshot)
     running = asyncio.create_task(member.run())
     async with asyncio.timeout(10):
         assert member.not_ready_reason() == "other processes of this frontend are starting"

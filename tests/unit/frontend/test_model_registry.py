@@ -216,14 +216,14 @@ async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_
     instance = make_instance(1)
     key = instance_key(endpoint_of(instance), 1)
     frontend.store.put(key, b"garbage")
-    await until(lambda: bool(frontend.models.readiness()["rejected_records"]))
-    (row,) = frontend.models.readiness()["rejected_records"]
+    await until(lambda: bool(frontend.models.readiness(100)["rejected_records"]))
+    (row,) = frontend.models.readiness(100)["rejected_records"]
     assert row["key"] == key
     assert row["reason"].startswith("the record can't be read: ")
     assert frontend.models.instances() == []
     frontend.store.put(key, encode(instance))
     await until(lambda: len(frontend.models.instances()) == 1)
-    assert frontend.models.readiness()["rejected_records"] == []
+    assert frontend.models.readiness(100)["rejected_records"] == []
 
 
 async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and_it_says_why(

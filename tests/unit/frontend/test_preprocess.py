@@ -129,7 +129,7 @@ def test_all_sampling_fields_then_they_reach_the_engine(harmony: ServedModel) ->
         stop_token_ids=(42, 200002, 200012),
         logprobs=2,
     )
-    assert (choice.stop, choice.request.cache_salt) == (("x",), "s")
+    assert (choice.options.stop, choice.request.cache_salt) == (("x",), "s")
     assert choice.hidden_token_ids == {42}
 
 

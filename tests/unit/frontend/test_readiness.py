@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
-from dynamo_trtllm.frontend.fleet.model_registry import mismatches, not_ready_reason, pair_rows, rejected_rows
+from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry, mismatches, not_ready_reason
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
-from dynamo_trtllm.router.view import ModelView
+from dynamo_trtllm.router.view import ClusterView, ModelView
+from tests.inproc_plane import InprocPlane
 from tests.instances import LAYOUT, make_instance
+from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 PREFILL, DECODE = make_instance(0xA, role=Role.PREFILL), make_instance(0xB)
 ODD = msgspec.structs.replace(make_instance(0xC), layout=msgspec.structs.replace(LAYOUT, block_tokens=64))
@@ -42,23 +46,33 @@ def test_lacking_when_no_prefill_fits_a_decode_then_names_the_field() -> None:
 
 
 def test_mismatches_when_one_of_two_fits_then_only_the_other_is_told() -> None:
-    assert mismatches(ModelView(prefill=(PREFILL,), decode=(DECODE, ODD))) == [
+    assert list(mismatches(ModelView(prefill=(PREFILL,), decode=(DECODE, ODD)))) == [
         "instance c (decode): layout.block_tokens is 64 at decode and 16 at prefill"
     ]
 
 
-def test_pair_rows_when_shown_then_ids_state_reason_and_age() -> None:
-    breakers = PairBreakers()
-    view = ModelView(prefill=(PREFILL,), decode=(DECODE,), aggregated=(make_instance(0xD, role=Role.AGGREGATED),))
-    breakers.record_failure((0xA, 0xB), "transfer: x", 10.0)
-    assert pair_rows(view, "m", breakers, 12.5) == [
-        {"model": "m", "prefill": "a", "decode": "b", "state": "failing", "reason": "transfer: x", "age_s": 2.5},
-        {"model": "m", "prefill": None, "decode": "d", "state": "untried", "reason": "", "age_s": None},
-    ]
-
-
-def test_rejected_rows_when_there_are_very_many_then_the_first_hundred() -> None:
-    rows = rejected_rows({f"key-{number:05}": f"reason {number}" for number in reversed(range(10_000))})
-    assert len(rows) == 100
-    assert rows[0] == {"key": "key-00000", "reason": "reason 0"}
-    assert rejected_rows({}) == []
+def test_readiness_when_there_are_more_pairs_than_its_limit_then_their_numbers_and_the_quarantined_ones_first() -> None:
+    breakers, view = PairBreakers(BreakerLimits(failures=2)), ClusterView()
+    for instance_id in range(16, 56):
+        view.add(make_instance(instance_id, role=Role.PREFILL if instance_id % 2 else Role.DECODE))
+    view.add(ODD)
+    for _ in range(2):
+        breakers.record_failure((39, 38), "transfer: x", time.monotonic())
+    breakers.record_failure((17, 18), "transfer: y", time.monotonic())
+    registry = ModelRegistry(view, MemoryDiscovery(FakeEtcd()), InprocPlane(), "dynamo", breakers)
+    report = registry.readiness(limit=3)
+    assert (report["num_pairs"], report["num_quarantined"]) == (400, 1)
+    worst, *others = report["pairs"]
+    assert (worst["prefill"], worst["decode"], worst["state"], worst["reason"]) == (
+        "27",
+        "26",
+        "quarantined",
+        "transfer: x",
+    )
+    assert len(others) == 2
+    assert worst not in others
+    assert len(registry.readiness(limit=1000)["pairs"]) == 400
+    (failing,) = [row for row in registry.readiness(limit=1000)["pairs"] if row["state"] == "failing"]
+    assert failing["reason"] == "transfer: y"
+    assert failing["age_s"] is not None
+    assert len(report["mismatched"]) == 1

@@ -66,15 +66,22 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
     assert "message" not in body
 
 
+async def test_health_when_there_are_more_workers_than_the_limit_then_their_number_and_the_first_ones() -> None:
+    served = front()
+    served.catalog.up = [make_instance(number) for number in range(1, 201)]
+    body = (await ask(served, "GET", "/health")).json()
+    assert body["num_instances"] == {"decode": 200}
+    assert [each["instance_id"] for each in body["instances"]] == [*range(1, 101)]
+    assert len((await ask(served, "GET", "/health?limit=200")).json()["instances"]) == 200
+    assert (await ask(served, "GET", "/health?limit=0")).json()["error"]["param"] == "limit"
+
+
 async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what() -> None:
     served = front()
     served.catalog.lacks = "model lab/tiny has no worker"
     rejected: list[RejectedRecord] = [{"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}]
-    served.catalog.shown = {
-        "pairs": [],
-        "mismatched": ["instance 3 (decode): strategy differs"],
-        "rejected_records": rejected,
-    }
+    served.catalog.shown["mismatched"] = ["instance 3 (decode): strategy differs"]
+    served.catalog.shown["rejected_records"] = rejected
     response = await ask(served, "GET", "/health")
     assert response.status_code == 200
     assert response.json()["status"] == "not_ready"

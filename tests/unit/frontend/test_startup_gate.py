@@ -87,4 +87,4 @@ async def test_waiting_request_when_its_client_leaves_then_it_waits_no_more() ->
     async with asyncio.timeout(10):
         await waiting.until_answered()
     await asyncio.sleep(0)
-    assert not waiting.group.tasks
+    assert not waiting.server.tasks

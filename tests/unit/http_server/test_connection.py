@@ -93,7 +93,7 @@ async def test_client_when_it_leaves_then_its_handler_is_cancelled_if_it_asked_f
         assert held.cancelled == (["/a"] if cancels else [])
         held.go.set()
         await turns()
-        assert (held.begun, client.received, client.group.tasks) == (["/a"], b"", set())
+        assert (held.begun, client.received, client.server.tasks) == (["/a"], b"", set())
 
 
 async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handler_ends_at_once() -> None:
@@ -103,7 +103,7 @@ async def test_client_when_it_leaves_before_its_handler_has_begun_then_the_handl
     client.send(GET % b"a")
     client.connection.connection_lost(None)
     await turns()
-    assert (held.begun, client.group.tasks) == (["/a"], set())
+    assert (held.begun, client.server.tasks) == (["/a"], set())
 
 
 async def test_body_when_its_handler_does_not_read_then_no_more_than_a_buffer_is_received() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dynamo_trtllm.engines.external import runner
-from dynamo_trtllm.engines.external.runner import Runner
+from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import Llm, make
@@ -23,7 +23,7 @@ def profiles_read_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def decode() -> tuple[Runner, Llm]:
+def decode() -> tuple[ExternalEngine, Llm]:
     return make(Role.DECODE)
 
 

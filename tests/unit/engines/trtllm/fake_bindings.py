@@ -9,12 +9,11 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.external.runner import Runner, Times
+from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.engines.trtllm.transfers import ContextParams
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -26,7 +25,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.streams import as_stream
-from tests.unit.engines.scripted_library import info_of
+from tests.unit.engines.scripted_library import info_of, serve
 from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=8)
@@ -111,7 +110,7 @@ def make(
     ttl_s: float = 60.0,
     handoff_timeout_s: float = 30.0,
     kv_timeout_s: float = math.inf,
-) -> tuple[Runner, Llm]:
+) -> tuple[ExternalEngine, Llm]:
     rules = TrtllmModelLimits(
         role=role,
         info=info_of(context_length=1000, vocab_size=100),
@@ -120,10 +119,10 @@ def make(
         min_tokens=True,
     )
     llm, settled = Llm(), vendor(*fields)
-    terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
     context_params = ContextParams(1, settled.disagg_fields)
     library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)
-    return Runner(library, terms, Times(ttl_s, handoff_timeout_s)), llm
+    own = {"engine": "trtllm", "layout": LAYOUT, "kv_compat": {"release": "1.2"}}
+    return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s, **own), llm
 
 
 def ask(
@@ -144,7 +143,7 @@ def ask(
     )
 
 
-async def started(at: Runner, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
+async def started(at: ExternalEngine, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
     async def collected() -> list[Chunk]:
         async with aclosing(as_stream(at, request)) as stream:
             return [chunk async for chunk in stream]
@@ -166,6 +165,6 @@ async def some_transfer_params() -> KvTransferParams:
     return chunk.kv_params
 
 
-async def check_idle(at: Runner) -> None:
+async def check_idle(at: ExternalEngine) -> None:
     await asyncio.wait_for(at.drain(), SOON_S)
     assert at.stats().running == 0

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.external.runner import Runner
+from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm import library as library_module
 from dynamo_trtllm.engines.trtllm.library import StatsPoller, TrtllmLibrary
 from dynamo_trtllm.errors import (
@@ -41,7 +41,7 @@ async def test_error_when_it_is_one_requests_then_the_others_go_on() -> None:
         await first
     result.say(1, finish="length")
     assert len(await second) == 1
-    at.check()
+    await at.check()
 
 
 @pytest.mark.parametrize("error", [RemoteError("no"), ValueError("no"), AssertionError("no"), ImportError("no")])
@@ -56,7 +56,7 @@ async def test_error_when_a_result_brings_any_other_class_of_a_healthy_executor_
         await first
     result.say(1, finish="length")
     assert len(await second) == 1
-    at.check()
+    await at.check()
     await check_idle(at)
 
 
@@ -79,7 +79,7 @@ async def test_submission_when_it_raises_then_the_class_says_whose_error_it_is(
     monkeypatch.setattr(llm, "generate_async", Mock(side_effect=error))
     with pytest.raises(kind):
         await anext(as_stream(at, ask()))
-    at.check()
+    await at.check()
     await check_idle(at)
 
 
@@ -89,11 +89,11 @@ async def test_check_when_the_executor_cannot_be_asked_then_the_engine_has_faile
     at, llm = make(Role.AGGREGATED)
     monkeypatch.setattr(llm, "_check_health", Mock(side_effect=RemoteError("no answer")))
     with pytest.raises(EngineFailed):
-        at.check()
+        await at.check()
 
 
 async def test_decode_when_the_vendor_rejects_the_call_then_it_is_no_fault_of_the_transfer(
-    decode: tuple[Runner, Llm], monkeypatch: pytest.MonkeyPatch
+    decode: tuple[ExternalEngine, Llm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, llm = decode
 
@@ -116,7 +116,7 @@ async def test_error_when_it_is_the_executors_then_everybody_hears_it() -> None:
         with pytest.raises(EngineFailed, match="a rank was lost"):
             await task
     with pytest.raises(EngineFailed):
-        at.check()
+        await at.check()
     with pytest.raises(EngineFailed):
         await anext(as_stream(at, ask()))
     await check_idle(at)
@@ -127,7 +127,7 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
     task, _ = await started(at, llm, ask())
     llm.healthy = False
     with pytest.raises(EngineFailed):
-        at.check()
+        await at.check()
     with pytest.raises(EngineFailed):
         await task
 
@@ -140,16 +140,16 @@ async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_ha
     assert isinstance(at.library, TrtllmLibrary)
     at.library.poll_stats()
     task, _ = await started(at, llm, ask())
-    at.check()
+    await at.check()
     monkeypatch.setattr(at.library, "_stall_s", 0.0)
-    at.check()  # no statistics came yet, so their absence shows nothing
+    await at.check()  # no statistics came yet, so their absence shows nothing
     llm.rows = [{}]
     poller = at.library._stats_poller
     async with asyncio.timeout(SOON_S):
         while not poller.has_reported:  # noqa: ASYNC110 - a thread changes it
             await asyncio.sleep(0.001)
     with pytest.raises(EngineFailed, match="no iteration for"):
-        at.check()
+        await at.check()
     with pytest.raises(EngineFailed):
         await task
     await at.aclose()
@@ -159,7 +159,7 @@ async def test_check_when_idle_then_nothing_has_to_move(monkeypatch: pytest.Monk
     at, _ = make(Role.AGGREGATED)
     monkeypatch.setattr(at.library, "_stall_s", 0.0)
     monkeypatch.setattr(StatsPoller, "has_reported", True)
-    at.check()
+    await at.check()
 
 
 async def test_stream_when_the_vendor_cancels_what_nobody_cancelled_then_it_is_said() -> None:
@@ -192,7 +192,7 @@ async def test_close_when_streams_run_then_they_end_and_transfers_are_forgotten(
     await check_idle(at)
 
 
-async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[Runner, Llm]) -> None:
+async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[ExternalEngine, Llm]) -> None:
     at, llm = decode
     kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=time.time() + 1.5)
     task, result = await started(at, llm, ask(Phase.DECODE, kv_params=kv_params))

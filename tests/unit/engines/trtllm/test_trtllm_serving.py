@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dynamo_trtllm.engines.external.runner import Runner
+from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.transfers import unpack
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
@@ -106,7 +106,7 @@ async def test_transfer_when_the_answer_has_no_disagg_request_id_then_it_has_tha
 
 
 async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for_the_first_result(
-    decode: tuple[Runner, Llm],
+    decode: tuple[ExternalEngine, Llm],
 ) -> None:
     at, llm = decode
     task, result = await started(at, llm, ask(Phase.DECODE, kv_params=await some_transfer_params()))
@@ -122,7 +122,7 @@ async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for
 
 
 async def test_decode_when_nothing_is_left_to_decode_then_refused_before_the_vendor_is_called(
-    decode: tuple[Runner, Llm],
+    decode: tuple[ExternalEngine, Llm],
 ) -> None:
     at, llm = decode
     kv_params = await some_transfer_params()

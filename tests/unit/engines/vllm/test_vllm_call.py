@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external.runner import Runner, Times
+from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.kv_transfer.base import TransferIdentity
 from dynamo_trtllm.messages import Chunk, Role
 from dynamo_trtllm.streams import StreamEvent
-from tests.unit.engines.scripted_library import LAYOUT, ask, info_of
+from tests.unit.engines.scripted_library import ask, info_of, serve
 from tests.waiting import SOON_S
 
 
@@ -43,12 +42,11 @@ def output(*tokens: int, finish: str | None = None) -> Any:
     return SimpleNamespace(outputs=[completion], num_cached_tokens=64, kv_transfer_params=None, metrics=None)
 
 
-def runner_of(llm: Llm) -> Runner:
+def runner_of(llm: Llm) -> ExternalEngine:
     bindings: Any = SimpleNamespace(dead=RuntimeError, version="0.24.0", arguments=lambda converted: {})
     limits = VllmModelLimits(role=Role.AGGREGATED, info=info_of(), max_logprobs=20)
-    identity = TransferIdentity("vllm", 5, "m", LAYOUT, {}, transport="vllm/nixl")
     library = VllmLibrary(bindings, llm, limits, lambda: None)  # type: ignore[arg-type,return-value]
-    return Runner(library, identity, Times(60.0, 30.0))
+    return serve(library)
 
 
 async def settle() -> None:

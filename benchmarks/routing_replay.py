@@ -1,0 +1,158 @@
+"""Replays a trace against mock workers behind each router. Part of `benchmarks.routing`.
+
+Prefix hits count against those of an oracle, see `routing_trace.oracle_hits`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import orjson
+import uvloop
+
+from dynamo_trtllm.network.addresses import free_ports
+
+from .client import Client, Load
+from .plane import dynamo
+from .plane.ours import Ours
+from .plane.points import Engines
+from .plane.stack import MODEL, Stack
+from .routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
+from .stream import RequestRecord
+
+STEP_S: Final = 0.02
+_DECODE_STEP_S = 0.01
+_DECODE_BLOCKS = 1 << 17
+_SETTLE_S = 3.0  # for the frontends to see all workers
+_DYNAMO = "dynamo-"  # begins the modes of Dynamo's router
+
+
+class RoutedWorkers(Ours):
+    """This project with a router mode, and prefill workers that cache prompts."""
+
+    def __init__(self, mode: str, arguments: argparse.Namespace) -> None:
+        super().__init__(uses_mock=True)
+        self.name = self._mode = mode
+        self._prefill_tokens, self._blocks = arguments.prefill_tokens, arguments.cache_blocks
+        self.health_ports: list[int] = []  # of the prefill workers
+
+    def frontend(self, port: int) -> Sequence[str]:
+        return (*super().frontend(port), "--router-mode", self._mode)
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        engine: dict[str, object] = {"kv_block_size": BLOCK_TOKENS}
+        flags: tuple[str, ...] = ()
+        if role == "prefill":
+            engine |= {"step_s": STEP_S, "prefill_tokens_per_step": self._prefill_tokens}
+            engine |= {"kv_cache_blocks": self._blocks, "enable_prefix_caching": True}
+            self.health_ports.append(free_ports())
+            flags = ("--publish-kv-events", "--system-port", str(self.health_ports[-1]))
+        else:
+            engine |= {"step_s": _DECODE_STEP_S, "kv_cache_blocks": _DECODE_BLOCKS}
+        *words, arguments = super().worker(role, pace_s)
+        return (*words, orjson.dumps(orjson.loads(arguments) | engine).decode(), *flags)
+
+
+class RoutedDynamo(dynamo.Dynamo):
+    """Dynamo with a router mode. Its mock engine gets the same times: each step takes as long, and has as many tokens.
+
+    A decode worker of Dynamo makes the first token again, and so it comes a decode step later.
+    """
+
+    def __init__(self, mode: str, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments.dynamo_folder, "fastokens")
+        self.name = mode
+        self._mode = mode.removeprefix(_DYNAMO)
+        self._prefill_tokens, self._blocks = arguments.prefill_tokens, arguments.cache_blocks
+        self._times = arguments.dynamo_folder / "step_times.npz"
+        steps = np.array([[_DECODE_STEP_S * 1e3] * 2] * 2)
+        grid = np.array([0.0, 1e7])
+        np.savez(
+            self._times,
+            prefill_isl=np.array([1.0, 1e6]),
+            prefill_ttft_ms=np.array([STEP_S * 1e3] * 2),
+            decode_active_kv_tokens=grid,
+            decode_context_length=grid,
+            decode_itl=steps,
+        )
+
+    def frontend(self, port: int) -> Sequence[str]:
+        words = list(super().frontend(port))
+        words[words.index("--router-mode") + 1] = self._mode
+        return words
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        words = list(super().worker(role, pace_s))
+        values = {"--speedup-ratio": "1", "--max-num-batched-tokens": str(self._prefill_tokens)}
+        values["--num-gpu-blocks-override"] = str(self._blocks)
+        if role != "prefill":
+            values |= {"--max-num-batched-tokens": "1000000", "--num-gpu-blocks-override": str(_DECODE_BLOCKS)}
+        for name, value in values.items():
+            words[words.index(name) + 1] = value
+        return (*words, "--block-size", str(BLOCK_TOKENS), "--planner-profile-data", str(self._times))
+
+
+def measure_replay(arguments: argparse.Namespace) -> None:
+    """Print a row per run."""
+    if arguments.trace is None:
+        trace = synthetic_trace(arguments.requests, arguments.rate)
+    else:
+        trace = read_trace(arguments.trace, arguments.requests, arguments.rate)
+    if any(mode.startswith(_DYNAMO) for mode in arguments.modes):
+        dynamo.install(arguments.dynamo_folder)
+    print(
+        f"{len(trace)} requests in {trace[-1].at_s:.0f} s, {arguments.workers} prefill workers with "
+        f"{arguments.prefill_tokens / STEP_S:,.0f} tokens/s and {arguments.cache_blocks} blocks each\n"
+        f"{'mode':<20}   ok failed  hits %  of oracle  busy %  TTFT ms p50      p90      p99   worst",
+        flush=True,
+    )
+    for _ in range(arguments.rounds):
+        for mode in arguments.modes:
+            _replay(mode, trace, arguments)
+
+
+def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namespace) -> None:
+    recipe = (RoutedDynamo if mode.startswith(_DYNAMO) else RoutedWorkers)(mode, arguments)
+    with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
+        time.sleep(_SETTLE_S)
+        load = Load(
+            url=stack.url,
+            model=MODEL,
+            requests=len(trace),
+            seconds=3600.0,
+            prompts=tuple(each.prompt() for each in trace),
+            arrivals_s=tuple(each.at_s for each in trace),
+            osls=tuple(each.output_tokens for each in trace),
+        )
+        records = uvloop.run(Client(load).run())
+    good = [each for each in records if each.is_ok]
+    _print_row(mode, good, len(records) - len(good), trace, arguments)
+    if arguments.records is not None:
+        with arguments.records.open("ab") as file:
+            for each in records:
+                row = {"mode": mode, "index": each.index, "error": each.error, "cached_tokens": each.cached_tokens}
+                row |= {"prompt_tokens": each.prompt_tokens, "ttft_s": (each.first_s or 0.0) - each.planned_s}
+                file.write(orjson.dumps(row | {"at_s": trace[each.index - 1].at_s}) + b"\n")
+
+
+def _print_row(
+    mode: str, good: Sequence[RequestRecord], failed: int, trace: Sequence[TraceRequest], arguments: argparse.Namespace
+) -> None:
+    prompt_tokens = {each.index: each.prompt_tokens for each in good}
+    framing_tokens = min(
+        (tokens - BLOCK_TOKENS * len(trace[index - 1].blocks) for index, tokens in prompt_tokens.items()), default=0
+    )
+    hits, sent = sum(each.cached_tokens for each in good), sum(prompt_tokens.values())
+    best = oracle_hits(trace, framing_tokens, arguments.cache_blocks * arguments.workers)
+    capacity = arguments.workers * arguments.prefill_tokens / STEP_S * trace[-1].at_s
+    ttfts = sorted(each.first_s - each.planned_s for each in good if each.first_s is not None) or [0.0]
+    p50, p90, p99 = (1e3 * ttfts[len(ttfts) * share // 100] for share in (50, 90, 99))
+    print(
+        f"{mode:<20} {len(good):4} {failed:6} {100 * hits / max(1, sent):7.1f} {hits / max(1, best):10.3f} "
+        f"{100 * (sent - hits) / capacity:7.0f} {p50:12.0f} {p90:8.0f} {p99:8.0f} {1e3 * ttfts[-1]:7.0f}",
+        flush=True,
+    )
