@@ -11,8 +11,10 @@ import time
 from typing import Any, Final
 
 from dynamo_trtllm.cost_model import StepSample
+from dynamo_trtllm.engines.vllm.bindings import PACKAGE
 
 _KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
+_SCHED = "vllm.v1.core.sched"
 _BEGUN = "dynamo_begun_s"
 _Composition = tuple[int, int, int, float]  # the fields of a `StepSample` after its time
 
@@ -53,6 +55,17 @@ def measure_steps(scheduler: Any) -> None:
 
     scheduler.schedule, scheduler.update_from_output = measured_schedule, measured_update
     scheduler.make_stats = stats_with_step
+
+
+class MeasuredScheduler:
+    """The scheduler that vLLM would take, with measured steps. vLLM creates it by this name."""
+
+    def __new__(cls, vllm_config: Any, **parts: Any) -> Any:
+        """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own does not apply."""
+        is_async = vllm_config.scheduler_config.async_scheduling
+        measure_steps(PACKAGE.find("Scheduler", f"{_SCHED}.scheduler"))
+        name, module = ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
+        return PACKAGE.find(name, f"{_SCHED}.{module}")(vllm_config=vllm_config, **parts)
 
 
 def _composition(scheduler: Any, output: Any) -> _Composition:
