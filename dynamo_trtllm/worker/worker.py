@@ -38,10 +38,9 @@ from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.drain import drain
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
 from dynamo_trtllm.worker.service import Admission, WorkerService
-from dynamo_trtllm.worker.sleep import Sleeper
+from dynamo_trtllm.worker.sleep import Sleeper, drain
 
 log = logging.getLogger(__name__)
 
