@@ -144,6 +144,11 @@ examples, one prefill and one decode worker of the same model:
     drain_timeout_s: PositiveFloat = option(PROCESS, 30.0)
     """Maximum time in seconds to drain at shutdown."""
 
+    @property
+    def model_name(self) -> str:
+        """Return the name that clients send as `model`."""
+        return self.served_model_name or self.model_path.rstrip("/").rpartition("/")[2]
+
     @model_validator(mode="before")
     @classmethod
     def _role_of_vllm(cls, data: Any) -> Any:

@@ -85,8 +85,8 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
     check_prerequisites(config, process_environment(), locate)
     if config.engine == "mock":
         return config  # the mock engine has no weights and takes only the model's name from the path
-    name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
-    return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
+    update = {"model_path": str(resolve(config.model_path)), "served_model_name": config.model_name}
+    return config.model_copy(update=update)
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
@@ -205,7 +205,7 @@ class Worker:
                 config.system_host,
                 config.system_port,
                 self._health,
-                lambda: self._render_metrics(engine),
+                lambda: self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None),
                 self._tasks,
                 {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)},
             )
@@ -217,7 +217,7 @@ class Worker:
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         role = config.disaggregation_mode
-        peers = await startup.live_peers(discovery, namespace, model=self._model_name(), role=role)
+        peers = await startup.live_peers(discovery, namespace, model=config.model_name, role=role)
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         self._health.phase = "registering"
@@ -258,7 +258,7 @@ class Worker:
         model = self._config.model_path
         self._config = config = await asyncio.to_thread(_resolved, self._config)
         self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
-        check_model_name(self._model_name())
+        check_model_name(self._config.model_name)
         await asyncio.to_thread(startup.check_flags, config)
         self._config = await asyncio.to_thread(_with_kv_transfer_host, config)
         return self._config
@@ -282,7 +282,7 @@ class Worker:
         endpoint = endpoint_of(self._config)
         digests = {name: startup.digest(path) for name, path in info.files.items()}
         card = ModelDeploymentCard(
-            name=self._model_name(),
+            name=self._config.model_name,
             context_length=info.context_length,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -313,9 +313,6 @@ class Worker:
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
 
-    def _model_name(self) -> str:
-        return self._config.served_model_name or Path(self._config.model_path).name
-
     async def _drain(self, parts: _RunningWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
@@ -325,6 +322,3 @@ class Worker:
 
     def _change(self, begin: Callable[[Sleeper], str]) -> str:
         return f"the worker is {self._health.phase}; retry later" if self._sleeper is None else begin(self._sleeper)
-
-    def _render_metrics(self, engine: Engine) -> bytes:
-        return self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None)
