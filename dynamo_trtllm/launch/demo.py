@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.launch.readiness_checks import NotYet, request, until
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 _PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard

@@ -22,7 +22,7 @@ from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import DeploymentStatus, Launcher
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_address, with_engine, with_model
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
 _DESCRIPTION = "Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."

@@ -11,7 +11,7 @@ from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
 from dynamo_trtllm.launch import demo, main
 from dynamo_trtllm.launch.launcher import DeploymentStatus
 from dynamo_trtllm.launch.plan import processes
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import answering, http
 
 STATS = {
