@@ -16,6 +16,7 @@ from tests.waiting import SOON_S
 
 _HOLDER = """
 import sys
+from dynamo_trtllm.subprocesses import scratch_folder
 with scratch_folder("scratch-test-") as folder:
     (folder / "deep").mkdir()
     (folder / "deep" / "file").write_text("x")
