@@ -54,20 +54,12 @@ _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", 
 
 def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem) -> Item:
     """Return the item as it is stored and listed. `named` adds an id if it has none."""
-    match item:
-        case MessageItem():
-            return _message(item)
-        case FunctionOutputItem():
-            output = {"output": "\n".join(item.output)}
-        case _:
-            output = {}
+    if isinstance(item, MessageItem):
+        part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
+        content = [{**part, "text": text} for text in item.content]
+        return {"id": item.id, "type": "message", "role": item.role, "status": "completed", "content": content}
+    output = {"output": "\n".join(item.output)} if isinstance(item, FunctionOutputItem) else {}
     return item.model_dump() | {"status": item.status or "completed"} | output
-
-
-def _message(item: MessageItem) -> Item:
-    part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
-    content = [{**part, "text": text} for text in item.content]
-    return {"id": item.id, "type": "message", "role": item.role, "status": "completed", "content": content}
 
 
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
@@ -124,7 +116,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             case "reasoning":
                 if turn.content or turn.calls:
                     messages += turn.take()
-                turn.reasoning.append(_thought(item))
+                turn.reasoning.append(_said(item["content"] or item["summary"]))
             case "function_call":
                 if item["status"] == "incomplete" and item["call_id"] not in answered:
                     continue  # the call was cut off and never made
@@ -133,23 +125,18 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             case "message" if item["role"] == "assistant":
                 if turn.calls:
                     messages += turn.take()
-                turn.content.append(_said(item))
+                turn.content.append(_said(item["content"]))
             case "message":
                 messages += turn.take()
-                messages.append(Message(role=item["role"], content=_said(item)))
+                messages.append(Message(role=item["role"], content=_said(item["content"])))
             case _:
                 messages += turn.take()
                 messages.append(_result(item, called))
     return messages + turn.take()
 
 
-def _thought(item: Item) -> str:
-    """Return the text of a reasoning item, or its summary if there is no text."""
-    return "\n".join(part["text"] for part in item["content"] or item["summary"])
-
-
-def _said(item: Item) -> str:
-    return "\n".join(part["text"] for part in item["content"])
+def _said(parts: Iterable[Item]) -> str:
+    return "\n".join(part["text"] for part in parts)
 
 
 def _result(item: Item, called: set[str]) -> Message:
