@@ -73,13 +73,6 @@ def read_header(sender: str, channel: str | None, content_type: str | None, *, i
     return Header(role=role, channel=name, recipient="".join(recipients))
 
 
-def could_become_header(header: Header | None) -> bool:
-    """Return True if a header that the end of the output cut off may be the beginning of a valid one."""
-    if header is None or not ASSISTANT.startswith(header.role):
-        return False
-    return any(channel.startswith(header.channel) for channel in CHANNELS)
-
-
 def _is_recipient(word: str) -> bool:
     return word.startswith((_TO, _FUNCTIONS))
 
@@ -260,8 +253,10 @@ class HarmonyParser:
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the output cut off."""
         header = self._read_header()
-        is_marked = self._header[0] >= FIRST_SPECIAL or (header is not None and bool(header.recipient))
-        return is_marked and could_become_header(header)
+        if header is None or not ASSISTANT.startswith(header.role):
+            return False
+        is_marked = self._header[0] >= FIRST_SPECIAL or bool(header.recipient)
+        return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
 
     def _header_is_text(self) -> None:
         """Emit the withheld header as content. The text up to the next control token is content, too."""

@@ -148,9 +148,8 @@ class Pipeline:
 
     def update_breakers(self) -> None:
         """Update which pairs get no requests. Called before a pair is selected or probed."""
-        if not self._options.has_probes:
-            if self._breakers.any_open:
-                self._breakers.half_open(time.monotonic())
+        if self._breakers.any_open and not self._options.has_probes:
+            self._breakers.half_open(time.monotonic())
         while self._changes:
             change = self._changes.popleft()
             if change.is_added:

@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
@@ -62,7 +62,9 @@ async def run_app(
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
-        stack.callback(_start_recorder(config))
+        folder = recorder_folder(config.recorder_dir, process_environment())
+        RECORDER.start(folder, namespace=config.namespace, kind="frontend")
+        stack.callback(RECORDER.stop)
         # Under overload this process reads an acknowledgment seconds after it arrived. A shorter timeout would count
         # the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
@@ -102,13 +104,6 @@ async def run_app(
         if process is not None:
             process.pipe.send_ready()
         await _until_failed(tasks, stop)
-
-
-def _start_recorder(config: FrontendConfig) -> Callable[[], None]:
-    """Record the events of this process. Return the function that ends it."""
-    folder = recorder_folder(config.recorder_dir, process_environment())
-    RECORDER.start(folder, namespace=config.namespace, kind="frontend")
-    return RECORDER.stop
 
 
 async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
@@ -169,11 +164,9 @@ async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: F
 
 
 async def _wait_for_models(models: ModelRegistry) -> None:
-    try:
+    with suppress(TimeoutError):  # the gate is opened anyway, because other models may be ready
         async with asyncio.timeout(_SETTLE_S):
             await models.wait_until_loaded()
-    except TimeoutError:
-        return  # the gate is opened anyway, because other models may be ready
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:
