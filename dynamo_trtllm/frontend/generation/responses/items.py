@@ -1,11 +1,10 @@
-"""Convert items of the Responses API to the conversation that a renderer takes, and build item ids. Pure.
+"""Convert items of the Responses API to the conversation that a renderer takes. Pure.
 
 A normalized item is the JSON object that `input_items` lists.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
@@ -16,36 +15,8 @@ from dynamo_trtllm.api.responses import (
     ReasoningItem,
 )
 from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.generation.responses.response_store import input_id
 from dynamo_trtllm.tokenization.base import Message, ToolCall
-
-PREFIX: Final = "resp_"
-FRONTEND_ID_CHARS: Final = 8
-_RESPONSE: Final = re.compile(r"resp_[0-9a-f]{40}")
-_ITEM: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{40})[io][0-9a-f]{4,}")
-
-
-def is_response_id(text: str) -> bool:
-    return _RESPONSE.fullmatch(text) is not None
-
-
-def frontend_id_of(response_id: str) -> str:
-    """Return the id of the frontend that created the response."""
-    return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
-
-
-def response_of(item_id: str) -> str | None:
-    """Return the id of the response to which an item belongs; None if it is not an item id of this server."""
-    match = _ITEM.fullmatch(item_id)
-    return None if match is None else PREFIX + match.group(1)
-
-
-def input_id(kind: str, response_id: str, index: int) -> str:
-    return f"{kind}_{response_id.removeprefix(PREFIX)}i{index:04x}"
-
-
-def output_id(kind: str, response_id: str, index: int) -> str:
-    return f"{kind}_{response_id.removeprefix(PREFIX)}o{index:04x}"
-
 
 Item: TypeAlias = dict[str, Any]
 

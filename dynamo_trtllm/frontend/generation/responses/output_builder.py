@@ -13,7 +13,7 @@ import orjson
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import tool_call_id
 from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs
-from dynamo_trtllm.frontend.generation.responses.items import output_id
+from dynamo_trtllm.frontend.generation.responses.response_store import output_id
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
