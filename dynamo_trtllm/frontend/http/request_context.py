@@ -173,10 +173,6 @@ class RequestContext:
             RECORDER.unfollow(choice)
             RECORDER.record(choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish)
 
-    def likelihood(self, index: int) -> float:
-        """Return the mean log-probability so far of the choice at an index of the plan."""
-        return self.choices[index].mean_logprob
-
     def cancel(self) -> None:
         """End the streams of all choices that still run."""
         for choice in self.choices:
@@ -220,12 +216,9 @@ class RequestContext:
         return extras
 
     def _worker_ids(self) -> WorkerIds:
-        trace, ids = self.choices[0].trace, WorkerIds()
-        prefill = trace.decode_instance if trace.prefill_instance is None else trace.prefill_instance
-        decode = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
-        if prefill is not None and decode is not None:
-            ids = {"prefill_worker_id": prefill, "decode_worker_id": decode}
-        return ids
+        trace = self.choices[0].trace
+        known = [each for each in (trace.prefill_instance, trace.decode_instance) if each is not None]
+        return {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
 
     def _timing(self) -> NvTiming:
         usage = self.usage()
