@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import importlib
 import logging
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dynamo_trtllm.engines import warm_up
 
@@ -63,9 +61,10 @@ class CompileLock:
             folder: the folder of the lock's files, in the cache.
             key: what the kernels depend on.
         """
-        self._lock = folder / f"{key}.lock"
+        from filelock import FileLock  # comes with vLLM
+
+        self._lock = FileLock(folder / f"{key}.lock", thread_local=False)
         self._filled = folder / f"{key}.filled"
-        self._file: IO[str] | None = None
 
     def acquire(self, longest_s: float = 300.0) -> bool:
         """Wait for another process that compiles. Hold the lock unless its kernels are there now.
@@ -78,31 +77,20 @@ class CompileLock:
         """
         if self._filled.exists():
             return False
-        self._lock.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._lock.open("a")
-        until_s = time.monotonic() + longest_s
-        is_waiting = False
-        while not self._is_locked():
-            if not is_waiting:
-                _log.info("waiting for another engine of this host, which compiles the same kernels (%s)", self._lock)
-                is_waiting = True
-            if time.monotonic() >= until_s:
-                _log.warning("waited %g s for the engine that holds %s; compiling, too", longest_s, self._lock)
-                break
-            time.sleep(_LOCK_POLL_S)
-        else:
-            if not self._filled.exists():
-                return True
-        self.release(is_filled=False)
-        return False
-
-    def _is_locked(self) -> bool:
-        assert self._file is not None
+        self._filled.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+            self._lock.acquire(blocking=False)
+        except TimeoutError:
+            name = self._lock.lock_file
+            _log.info("waiting for another engine of this host, which compiles the same kernels (%s)", name)
+            try:
+                self._lock.acquire(timeout=longest_s, poll_interval=_LOCK_POLL_S)
+            except TimeoutError:
+                _log.warning("waited %g s for the engine that holds %s; compiling, too", longest_s, name)
+                return False
+        if self._filled.exists():
+            self._lock.release()
+        return self._lock.is_locked
 
     def release(self, *, is_filled: bool) -> None:
         """Let the others go on. Does nothing if the lock is not held.
@@ -110,12 +98,9 @@ class CompileLock:
         Args:
             is_filled: all kernels were compiled, so that no later engine needs to wait.
         """
-        file, self._file = self._file, None
-        if file is None:
-            return
-        if is_filled:
+        if is_filled and self._lock.is_locked:
             self._filled.touch()
-        file.close()  # unlocks it
+        self._lock.release()
 
 
 def compile_once() -> None:
@@ -136,7 +121,7 @@ def _lock_before_profiling(worker_class: Any) -> None:
             try:
                 if lock.acquire():
                     _locks.append(lock)
-            except OSError as exc:  # a read-only cache, or a file system without locks
+            except (OSError, NotImplementedError) as exc:  # a read-only cache, or a file system without locks
                 _log.warning("can't wait for other engines that compile the same kernels: %s", exc)
         found: int = profile(self)
         return found
