@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,18 +12,6 @@ from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 _Count = Annotated[int, Field(gt=0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """What the scheduler may do."""
-
-    max_batch_size: int
-    max_num_tokens: int
-    max_queue: int
-    prefill_chunk_tokens: int
-    num_threads: int | None  # None: PyTorch's default
-    has_prefix_cache: bool
 
 
 class TorchArgs(BaseModel):
@@ -75,16 +62,10 @@ class TorchArgs(BaseModel):
         None, description="share for KV of the GPU memory that is free after loading the weights; default 0.5"
     )
 
-    def batch_limits(self, num_threads: int | None) -> BatchLimits:
-        """Return the limits of the scheduler. `num_threads`: CPU threads of the model, None for PyTorch's default."""
-        return BatchLimits(
-            max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size,
-            max_queue=self.max_queue,
-            prefill_chunk_tokens=self.prefill_chunk_tokens,
-            num_threads=num_threads,
-            has_prefix_cache=self.enable_prefix_caching,
-        )
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens in one step."""
+        return self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size
 
 
 def torch_args(config: WorkerConfig) -> TorchArgs:

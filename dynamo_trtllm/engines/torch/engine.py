@@ -153,7 +153,6 @@ class TorchEngine:
         exports_kv = self._backend is not None
         num_blocks = load.kv_blocks(model, args, layout, has_transfer_buffer=exports_kv)
         context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
-        limits = args.batch_limits(load.num_threads(model, args))
         if model.tokenizer is not None and grammar.is_available():
             self._grammar_compiler = grammar.GrammarCompiler(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
@@ -169,7 +168,8 @@ class TorchEngine:
             model.module,
             pool,
             transfer_buffer,
-            limits,
+            args,
+            num_threads=load.num_threads(model, args),
             deliver=partial(_call_soon, loop, self._receive),
             on_end=partial(_call_soon, loop, self._end),
         )
@@ -181,7 +181,7 @@ class TorchEngine:
             renderer=model.renderer,
             layout=layout,
             limits=Limits(
-                max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, kv_blocks=num_blocks
+                max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens, kv_blocks=num_blocks
             ),
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
             supported_features=("priority",),
