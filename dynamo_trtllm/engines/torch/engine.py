@@ -129,7 +129,7 @@ class TorchEngine:
             transfers = self._create_transfers(self._backend, layout=info.layout)
             self._kv_connector = KvConnector(transfers, retire=self.retire)
             await self._kv_connector.start(scheduler.transfer_buffer)
-        scheduler.start()
+        scheduler.thread.start()
         await self._warm_up(info, is_gpu=model.device.type == "cuda")
         log.info(
             "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
@@ -214,7 +214,7 @@ class TorchEngine:
             raise EngineFailed(self._ended.message)
         if self._scheduler is None or self._info is None:
             raise EngineNotReady("the torch engine has not been started")
-        if not self._scheduler.alive():
+        if not self._scheduler.thread.is_alive():
             raise EngineFailed("the torch engine's thread has ended; restart the worker")
         return self._scheduler, self._info
 

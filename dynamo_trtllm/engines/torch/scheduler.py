@@ -85,19 +85,13 @@ class Scheduler:
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
         self.load = SchedulerLoad(self._take_stats())
-        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
     # --- called from outside ---------------------------------------------------------------------------
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
 
     def post(self, message: Callable[[], None]) -> None:
         """Run `message` on the scheduler's thread before its next step."""
