@@ -136,9 +136,8 @@ class VllmEngine(ExternalEngine):
 
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
-        for name, value in (
-            _ENVIRONMENT | compilation.cache_folders(self._compile_cache, process_environment())
-        ).items():
+        folders = compilation.cache_folders(self._compile_cache, process_environment())
+        for name, value in (_ENVIRONMENT | folders).items():
             environ.export(name, value, wanted_by=_WANTED_BY)
         values = {**self._args.values, "model": str(self._checkpoint.folder), "disable_log_stats": True}
         values["skip_tokenizer_init"] = not self._has_tokenizer  # vLLM needs it for structured output only
