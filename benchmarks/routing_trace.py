@@ -65,8 +65,8 @@ def read_trace(path: Path, count: int, rate: float) -> list[TraceRequest]:
 def synthetic_trace(count: int, rate: float) -> list[TraceRequest]:
     """Generate a trace of the same shape.
 
-    All prompts share their first block. Conversations have 1 to 12 turns. A third of the prompts' blocks or more were in the
-    turn before. The length of prompts has a median of 16 blocks and a long tail.
+    All prompts share their first block. Conversations have 1 to 12 turns. Over a third of the blocks of prompts were in
+    the turn before. The length of prompts has a median of 19 blocks and a long tail.
     """
     rnd, found = random.Random(1), list[TraceRequest]()
     number = 0
