@@ -15,8 +15,8 @@ from dynamo_trtllm.router.policy import WorkerSelection
 STALE_S: Final = 25.0  # workers report at least every 10 s
 _SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
 # What a prompt token to compute costs, compared with one that waits: it also delays the requests after it, and its KV
-# takes the place of other prompts. In simulated replays of a trace, hits were 0.77 of an oracle's with a cost of 1, 0.90
-# with 4 and 0.93 with 8, with the time to first token lower at p50 and equal at p99.
+# takes the place of other prompts. In simulated replays of a trace, hits were 0.77 of an oracle's with a cost of 1,
+# 0.90 with 4 and 0.93 with 8, with the time to first token lower at p50 and equal at p99.
 NEW_TOKEN_COST: Final = 8
 REQUEST_TOKENS: Final = 256  # what a request costs in a decode step besides its context; a rough value, not measured
 
