@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm.cli import recording_exports
-from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, silent_processes, stuck_requests
-from dynamo_trtllm.config.base import format_table
+from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
+from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import exit_with, load, process_environment, program
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.observability.recorder import RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
 from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
@@ -173,6 +173,8 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.PLACED_BY_COST:
             costs = [("prefill", a), ("decode" if a else "aggregated", b)]
             return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
+        case RecordedEvent.WAITING_FOR_WORKERS:
+            return f": {quarantined(entry)}" if b else ""
         case RecordedEvent.RESERVING_SLOT:
             return f": at {a:x}"
         case RecordedEvent.CALL_SENT:
@@ -189,7 +191,12 @@ def _values(entry: Entry) -> str:
             return f": {reason} of {a} prompt tokens"
         case RecordedEvent.KV_PUBLISHED:
             return f": {a} bytes"
-        case RecordedEvent.CONNECTION_LOST | RecordedEvent.PEER_LOST:
+        case (
+            RecordedEvent.CONNECTION_LOST
+            | RecordedEvent.PEER_LOST
+            | RecordedEvent.CONNECTION_AWAITED
+            | RecordedEvent.CONNECTED
+        ):
             return f": {reason}"
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"

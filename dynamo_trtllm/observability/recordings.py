@@ -32,6 +32,9 @@ from dynamo_trtllm.observability.recorder import (
 )
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
+_CONNECTIONS: Final = frozenset(
+    {RecordedEvent.CONNECTION_AWAITED, RecordedEvent.CONNECTION_LOST, RecordedEvent.CONNECTED}
+)
 _OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
 
 
@@ -98,6 +101,18 @@ class ProcessRecording:
         """The process as text: kind, instance or process id."""
         header = self.header
         return f"{self.kind} {header.pid}" if self.is_frontend else f"{self.kind} {header.instance_id:x}"
+
+    @property
+    def ahead_s(self) -> float:
+        """By how much the date of the process is ahead of that of this process."""
+        header, own_ns = self.header, time.time_ns() - time.monotonic_ns()
+        return (header.alive_epoch_ns - header.alive_ns - own_ns) / 1e9 if header.alive_epoch_ns else 0.0
+
+    def waits_for(self, now_ns: int) -> tuple[str, float] | None:
+        """Return the server that the process has no connection to, and for how many seconds; None: it has them."""
+        last = next((entry for entry in reversed(self.entries) if entry.event in _CONNECTIONS), None)
+        is_connected = last is None or last.event == RecordedEvent.CONNECTED or last.reason == "nats"
+        return None if is_connected or last is None else (last.reason, (now_ns - last.ns) / 1e9)
 
     def epoch_s(self, ns: int) -> float:
         """Return the time of an event in seconds since the epoch."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
@@ -32,7 +33,7 @@ from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, 
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
