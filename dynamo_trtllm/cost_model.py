@@ -110,6 +110,10 @@ def linear_prefill_fit(base_s: float, token_s: float, request_s: float = 0.0, co
     return Fit((base_s, *slopes, request_s, context_token_s / _KI, 0.0), *_PRIOR_BOUNDS, 0)
 
 
+_TICK_S: Final = 1e-4
+_MOST_TICKS: Final = (1 << 21) - 1
+
+
 class Prediction(NamedTuple):
     """A predicted time in seconds. Nine of ten measured times are expected between `low_s` and `high_s`."""
 
@@ -120,6 +124,22 @@ class Prediction(NamedTuple):
     @classmethod
     def of(cls, seconds: float, fit: Fit) -> Prediction:
         return cls(seconds, seconds * fit.low, seconds * fit.high)
+
+    @classmethod
+    def total(cls, parts: Sequence[Prediction | None]) -> Prediction | None:
+        """Return the time of parts that follow each other. None: one of them is not known."""
+        known = [part for part in parts if part is not None]
+        return cls(*map(sum, zip(*known, strict=True))) if 0 < len(known) == len(parts) else None
+
+    def packed(self) -> int:
+        """Return the prediction in a number of 64 bits."""
+        seconds, low, high = (min(round(each / _TICK_S) + 1, _MOST_TICKS) for each in self)
+        return seconds << 42 | low << 21 | high
+
+    @classmethod
+    def unpacked(cls, number: int) -> Prediction:
+        ticks = number >> 42, number >> 21 & _MOST_TICKS, number & _MOST_TICKS
+        return cls(*((each - 1) * _TICK_S for each in ticks))
 
 
 class EngineWork(NamedTuple):

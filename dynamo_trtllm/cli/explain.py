@@ -20,6 +20,7 @@ from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import exit_with, load, process_environment, program
 from dynamo_trtllm.config.parser import CONSOLE
+from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
@@ -155,7 +156,12 @@ def outcome(request: RequestRecording) -> str:
 def describe(entry: Entry, request: RequestRecording) -> str:
     """Return an event and its values as text."""
     is_of_all = not entry.key or entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
-    return f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
+    text = f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
+    if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
+        since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
+        at, low, high = ((since_s + each) * 1e3 for each in Prediction.unpacked(entry.c))
+        text += f"; first token expected at {at:.1f} ms ({low:.1f} to {high:.1f})"
+    return text
 
 
 def _costs(number: int) -> str:

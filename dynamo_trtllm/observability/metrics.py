@@ -26,7 +26,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
-from dynamo_trtllm.cost_model import CostModel
+from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics_aggregator import Snapshot, SnapshotCollector, snapshot_of
 
@@ -64,13 +64,8 @@ def divide(
     """Return how long the spans took until `end_s`, divided into the phases that the workers report.
 
     A worker reports its own durations, and no clocks are compared: the rest of a call is `send`, the way to the worker
-    and back. A call without a report stays one phase.
-
-    Args:
-        spans: the spans of a request, in order.
-        end_s: the end of the last one.
-        prefill: what the prefill worker of the last attempt has reported.
-        decode: the same of the decode worker, or of an aggregated one.
+    and back. A call without a report stays one phase. `prefill` and `decode` are what the workers of the last attempt
+    have reported; an aggregated one is in `decode`.
     """
     phases: PhaseSeconds = {}
     has_migrated = "migration" in [span.phase for span in spans]
@@ -181,6 +176,10 @@ TABLE = (
     Metric("frontend", "body_bytes", "gauge", "Bytes of bodies received or parsed now (limit: --max-total-body-bytes)"),
     Metric("frontend", "queue_seconds", "histogram", "Time of a request in the frontend's queue, in seconds"),
     Metric("frontend", "ttft_seconds", "histogram", "Time to first token, in seconds", ("model",)),
+    Metric(
+        "frontend", "ttft_ratio", "histogram", "TTFT after selection, divided by its prediction", ("model",), RATIOS
+    ),
+    Metric("frontend", "ttft_predictions_total", "counter", "Predicted TTFT by outcome", ("model", "outcome")),
     Metric("frontend", "itl_seconds", "histogram", "Inter-token latency, in seconds", ("model",), STEP_SECONDS),
     Metric("frontend", "request_seconds", "histogram", "Time from request to last byte, in seconds", ("model",)),
     Metric("frontend", "prompt_tokens_total", "counter", "Prompt tokens", ("model",)),
@@ -260,14 +259,7 @@ class FrontendMetrics:
         self._num_inflight += 1
 
     def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
-        """Count a finished request. Call it once for each `request_started`.
-
-        Args:
-            model: the served model.
-            endpoint: path of the API.
-            code: "ok", "cancelled" or an error's code.
-            seconds: from request to last byte.
-        """
+        """Count a finished request, once for each `request_started`. `code` is "ok", "cancelled" or an error's."""
         self._num_inflight -= 1
         self._labelled("requests_total", model, endpoint, code).inc()
         self._labelled("request_seconds", model).observe(seconds)
@@ -298,11 +290,8 @@ class FrontendMetrics:
     def probe_finished(self, *, model: str, code: str) -> None:
         """Count a probe of a worker pair.
 
-        Args:
-            model: the served model.
-            code: "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens differ from those of
-                a single worker, so the KV is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an
-                error's code.
+        `code` is "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens differ from those of
+        a single worker, so the KV is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an error's.
         """
         self._labelled("canaries_total", model, code).inc()
 
@@ -313,6 +302,12 @@ class FrontendMetrics:
     def observe_ttft(self, *, model: str, seconds: float) -> None:
         """Observe the time to first token of one request."""
         self._labelled("ttft_seconds", model).observe(seconds)
+
+    def observe_prediction(self, *, model: str, seconds: float, predicted: Prediction) -> None:
+        """Observe how well the time from the selection of workers to the first token was predicted."""
+        outcome = "within" if predicted.low_s <= seconds <= predicted.high_s else "outside"
+        self._labelled("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
+        self._labelled("ttft_predictions_total", model, outcome).inc()
 
     def itl(self, *, model: str) -> HistogramChild:
         """Return the histogram child for the inter-token latency of a model, in seconds."""
@@ -381,7 +376,7 @@ class WorkerMetrics:
         self._metrics["reserved"].set_function(reserved)
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Observe the ratio of a measured time to the predicted one. `is_covered`: it was within the bounds."""
+        """Observe the ratio of a measured time to the predicted one, and whether it was within the bounds."""
         self._labelled("time_ratio", kind).observe(ratio)
         self._labelled("predictions_total", kind, "within" if is_covered else "outside").inc()
 

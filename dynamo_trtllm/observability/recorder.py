@@ -81,7 +81,7 @@ class RecordedEvent(IntEnum):
     PROGRESS = 44  # a: tokens so far; also of a call in a worker
     LAST_TOKEN = 45  # a: tokens
     FINISHED = 46  # a: HTTP status, b: tokens; reason: finish reason or error code
-    PLACED_BY_COST = 47  # a, b: costs of prefill and decode, see `router.placement.Costs`; reason: router mode
+    PLACED_BY_COST = 47  # a, b: costs of prefill and decode, `Costs`, c: `Prediction`, or 0; reason: router mode
     # of a call in a worker
     CALL_RECEIVED = 64  # a: prompt tokens; reason: phase; it waits in the engine from now on
     QUEUED = 65  # of older releases, after CALL_RECEIVED

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role
 from dynamo_trtllm.router.policy import WorkerSelection
 
@@ -84,6 +85,7 @@ class InstanceLoad:
     sent: dict[Share, None] = field(default_factory=dict)  # the calls of it that were sent, the oldest first
     report: LoadReport | None = None
     reported_at: float = -math.inf
+    cost: CostModel | None = None  # the last one that was reported
 
     def place(self, prefill_tokens: int, kv_tokens: int) -> Share:
         """Count a part of a request, which is going to be sent to the instance."""
@@ -108,6 +110,8 @@ class FleetLoad:
     def on_report(self, report: LoadReport, now: float) -> None:
         """Take a report. A broadcast one may arrive after a newer one, and is ignored then."""
         load = self.of(report.instance_id)
+        if report.cost is not None and report.cost != load.cost:
+            load.cost = report.cost if report.cost.is_valid else None
         if load.report is not None and report.number <= load.report.number:
             return
         load.report, load.reported_at = report, now
@@ -177,14 +181,56 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
     return cost
 
 
-class PlacedRequest:
-    """What one request adds to the loads of its instances. End it."""
+def predicted_first_token_s(
+    load: InstanceLoad, role: Role, new_tokens: int, cached_tokens: int, now: float
+) -> Prediction | None:
+    """Predict the time of a call to an instance until its first token. None: its load or its cost is not known.
 
-    def __init__(self, loads: FleetLoad, selection: WorkerSelection, request: GenerateRequest, new_tokens: int) -> None:
+    Args:
+        load: of the instance, without the request.
+        role: of the instance. A decode instance fetches the KV of the prompt, others compute the prompt.
+        new_tokens: of the prompt, that are not in a cache.
+        cached_tokens: the others.
+        now: seconds of a monotonic clock.
+    """
+    report, cost, unseen = load.report, load.cost, load.unseen
+    if cost is None or report is None or now - load.reported_at > STALE_S:
+        return None
+    if role is Role.DECODE:
+        return cost.kv_transfer(new_tokens + cached_tokens)
+    decodes, more_requests = role is not Role.PREFILL, unseen.requests
+    work = report.work(decodes=decodes, more_tokens=unseen.prefill_tokens, more_requests=more_requests)
+    return cost.first_token(new_tokens, cached_tokens, work)
+
+
+def predicted_step_s(load: InstanceLoad, more_tokens: int, now: float) -> Prediction | None:
+    """Predict a decode step of an instance with one more request, which has so many tokens. None: as above."""
+    report, cost, unseen = load.report, load.cost, load.unseen
+    if cost is None or report is None or now - load.reported_at > STALE_S:
+        return None
+    return cost.step(report.running + unseen.requests + 1, report.context_tokens + unseen.kv_tokens + more_tokens)
+
+
+class PlacedRequest:
+    """What one request adds to the loads of its instances. End it.
+
+    `expected` is when it was selected, and the predicted time from then to its first token, if all costs are known.
+    """
+
+    def __init__(
+        self, loads: FleetLoad, selection: WorkerSelection, request: GenerateRequest, new_tokens: int, now: float
+    ) -> None:
         """Count the request at the selected instances. `new_tokens` are those of its prompt that are to be computed."""
         self._loads = loads
         self._tokens = len(request.token_ids)
         prefill, decode = selection.prefill, selection.decode
+        parts = [
+            predicted_first_token_s(loads.get(each.id), each.role, new_tokens, self._tokens - new_tokens, now)
+            for each in (prefill, decode)
+            if each is not None
+        ]
+        predicted = Prediction.total(parts)
+        self.expected = None if predicted is None else (now, predicted)
         self._prefill = None if prefill is None else loads.of(prefill.id).place(new_tokens, self._tokens)
         self._decode = loads.of(decode.id).place(new_tokens if prefill is None else 0, self._tokens)
 

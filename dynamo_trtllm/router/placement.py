@@ -95,7 +95,7 @@ class Placement:
             if self.prefixes is not None and selection.prompt is not None:
                 for instance in filter(None, (selection.prefill, selection.decode)):
                     self.prefixes.record_sent(selection.prompt, instance.id, now)
-        return PlacedRequest(self.loads, selection, request, len(request.token_ids) - overlap_tokens)
+        return PlacedRequest(self.loads, selection, request, len(request.token_ids) - overlap_tokens, now)
 
     def select(
         self,

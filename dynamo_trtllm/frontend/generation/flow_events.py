@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import GenerateRequest, Instance, PhaseTimings, ReleaseKv, ReleaseSlot, TokenLogprob
 from dynamo_trtllm.observability.metrics import Span
@@ -123,6 +124,7 @@ class RouteTrace:
     spans: list[Span] = field(default_factory=list, compare=False)
     first_s: float | None = None  # when the first tokens arrived, of `time.monotonic()`
     last_s: float = 0.0  # when the newest ones arrived
+    expected: tuple[float, Prediction] | None = None  # when the last attempt began, and the time to its first tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

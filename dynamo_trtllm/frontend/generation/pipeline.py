@@ -315,9 +315,10 @@ class _RunningRequest(Stream):
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
         if placement is not None:
             self._placed = placement.start(selection, request, time.monotonic())
+            expected = self._trace.expected = self._placed.expected
             if isinstance(selection, CostSelection):
-                costs = selection.recorded()
-                RECORDER.record(request.request_id, Recorded.PLACED_BY_COST, *costs, reason=placement.mode)
+                values = *selection.recorded(), 0 if expected is None else expected[1].packed()
+                RECORDER.record(request.request_id, Recorded.PLACED_BY_COST, *values, reason=placement.mode)
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
         RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
         return selection

@@ -165,6 +165,11 @@ class RequestContext:
             else:
                 if self._first_s() is None:
                     self._app_state.metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
+                    if trace.expected is not None:
+                        selected_s, predicted = trace.expected
+                        self._app_state.metrics.observe_prediction(
+                            model=self._model, seconds=now - selected_s, predicted=predicted
+                        )
                 trace.first_s = now
                 RECORDER.record(self.choices[delta.index].request_id, RecordedEvent.FIRST_TOKEN)
             trace.last_s = now

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.cost_model import CostModel, Fit, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role, Sampling, token_ids
-from dynamo_trtllm.router.load import STALE_S, FleetLoad
+from dynamo_trtllm.router.load import STALE_S, FleetLoad, predicted_step_s
 from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
@@ -42,7 +43,7 @@ def request(prompt: int = 100) -> GenerateRequest:
     )
 
 
-def report(instance_id: int, number: int = 1, **fields: int) -> LoadReport:
+def report(instance_id: int, number: int = 1, **fields: Any) -> LoadReport:
     idle = LoadReport(instance_id, number, 0, 0, 0, 0, 1000, 0)
     return msgspec.structs.replace(idle, **fields)
 
@@ -249,3 +250,35 @@ def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_rou
     placement = Placement("least-loaded", seed=1)
     by_load, by_turn = simulated_ttfts(least, 1), simulated_ttfts(in_turn, 1)
     assert 3 * by_load[len(by_load) * 99 // 100] < by_turn[len(by_turn) * 99 // 100]
+
+
+def cost_model(token_s: float, call_s: float) -> CostModel:
+    """Return a cost model of steps of 1,000 prompt tokens."""
+    call = Fit((call_s, 0.0, 1.0), 0.5, 2.0, 99)
+    return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), call, step_tokens=1000)
+
+
+def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv_transfer() -> None:
+    placement, view = Placement("least-loaded"), view_of(1, 1)
+    first = selected(placement, view)
+    assert placement.start(first, request(), 0.0).expected is None  # nothing is known yet
+    placement.loads.on_report(report(1, queued_prefill_tokens=500, cost=cost_model(1e-4, 0.01)), 0.0)
+    assert placement.start(first, request(), 0.0).expected is None  # the decode worker's cost is not known
+    placement.loads.on_report(report(1001, running=2, cost=cost_model(1e-4, 0.02)), 0.0)
+    placement.loads.on_report(report(1001, 2, running=2), 0.0)  # a report without a cost leaves it unchanged
+    expected = placement.start(first, request(), 7.0).expected
+    assert expected is not None
+    assert expected[0] == 7.0
+    # Two prompts of 100 tokens were sent since the report of 500. Half of them are computed already.
+    assert expected[1].seconds == pytest.approx(0.01 + 0.035 + 0.01 + 0.02)
+    step = predicted_step_s(placement.loads.get(1001), 100, 7.0)
+    assert step is not None
+    assert step.seconds == pytest.approx(0.01 + 0.001 * (2 + 3 + 1))
+    assert placement.start(first, request(), 7.0 + 2 * STALE_S).expected is None
+
+
+def test_report_when_its_cost_is_not_valid_then_nothing_is_predicted() -> None:
+    placement = Placement("least-loaded")
+    for cost in (CostModel(decode=Fit((1.0,), 1.0, 1.0, 1)), CostModel(step_tokens=-1)):
+        placement.loads.on_report(report(1001, cost=cost), 0.0)
+        assert placement.loads.get(1001).cost is None
