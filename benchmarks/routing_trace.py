@@ -48,7 +48,7 @@ class _Line(msgspec.Struct):
 def read_trace(path: Path, count: int, rate: float) -> list[TraceRequest]:
     """Read about `count` requests: all of some conversations, spread over the whole trace, and `rate` per second.
 
-    Conversations are told apart by their first two blocks, because all of them may share the first one.
+    The first two blocks identify a conversation, because all of them may share the first one.
     """
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         lines = [msgspec.json.decode(line, type=_Line) for line in file]

@@ -1,7 +1,6 @@
 """Define the Prometheus metrics of frontends and workers, and collect and render them.
 
-Metrics are observed per step or per request, not per token. Label values are from a small closed set (served models,
-error codes). Never use client input as a label value.
+Metrics are observed per step or per request, not per token. Label values are from a small closed set, never a client's.
 """
 
 from __future__ import annotations
@@ -211,9 +210,7 @@ TABLE = (
     Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
     Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
     Metric("worker", "time_ratio", "histogram", "Measured time divided by the predicted time", ("kind",), RATIOS),
-    Metric(
-        "worker", "predictions_total", "counter", "Predicted times, by whether the bounds held", ("kind", "outcome")
-    ),
+    Metric("worker", "predictions_total", "counter", "Predicted times, by outcome of the bounds", ("kind", "outcome")),
     Metric("worker", "cost_seconds", "gauge", "Coefficients of the cost model (docs/cost-model.md)", ("kind", "term")),
     Metric("worker", "cost_samples", "gauge", "Samples that the cost model has learned from; 0: its prior", ("kind",)),
     Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),
