@@ -1,8 +1,8 @@
 """Define what engines and KV transfer backends share: the interface of a backend, and KV transfer parameters.
 
 The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes, device); the engine
-gathers KV blocks into regions and scatters them. The functions for KV transfer parameters check them, decide which
-deadline ends a fetch first, and fetch within that deadline.
+gathers KV blocks into regions and scatters them. The functions for KV transfer parameters check them and decide
+which deadline ends a fetch first.
 """
 
 from __future__ import annotations
@@ -236,13 +236,6 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
         raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago")
 
 
-class FetchLimits(NamedTuple):
-    """The time limits of one fetch."""
-
-    deadline: float  # of the request, in seconds since the epoch
-    timeout_s: float  # of any fetch
-
-
 class Deadline(NamedTuple):
     """The time limit that is reached first, and its error.
 
@@ -254,11 +247,16 @@ class Deadline(NamedTuple):
     why: str
 
 
-def first_deadline(kv_params: KvTransferParams, limits: FetchLimits, now: float) -> Deadline:
-    """Return the time limit that a fetch reaches first. `now`: seconds since the epoch."""
-    timeout_s = limits.timeout_s
+def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: float) -> Deadline:
+    """Return the time limit that a fetch reaches first.
+
+    Args:
+        deadline: Of the request, in seconds since the epoch.
+        timeout_s: Of any fetch.
+    """
+    now = time.time()
     bounds = (
-        Deadline(limits.deadline - now, DeadlineExceeded, "the request's deadline passed"),
+        Deadline(deadline - now, DeadlineExceeded, "the request's deadline passed"),
         Deadline(kv_params.expires_at - now, TransferTimeout, "it expired"),
         Deadline(timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
@@ -275,28 +273,3 @@ class Destination(NamedTuple):
 
     regions: Sequence[MemoryRegion]
     on_region: OnRegion | None = None
-
-
-async def fetch(
-    backend: TransferBackend, kv_params: KvTransferParams, offer: bytes, to: Destination, limits: FetchLimits
-) -> None:
-    """Read a transfer's KV within the request's time limits.
-
-    Raises:
-        DeadlineExceeded: The request's deadline passed.
-        TransferTimeout: The fetch took too long.
-        TransferExpired: The transfer expired before the fetch could start.
-        TransferFailed: The read failed.
-    """
-    first = first_deadline(kv_params, limits, time.time())
-    if first.left_s <= 0:
-        # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame, not the peer.
-        if first.error is TransferTimeout:
-            raise TransferExpired(
-                f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
-            )
-        raise timeout_error(kv_params, first)
-    try:
-        await backend.read(kv_params.transfer_id, offer, to.regions, timeout_s=first.left_s, on_region=to.on_region)
-    except TransferTimeout as exc:
-        raise timeout_error(kv_params, first) from exc

@@ -7,8 +7,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_trtllm.config.base import matching
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 _Count = Annotated[int, Field(gt=0)]
@@ -66,12 +64,3 @@ class TorchArgs(BaseModel):
     def max_step_tokens(self) -> int:
         """The most tokens in one step."""
         return self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size
-
-
-def torch_args(config: WorkerConfig) -> TorchArgs:
-    """Return the engine's arguments, merged from YAML, flags and override JSON; later sources win.
-
-    Raises:
-        ConfigError: An argument is unknown or invalid, or does not fit another setting. The error names its key.
-    """
-    return engine_arguments(config, TorchArgs, "torch")

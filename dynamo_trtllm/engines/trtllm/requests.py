@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import EngineOutput
-from dynamo_trtllm.engines.external.request_checks import check, guided_params, is_plain, stop_token_ids
+from dynamo_trtllm.engines.external.request_checks import guided_params, is_plain
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, TokenLogprob
 
@@ -114,7 +114,8 @@ def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[
 
 
 def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
-    check(request, model_limits.role, model_limits.info, library="TensorRT-LLM")
+    transfers_kv = model_limits.role is not Role.AGGREGATED
+    check_request(request, model_limits.info, transfers_kv=transfers_kv, engine="TensorRT-LLM")
     tokens, limit = len(request.token_ids), model_limits.prompt_limits[request.phase]
     if tokens > limit.tokens:
         raise ContextTooLong(
