@@ -25,9 +25,9 @@ from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import api_manifests as trtllm
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, RoleFacts, check_pair, check_role, memory_table
-from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
-from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
+from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, known_gpu
+from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table, transfer_s
 from dynamo_trtllm.engines.vllm import api_manifests as vllm
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role

@@ -1,6 +1,6 @@
 """Import vLLM and bind the names that the engine uses; build the engine, and explain failed starts.
 
-Importing this module does not import vLLM. `load_bindings` does, so the environment must be set before it.
+Importing this module does not import vLLM. `VllmBindings` does, so the environment must be set before it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines import gpu, schema
-from dynamo_trtllm.engines.external.library import construct
-from dynamo_trtllm.engines.external.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library import LibraryPackage, construct
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
@@ -74,19 +72,25 @@ PACKAGE = LibraryPackage(
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBindings:
     """The bound classes and functions of vLLM. Their type is Any, because vLLM is not a dependency of type checks."""
 
-    version: str
-    config: Any  # the module of configuration classes
-    engine_args: Callable[..., Any]
-    async_llm: Any
-    sampling_params: Callable[..., Any]
-    structured_outputs: Callable[..., Any]
-    delta: Any
-    dead: type[Exception]
-    logger_base: Any
+    def __init__(self) -> None:
+        """Import vLLM, which takes many seconds. Set the environment before.
+
+        Raises:
+            ConfigError: vLLM can't be imported or lacks a name.
+        """
+        find = PACKAGE.find
+        self._logger_base = find("PrometheusStatLogger", "vllm.v1.metrics.loggers")
+        self.version = str(PACKAGE.load().__version__).partition("+")[0]
+        self._config = PACKAGE.load("vllm.config")  # the module of configuration classes
+        self.engine_args = find("AsyncEngineArgs", "vllm.engine.arg_utils")
+        self.async_llm = find("AsyncLLM", "vllm.v1.engine.async_llm")
+        self._sampling_params = find("SamplingParams", "vllm.sampling_params")
+        self._structured_outputs = find("StructuredOutputsParams", "vllm.sampling_params")
+        self._delta = find("RequestOutputKind", "vllm.sampling_params").DELTA
+        self.dead: type[Exception] = find("EngineDeadError", "vllm.v1.engine.exceptions")
 
     def build(self, values: Mapping[str, Any], on_stats: OnStats) -> Any:
         """Build and start an AsyncLLM. Blocks until the model is loaded.
@@ -129,12 +133,12 @@ class VllmBindings:
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["structured_outputs"] = construct(PACKAGE.library, self.structured_outputs, call.guided)
+            sampling["structured_outputs"] = construct(PACKAGE.library, self._structured_outputs, call.guided)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt}
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
-        sampling["output_kind"] = self.delta
-        arguments = {"prompt": prompt, "params": construct(PACKAGE.library, self.sampling_params, sampling)}
+        sampling["output_kind"] = self._delta
+        arguments = {"prompt": prompt, "params": construct(PACKAGE.library, self._sampling_params, sampling)}
         return arguments | {"priority": call.priority} if call.priority else arguments
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +152,7 @@ class VllmBindings:
             field = schema.find(LIBRARY.newest, name).field
             classes = schema.owners(LIBRARY.newest, field) if field is not None and isinstance(value, Mapping) else ()
             try:
-                arguments[name] = getattr(self.config, classes[0])(**value) if classes else value
+                arguments[name] = getattr(self._config, classes[0])(**value) if classes else value
             except _VLLM_ERRORS as exc:
                 raise self._rejected(exc) from exc
         return arguments
@@ -159,7 +163,7 @@ class VllmBindings:
     def _logger(self, on_stats: OnStats) -> Any:
         """Return a stat logger class that replaces the Prometheus one, which would export everything twice."""
 
-        class Statistics(self.logger_base):  # type: ignore[misc,name-defined]
+        class Statistics(self._logger_base):  # type: ignore[misc,name-defined]
             def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
                 """Do nothing; no Prometheus metrics are registered."""
 
@@ -196,26 +200,6 @@ def installed_version() -> str:
             field="engine",
         )
     return version
-
-
-def load_bindings() -> VllmBindings:
-    """Import vLLM, which takes many seconds. Set the environment before.
-
-    Raises:
-        ConfigError: vLLM can't be imported or lacks a name.
-    """
-    logger_base = PACKAGE.find("PrometheusStatLogger", "vllm.v1.metrics.loggers")
-    return VllmBindings(
-        version=str(PACKAGE.load().__version__).partition("+")[0],
-        config=PACKAGE.load("vllm.config"),
-        engine_args=PACKAGE.find("AsyncEngineArgs", "vllm.engine.arg_utils"),
-        async_llm=PACKAGE.find("AsyncLLM", "vllm.v1.engine.async_llm"),
-        sampling_params=PACKAGE.find("SamplingParams", "vllm.sampling_params"),
-        structured_outputs=PACKAGE.find("StructuredOutputsParams", "vllm.sampling_params"),
-        delta=PACKAGE.find("RequestOutputKind", "vllm.sampling_params").DELTA,
-        dead=PACKAGE.find("EngineDeadError", "vllm.v1.engine.exceptions"),
-        logger_base=logger_base,
-    )
 
 
 def load_zmq() -> Any:

@@ -22,7 +22,7 @@ from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.vllm import compilation, transfers
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings, load_zmq
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_zmq
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
@@ -150,7 +150,7 @@ class VllmEngine(ExternalEngine):
             values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         if self._kv_events is not None:
             values["kv_events_config"] = values["kv_events_config"] | self._kv_events.config
-        bindings = load_bindings()
+        bindings = VllmBindings()
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:

@@ -16,7 +16,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
-from dynamo_trtllm.engines.external.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.vllm import bindings, compilation, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
