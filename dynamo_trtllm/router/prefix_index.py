@@ -34,8 +34,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}  # prefix hash -> mask of slots
-        self.slots: dict[int, int] = {}  # instance id -> bit of it in masks
-        self._bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
+        self.slots: dict[int, int] = {}  # instance id -> slot
+        self.bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
         self._blocks: list[set[int]] = []  # prefix hashes of each slot
         self._ids: list[int] = []  # instance id of each slot
         self._free: list[int] = []
@@ -53,7 +53,7 @@ class PrefixIndex:
         else:
             slot = len(self._ids)
             self._ids.append(instance_id)
-            self._bits.append(1 << slot)
+            self.bits.append(1 << slot)
             self._blocks.append(set())
         self.slots[instance_id] = slot
 
@@ -70,7 +70,7 @@ class PrefixIndex:
     def store(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Add blocks of an instance."""
         slot, masks = self.slots[instance_id], self._masks
-        bit, own = self._bits[slot], self._blocks[slot]
+        bit, own = self.bits[slot], self._blocks[slot]
         new = set(hashes) - own
         own |= new
         for prefix in new:
@@ -80,7 +80,7 @@ class PrefixIndex:
     def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Remove blocks of an instance. Unknown ones are ignored."""
         slot, masks = self.slots[instance_id], self._masks
-        bit, own = self._bits[slot], self._blocks[slot]
+        bit, own = self.bits[slot], self._blocks[slot]
         for prefix in hashes:
             if prefix in own:
                 own.discard(prefix)
@@ -93,9 +93,9 @@ class PrefixIndex:
         """Return whether any instance has the beginning of a prompt."""
         return bool(hashes) and (hashes[0] in self._masks or hashes[-1] in self._masks)
 
-    def depth(self, instance_id: int, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks an instance has."""
-        masks, bit = self._masks, self._bits[self.slots[instance_id]]  # unlike the sets, shared by all searches
+    def depth(self, bit: int, hashes: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks the instance with this bit has."""
+        masks = self._masks  # unlike the sets of the instances, shared by all searches
         return _first_lacking(hashes, lambda prefix: not masks.get(prefix, 0) & bit)
 
     def levels(self, hashes: Sequence[int]) -> Iterator[Level]:
@@ -180,19 +180,20 @@ class _IndexMatch:
             self._found.append(level)
             yield level
 
-    def depth(self, instance_id: int) -> int:
-        slot, found = self.blocks.slots[instance_id], self._found
+    def depth(self, slot: int) -> int:
+        """Return how many of the prompt's first blocks the instance of a slot has."""
+        found, bit = self._found, self.blocks.bits[slot]
         for depth, mask in found:
-            if mask >> slot & 1:
+            if mask & bit:
                 return depth
         while len(found) < _MOST_LEVELS:
             level = next(self._others, None)
             if level is None:
                 return 0
             found.append(level)
-            if level[1] >> slot & 1:
+            if level[1] & bit:
                 return level[0]
-        return self.blocks.depth(instance_id, self.hashes)
+        return self.blocks.depth(bit, self.hashes)
 
 
 class PrefixOverlaps:
@@ -214,15 +215,20 @@ class PrefixOverlaps:
     def get(self, instance_id: int, default: int = 0, /) -> int:
         """Return the overlap of an instance, or `default` if it has none."""
         for match in self._matches:
-            if instance_id in match.blocks.slots:
-                return self._depth(match, instance_id) * match.block_tokens or default
+            slot = match.blocks.slots.get(instance_id)
+            if slot is not None:
+                depth = match.depth(slot)
+                if depth and instance_id in self._expires:
+                    depth = self._unexpired(match, depth, self._expires[instance_id])
+                return depth * match.block_tokens or default
         return default
 
-    def _depth(self, match: _IndexMatch, instance_id: int) -> int:
-        depth, expires, now = match.depth(instance_id), self._expires.get(instance_id), self._now
-        if not depth or expires is None or expires.get(match.hashes[depth - 1], now) > now:
+    def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
+        """Return how many of the blocks have not expired. The others are removed later."""
+        now = self._now
+        if expires.get(match.hashes[depth - 1], now) > now:
             return depth
-        return _first_lacking(match.hashes, lambda prefix: expires.get(prefix, now) <= now)  # they are removed later
+        return _first_lacking(match.hashes, lambda prefix: expires.get(prefix, now) <= now)
 
     def deepest(self, limit: int) -> list[int]:
         """Return at most `limit` instances per block size, those with the longest overlaps first.
