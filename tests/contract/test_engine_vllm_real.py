@@ -222,6 +222,18 @@ async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) 
         await check_nothing_left(engine)
 
 
+async def test_steps_when_calls_have_run_then_vllm_has_reported_what_each_computed_and_its_time(pair: Pair) -> None:
+    for engine in (pair.prefill, pair.decode):
+        engine.steps.clear()
+    await prefill_then_decode(pair.prefill, pair.decode, prompt_of(70, 31), max_tokens=9)
+    prefills, decodes = list(pair.prefill.steps), list(pair.decode.steps)
+    assert sum(step.prefill_tokens for step in prefills) == 70
+    assert 7 <= len(decodes) <= 9
+    assert {step.decode_requests for step in decodes} == {1}
+    assert [step.context_tokens for step in decodes] == [*range(decodes[0].context_tokens, 69 + len(decodes) + 1)]
+    assert all(0 < step.seconds < 10 for step in (*prefills, *decodes))
+
+
 async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held(pair: Pair) -> None:
     prompt = prompt_of(90, 31)
     stop = (await answer(pair.decode, prompt))[0]

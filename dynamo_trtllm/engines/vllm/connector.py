@@ -28,6 +28,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm.bindings import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, num_remote_tokens
+from dynamo_trtllm.engines.vllm.step_times import measure_steps
 from dynamo_trtllm.engines.vllm.transfers import listen_there
 
 _log = logging.getLogger(__name__)
@@ -143,4 +144,6 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
 
 for _name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):
     _retain_window_of_last_token(PACKAGE.find(_name, "vllm.v1.core.single_type_kv_cache_manager"))
-_end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"))
+_Scheduler: Any = PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")
+_end_failed_reads(_Scheduler)
+measure_steps(_Scheduler)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +15,9 @@ from typing import Any, Protocol
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import EngineInfo, Finding
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts
@@ -26,6 +28,7 @@ from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version,
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
+from dynamo_trtllm.engines.vllm.step_times import step_of
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import Instance, KvLayout, Limits, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
@@ -44,10 +47,13 @@ class StepStats:
 
     def __init__(self) -> None:
         self._last: dict[int, SchedulerStats] = {}
+        self.times: deque[StepSample] = deque(maxlen=MOST_STEPS)
         self.blocks_per_rank = 0  # set once the engine is built
 
     def record(self, rank: int, stats: SchedulerStats) -> None:
         self._last[rank] = stats
+        if (step := step_of(stats)) is not None:
+            self.times.append(step)
 
     def counts(self, ranks: int = 1) -> Counts:
         """Return the sums over all data-parallel ranks. `ranks`: their number."""
@@ -122,6 +128,11 @@ class VllmEngine(ExternalEngine):
         async with library.compiling():
             await self._warm_up(info, library.passes(counts))
         return info
+
+    @property
+    def steps(self) -> deque[StepSample]:
+        """See `HasStepTimes`. Engines without KV transfer report steps only if they have one rank."""
+        return self._steps.times
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `HasKvEvents`."""

@@ -17,6 +17,12 @@ class Scheduler:
         self.finished_recving_kv_req_ids: set[str] = set()
         self._free = free
 
+    def schedule(self) -> Any:
+        """Is not called: the stand-in plans its steps itself."""
+
+    def make_stats(self) -> Any:
+        """Is not called either."""
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         """As with several KV groups: no block is marked invalid, so a read that failed counts as received."""
         for request_id in model_runner_output.kv_connector_output.finished_recving:
