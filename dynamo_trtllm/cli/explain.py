@@ -18,7 +18,7 @@ from dynamo_trtllm.cli import recording_exports
 from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
 from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.config.load import exit_with, load, process_environment, program
+from dynamo_trtllm.config.load import command_errors, load, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import ConfigError
@@ -38,21 +38,14 @@ class NotExplained(Exception):
     """There is nothing to show. The message says why, and what to do."""
 
 
+@command_errors(PROG, NotExplained)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Exit with status 0; 1 if the request is unknown, nothing is recorded, or `--stuck` has found something; 2 for a bad
     command line.
     """
-    try:
-        config = load(ExplainConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-        status = _run(config)
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except NotExplained as exc:
-        sys.stderr.write(f"{program(PROG)}: {exc}\n")
-        raise SystemExit(1) from exc
-    raise SystemExit(status)
+    raise SystemExit(_run(load(ExplainConfig, prog=PROG, description=_DESCRIPTION, argv=argv)))
 
 
 def _run(config: ExplainConfig) -> int:
