@@ -12,7 +12,6 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import openai_harmony as oh
@@ -48,7 +47,6 @@ class HarmonyRenderer:
     Args:
         reasoning_parser: "gpt_oss"; with "none" reasoning is part of the content.
         tool_call_parser: "harmony"; with "none" tool calls are part of the content.
-        cache_dir: Cache folder of the vocabulary.
         today: Returns the date for the system message.
     """
 
@@ -60,12 +58,11 @@ class HarmonyRenderer:
         *,
         reasoning_parser: str = "gpt_oss",
         tool_call_parser: str = "harmony",
-        cache_dir: Path | None = None,
         today: Callable[[], date] = date.today,
     ) -> None:
         self._is_reasoning_split = reasoning_parser != "none"
         self._is_call_split = tool_call_parser != "none"
-        self._tokenizer = vocabulary.load_tokenizer(cache_dir)
+        self._tokenizer = vocabulary.load_tokenizer()
         self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)

@@ -100,9 +100,9 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
     return path
 
 
-def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
+def mergeable_ranks() -> dict[bytes, int]:
     """Return the id, which is also the BPE rank, of each ordinary token by its bytes."""
-    words = o200k_ranks_path(cache_dir).read_bytes().split()
+    words = o200k_ranks_path().read_bytes().split()
     return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
 
 
