@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.errors import (
     BadFrame,
@@ -38,7 +38,13 @@ class MemoryRegion(NamedTuple):
     device: str = "cpu"  # or "cuda:N"
 
 
-OnRegion: TypeAlias = Callable[[int], None]
+class Destination(NamedTuple):
+    """The memory that KV is read into."""
+
+    regions: Sequence[MemoryRegion]  # with the sizes of the published regions, in the same order
+    # Called with the index of each region, in order, as soon as the region is complete. It runs on the event loop or on
+    # a thread of the backend, never after `TransferBackend.read` has ended, and must be fast.
+    on_region: Callable[[int], None] | None = None
 
 
 class TransferBackend(Protocol):
@@ -90,27 +96,17 @@ class TransferBackend(Protocol):
     async def unpublish(self, transfer_id: str) -> None:
         """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         """Read a published transfer into own memory and notify its prefill worker.
 
-        Nothing is written to `regions` after this returns, raises or is cancelled. The data is valid only after this
+        Nothing is written to its regions after this returns, raises or is cancelled. The data is valid only after this
         returns, because some backends compare the checksum of all regions last.
 
         Args:
             transfer_id: The id of the transfer.
             offer: The bytes that `publish` returned.
-            regions: Destination regions, with the sizes of the published regions, in the same order.
+            to: Where the KV goes.
             timeout_s: The longest time for the read, in seconds.
-            on_region: Called with the index of each region, in order, as soon as the region is complete. It runs on the
-                event loop or on a thread of the backend, never after this call has ended, and must be fast.
 
         Raises:
             TransferTimeout: The time is over.
@@ -266,10 +262,3 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
 def timeout_error(kv_params: KvTransferParams, reached: Deadline) -> DynamoError:
     """Return the error of a fetch that has reached a time limit."""
     return reached.error(f"KV transfer {kv_params.transfer_id} did not finish before {reached.why}")
-
-
-class Destination(NamedTuple):
-    """The memory that KV is read into, and the callback for each region (see `TransferBackend.read`)."""
-
-    regions: Sequence[MemoryRegion]
-    on_region: OnRegion | None = None

@@ -218,9 +218,7 @@ class KvTransfers(PendingTransfers):
                 )
             raise timeout_error(kv_params, first)
         try:
-            await self.backend.read(
-                kv_params.transfer_id, offer, to.regions, timeout_s=first.left_s, on_region=to.on_region
-            )
+            await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=first.left_s)
         except TransferTimeout as exc:
             raise timeout_error(kv_params, first) from exc
         RECORDER.record(name, RecordedEvent.KV_FETCHED)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, OnRegion, TransferIdentity, first_deadline
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferIdentity, first_deadline
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
 from tests.instances import make_transfer_params
@@ -36,15 +36,7 @@ class Slow:
 
     async def unpublish(self, transfer_id: str) -> None: ...
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         self.given_s = timeout_s
         if self.error is not None:
             raise self.error
