@@ -21,7 +21,6 @@ _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
-
 Level: TypeAlias = tuple[int, int]
 """A number of blocks, and the mask of the instances that have at least so many of a prompt's first blocks."""
 
@@ -33,7 +32,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}  # prefix hash -> mask of slots
+        self.masks: dict[int, int] = {}  # prefix hash -> mask of slots
         self.slots: dict[int, int] = {}  # instance id -> slot
         self.bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
         self._blocks: list[set[int]] = []  # prefix hashes of each slot
@@ -41,7 +40,7 @@ class PrefixIndex:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self.masks)
 
     def add(self, instance_id: int) -> None:
         """Add an instance without blocks. An instance that is there keeps its blocks."""
@@ -69,7 +68,7 @@ class PrefixIndex:
 
     def store(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Add blocks of an instance."""
-        slot, masks = self.slots[instance_id], self._masks
+        slot, masks = self.slots[instance_id], self.masks
         bit, own = self.bits[slot], self._blocks[slot]
         new = set(hashes) - own
         own |= new
@@ -79,7 +78,7 @@ class PrefixIndex:
 
     def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Remove blocks of an instance. Unknown ones are ignored."""
-        slot, masks = self.slots[instance_id], self._masks
+        slot, masks = self.slots[instance_id], self.masks
         bit, own = self.bits[slot], self._blocks[slot]
         for prefix in hashes:
             if prefix in own:
@@ -89,18 +88,16 @@ class PrefixIndex:
                 else:
                     del masks[prefix]
 
+    def num_blocks(self, instance_id: int) -> int:
+        return len(self._blocks[self.slots[instance_id]])
+
     def has_any_of(self, hashes: Sequence[int]) -> bool:
         """Return whether any instance has the beginning of a prompt."""
-        return bool(hashes) and (hashes[0] in self._masks or hashes[-1] in self._masks)
-
-    def depth(self, bit: int, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks the instance with this bit has."""
-        masks = self._masks  # unlike the sets of the instances, shared by all searches
-        return _first_lacking(hashes, lambda prefix: not masks.get(prefix, 0) & bit)
+        return bool(hashes) and (hashes[0] in self.masks or hashes[-1] in self.masks)
 
     def levels(self, hashes: Sequence[int]) -> Iterator[Level]:
         """Yield how deep instances match a prompt, the deepest first. Each mask includes the one before it."""
-        masks = self._masks
+        masks = self.masks
         depth, mask = len(hashes), masks.get(hashes[-1], 0)
         if mask:
             yield depth, mask
@@ -187,13 +184,13 @@ class _IndexMatch:
             if mask & bit:
                 return depth
         while len(found) < _MOST_LEVELS:
-            level = next(self._others, None)
-            if level is None:
+            if (level := next(self._others, None)) is None:
                 return 0
             found.append(level)
             if level[1] & bit:
                 return level[0]
-        return self.blocks.depth(bit, self.hashes)
+        masks = self.blocks.masks
+        return _first_lacking(self.hashes, lambda prefix: not masks.get(prefix, 0) & bit)
 
 
 class PrefixOverlaps:
@@ -311,6 +308,10 @@ class KnownPrefixes:
             self.unsynced.discard(instance_id)
             self._expires.pop(instance_id, None)
 
+    def num_blocks(self) -> dict[int, int]:
+        """Return the number of known blocks by instance id."""
+        return {name: self._index_of(name).num_blocks(name) for name in self._caches}
+
     def forget(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""
         self._index_of(instance_id).clear(instance_id)
@@ -339,8 +340,7 @@ class KnownPrefixes:
                     self.unsynced.discard(update.instance_id)
 
     def _apply(self, cache: _Cache, update: KvCacheUpdate) -> None:
-        name, expected = update.instance_id, cache.next_number
-        cache.next_number = -1  # until all of it is applied
+        name, expected, cache.next_number = update.instance_id, cache.next_number, -1  # until all of it is applied
         if update.block_tokens not in (0, cache.block_tokens):
             self._index_of(name).remove(name)
             cache.block_tokens = update.block_tokens
@@ -357,8 +357,7 @@ class KnownPrefixes:
         expires = self._expires.get(instance_id)
         if expires is None:
             return
-        hashes = prompt.of(self._caches[instance_id].block_tokens)
-        if not hashes:
+        if not (hashes := prompt.of(self._caches[instance_id].block_tokens)):
             return
         self._expire(now, MAX_SENT_BLOCKS - len(hashes), max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes)))
         self._index_of(instance_id).store(instance_id, hashes)
@@ -372,8 +371,7 @@ class KnownPrefixes:
             sent = self._sent.popleft()
             self._num_sent -= len(sent.hashes)
             budget -= len(sent.hashes) + 1
-            expires = self._expires.get(sent.instance_id)
-            if expires is not None:  # the instance is still there
+            if (expires := self._expires.get(sent.instance_id)) is not None:  # the instance is still there
                 old = [each for each in sent.hashes if expires.get(each, now) <= sent.expires_s]
                 for each in old:
                     expires.pop(each, None)
@@ -397,7 +395,6 @@ class KnownPrefixes:
     def _index_of(self, instance_id: int) -> PrefixIndex:
         cache = self._caches[instance_id]
         indexes = self._indexes.setdefault(cache.model, {}).setdefault(cache.role, {})
-        index = indexes.get(cache.block_tokens)
-        if index is None:
-            index = indexes[cache.block_tokens] = PrefixIndex()
-        return index
+        if cache.block_tokens not in indexes:
+            indexes[cache.block_tokens] = PrefixIndex()
+        return indexes[cache.block_tokens]

@@ -280,9 +280,13 @@ def build_app(
     """
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     budget = BodyBudget(config.max_total_body_bytes)
-    placed = dict if pipeline.placement is None else pipeline.placement.loads.requests
+    by_worker: dict[str, Callable[[], dict[int, int]]] = {}
+    if pipeline.placement is not None:
+        by_worker["placed_requests"] = pipeline.placement.loads.requests
+        if pipeline.placement.prefixes is not None:
+            by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks
     metrics.watch(
-        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, placed=placed
+        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, **by_worker
     )
     app_state = AppState(
         config=config,

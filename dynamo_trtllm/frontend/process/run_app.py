@@ -92,7 +92,7 @@ async def run_app(
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
-        work |= routing_work(config.namespace, plane, pipeline, breakers)
+        work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
@@ -132,14 +132,15 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
 
 
 def routing_work(
-    namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers
+    namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers, metrics: FrontendMetrics
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """Return the background work, by the names of its tasks, that keeps up to date what selections read."""
     work = {"pairs": prune_breakers(pipeline.view, breakers)}
     if pipeline.placement is not None:
         work["loads"] = follow_loads(plane, namespace, pipeline.view, pipeline.placement.loads)
         if pipeline.placement.prefixes is not None:
-            work["kv-events"] = PrefixFeed(pipeline.placement.prefixes, pipeline.view, plane, namespace).run()
+            feed = PrefixFeed(pipeline.placement.prefixes, pipeline.view, plane, namespace, metrics)
+            work["kv-events"] = feed.run()
     return work
 
 
