@@ -269,11 +269,9 @@ _MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes
 
 def overlap(text: str, marker: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    at = max(0, len(text) - len(marker) + 1)
-    while (at := text.find(marker[0], at)) >= 0:
-        if marker.startswith(text[at:]):
-            return len(text) - at
-        at += 1
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
     return 0
 
 

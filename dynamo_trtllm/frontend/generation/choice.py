@@ -5,6 +5,7 @@ This module knows neither HTTP nor JSON.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, Generati
 from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
-from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta, overlap
+from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 
@@ -49,28 +50,61 @@ class Usage:
 
 
 class StopStrings:
-    """A search for the first stop string in streamed text. It holds back text that could be the start of one."""
+    """A search for the first stop string in streamed text. It holds back text that could be the start of one.
+
+    Each character is read once (Knuth-Morris-Pratt), however the text is divided into deltas.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+        self._stops = tuple((stop, _borders(stop)) for stop in stops)
+        self._matched = [0] * len(stops)  # per stop string: length of its prefix with which the text ends
         self._pending = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown now, and True if a stop string follows it."""
-        text = self._pending + text
-        hits = [(at + len(stop), -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [self._end(index, text) for index in range(len(self._stops))]
+        text, before = self._pending + text, len(self._pending)
+        hits = [(before + end, -len(stop)) for end, (stop, _) in zip(ends, self._stops, strict=True) if end is not None]
         if hits:  # the one that ends first; of those that end together, the longest
             end, size = min(hits)
             self._pending = ""
             return text[: end + size], True
-        shown = len(text) - max(overlap(text, stop) for stop in self._stops)
-        self._pending = text[shown:]
-        return text[:shown], False
+        keep = max(self._matched)
+        self._pending = text[len(text) - keep :]
+        return text[: len(text) - keep], False
 
     def flush(self) -> str:
         """Return the text that is still held back, at the end of the stream."""
         pending, self._pending = self._pending, ""
         return pending
+
+    def _end(self, index: int, text: str) -> int | None:
+        """Return the position in the text after the stop string, or None when it does not end in this text."""
+        stop, borders = self._stops[index]
+        matched, at = self._matched[index], 0
+        while at < len(text):
+            if not matched and (at := text.find(stop[0], at)) < 0:
+                break
+            while matched and stop[matched] != text[at]:
+                matched = borders[matched - 1]
+            matched += stop[matched] == text[at]
+            at += 1
+            if matched == len(stop):
+                return at
+        self._matched[index] = matched
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    borders, matched = [0], 0
+    for char in stop[1:]:
+        while matched and stop[matched] != char:
+            matched = borders[matched - 1]
+        matched += stop[matched] == char
+        borders.append(matched)
+    return tuple(borders)
 
 
 class ChoiceState:
