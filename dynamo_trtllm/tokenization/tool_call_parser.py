@@ -11,7 +11,6 @@ import json
 import re
 import string
 from collections.abc import Generator
-from enum import Enum, auto
 from typing import Final, TypeAlias
 
 from dynamo_trtllm.tokenization.base import TOOL_NAME, DeltaBuilder, overlap
@@ -294,63 +293,43 @@ class HermesToolCallParser:
         return shown.removeprefix(END_TOOL_CALL)
 
 
-class _JsonState(Enum):
-    """State of JsonToolCallParser."""
-
-    OPEN = auto()  # only white space so far
-    CALL = auto()
-    ENTRY = auto()  # the next call of a list must follow
-    BETWEEN = auto()  # after a call of a list
-    OVER = auto()  # after the only call or the list
-    TEXT = auto()  # content up to the end
-
-
 class JsonToolCallParser:
     """A parser of answers that are one call object or a list of them. Any other answer is content."""
 
     def __init__(self) -> None:
-        self._state = _JsonState.OPEN
+        self._expected = "{["  # one of these characters continues a call or the list
         self._held: list[str] = []  # text outside objects that is not yet content
         self._call = StreamingJsonCall(0, needs_arguments=True)
+        self._is_in_call = False
         self._is_list = False
+        self._is_text = False  # all further text is content
 
     def push(self, text: str, out: DeltaBuilder) -> None:
         while text:
-            if self._state is _JsonState.TEXT:
+            if self._is_text:
                 out.content.append(text)
                 return
-            if self._state is _JsonState.CALL:
-                text = self._read(text, out)
-            else:
-                text = self._outside(text, out)
+            text = self._read(text, out) if self._is_in_call else self._outside(text, out)
 
     def finish(self, out: DeltaBuilder) -> None:
-        if self._state is _JsonState.CALL and not self._call.begun:
-            self._held.append(self._call.unseen)
-            out.content.append("".join(self._held))
-        elif self._state in (_JsonState.OPEN, _JsonState.ENTRY) and not self._call.index:
-            out.content.append("".join(self._held))
+        is_unfinished = "{" in self._expected and not self._call.index
+        if not self._call.begun and (self._is_in_call or is_unfinished):
+            out.content.append("".join([*self._held, self._call.unseen]))
 
     def _outside(self, text: str, out: DeltaBuilder) -> str:
         shown = text.lstrip()
         self._held.append(text[: len(text) - len(shown)])
         if not shown:
             return ""
-        char, next_state = shown[0], _JsonState.TEXT
-        match self._state, char:
-            case (_JsonState.OPEN | _JsonState.ENTRY, "{"):
-                self._state = _JsonState.CALL
-                return shown
-            case (_JsonState.OPEN, "["):
-                self._is_list, next_state = True, _JsonState.ENTRY
-            case (_JsonState.BETWEEN, ","):
-                next_state = _JsonState.ENTRY
-            case (_JsonState.BETWEEN, "]"):
-                next_state = _JsonState.OVER
-            case _:
-                self._show(out)
-                return shown
-        self._state = next_state
+        char = shown[0]
+        if char not in self._expected:
+            self._show(out)
+            return shown
+        if char == "{":
+            self._is_in_call = True
+            return shown
+        self._is_list = True
+        self._expected = "" if char == "]" else "{"
         self._held.append(char)
         return shown[1:]
 
@@ -360,7 +339,7 @@ class JsonToolCallParser:
         if call.begun:
             self._held.clear()
         if call.is_done:
-            self._state = _JsonState.BETWEEN if self._is_list else _JsonState.OVER
+            self._is_in_call, self._expected = False, ",]" if self._is_list else ""
             self._call = StreamingJsonCall(call.index + 1, needs_arguments=True)
         elif call.is_broken:
             self._held.append(call.unseen)
@@ -370,7 +349,7 @@ class JsonToolCallParser:
     def _show(self, out: DeltaBuilder) -> None:
         out.content.append("".join(self._held))
         self._held.clear()
-        self._state = _JsonState.TEXT
+        self._is_text, self._is_in_call, self._expected = True, False, ""
 
 
 ToolCallParser: TypeAlias = HermesToolCallParser | JsonToolCallParser
