@@ -31,6 +31,7 @@ from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
+from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
 PAGE_MAY = (
@@ -271,12 +272,14 @@ def build_app(
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
+    traces: TraceExporter | None = None,
 ) -> FrontendApp:
     """Build the app of a frontend. It neither starts nor closes its arguments.
 
     Args:
         store: storage for `/v1/responses`; None: the memory of this process.
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
+        traces: takes the traces of requests.
     """
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     budget = BodyBudget(config.max_total_body_bytes)
@@ -296,6 +299,7 @@ def build_app(
         limiter=limiter,
         body_budget=budget,
         running=InFlight(),
+        traces=traces,
     )
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)

@@ -27,6 +27,7 @@ from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -89,13 +90,18 @@ async def run_app(
         def not_ready() -> str | None:
             return tasks.reason or (None if process is None else process.not_ready_reason())
 
-        app = build_app(config, models, pipeline, metrics, store, not_ready)
+        traces = None
+        if config.otlp_endpoint is not None:
+            traces = TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)
+        app = build_app(config, models, pipeline, metrics, store, not_ready, traces)
         stack.push_async_callback(app.close_responses)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
         work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
+        if traces is not None:
+            work["traces"] = traces.run()
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await first_of(_wait_for_models(models), tasks.until_failed())
