@@ -80,9 +80,9 @@ def silent_processes(recordings: Recordings) -> list[SilentProcess]:
 
 
 def _why_unconnected(process: ProcessRecording) -> str:
-    """Return for which server a running process waits; "" for none."""
-    waits = None if process.is_over else process.waits_for(time.monotonic_ns())
-    return "" if waits is None or waits[1] < _SLOW_S else f"{waits[0]} has not answered it for {waits[1]:.0f} s"
+    """Return that a running process waits for etcd; "" if it does not."""
+    waits_s = process.waits_for_etcd_s
+    return "" if waits_s < _SLOW_S else f"etcd has not answered it for {waits_s:.0f} s"
 
 
 def _why_silent(process: ProcessRecording) -> str:

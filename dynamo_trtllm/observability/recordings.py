@@ -108,11 +108,14 @@ class ProcessRecording:
         header, own_ns = self.header, time.time_ns() - time.monotonic_ns()
         return (header.alive_epoch_ns - header.alive_ns - own_ns) / 1e9 if header.alive_epoch_ns else 0.0
 
-    def waits_for(self, now_ns: int) -> tuple[str, float] | None:
-        """Return the server that the process has no connection to, and for how many seconds; None: it has them."""
-        last = next((entry for entry in reversed(self.entries) if entry.event in _CONNECTIONS), None)
-        is_connected = last is None or last.event == RecordedEvent.CONNECTED or last.reason == "nats"
-        return None if is_connected or last is None else (last.reason, (now_ns - last.ns) / 1e9)
+    @property
+    def waits_for_etcd_s(self) -> float:
+        """For how long the process waits for an answer of etcd; 0.0 if it does not."""
+        found = (each for each in reversed(self.entries) if each.event in _CONNECTIONS and each.reason == "etcd")
+        last = next(found, None)
+        if self.is_over or last is None or last.event == RecordedEvent.CONNECTED:
+            return 0.0
+        return (time.monotonic_ns() - last.ns) / 1e9
 
     def epoch_s(self, ns: int) -> float:
         """Return the time of an event in seconds since the epoch."""

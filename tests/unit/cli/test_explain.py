@@ -160,7 +160,8 @@ def test_stuck_when_a_worker_waits_for_etcd_then_it_is_named_and_holds_the_reque
 ) -> None:
     waiting: Events = [*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]
     awaits: Events = [(1, E.CONNECTION_AWAITED, 0, 0, "etcd"), (2, E.CONNECTED, 0, 0, "etcd")]
-    again: Events = [(9, E.CONNECTION_LOST if is_lost else E.CONNECTION_AWAITED, 0, 0, "etcd")]
+    lost = E.CONNECTION_LOST if is_lost else E.CONNECTION_AWAITED
+    again: Events = [(9, lost, 0, 0, "etcd"), (10, E.CONNECTION_LOST, 0, 0, "nats")]
     frontend = process("frontend", waiting)
     assert not silent_processes(Recordings([process("decode", awaits, DECODE, key=0)]))
     report = StuckReport.of(Recordings([frontend, process("decode", [*awaits, *again], DECODE, key=0)]), 10.0)
