@@ -23,7 +23,7 @@ import orjson
 import psutil
 
 from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+from dynamo_trtllm.subprocesses import scratch_folder, spawn
 
 from .chaos.scrape import fetch, gauges, total
 from .chaos.servers import Server

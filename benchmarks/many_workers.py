@@ -34,7 +34,7 @@ from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Recordings
-from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+from dynamo_trtllm.subprocesses import scratch_folder, spawn
 from dynamo_trtllm.worker import Worker
 
 from .startup import MODEL, LoggedProcess, http_request, start_servers

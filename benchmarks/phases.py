@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -31,6 +32,7 @@ import msgspec
 from dynamo_trtllm.observability.metrics import AFTER_FIRST_TOKEN
 
 from .chaos.deployment import STEP_S, WORKERS, Deployment, Options
+from .deployment import FRONTEND
 
 BOUND_S = 0.001
 BOUND_SHARE = 0.02
@@ -167,10 +169,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=32, help="connections, each with one request at a time")
     parser.add_argument("--kill-every-s", type=float, default=15.0, help="seconds between two killed workers")
+    parser.add_argument("--realtime", action="store_true", help="let no other process delay client and frontend (root)")
     options = parser.parse_args()
     deployment = Deployment(Options(engine="mock"))
     try:
         deployment.start()
+        if options.realtime:
+            for pid in (os.getpid(), deployment.process(FRONTEND).pid):
+                os.sched_setscheduler(pid, os.SCHED_FIFO, os.sched_param(1))
         found = asyncio.run(measure(deployment, options))
     finally:
         deployment.stop()

@@ -1,9 +1,9 @@
 """Measures what phases and the flight recorder cost: CPU time per token of a deployment, an event, a second of streams.
 
-Runs one deployment of mock workers, whose processes switch both off and on again at a signal: runs with and without
-them alternate in the same processes, so that these do not differ in anything else. A pair is four runs: with, without,
-without, with. Prints the median of the pairs with its 95% interval, by bootstrap, and whether it is at most the bar of
-3%. Spans, which are readings of a clock, are taken in both. Other load on the machine widens the interval.
+Runs one deployment of mock workers, whose processes switch both off and on again at a signal, and sends it waves of
+requests with and without them in turn: the processes do not differ in anything else. A pair is four waves: with,
+without, without, with. Prints the median of the pairs with its 95% interval, by bootstrap, and whether it is at most
+the bar of 3%. Spans, which are readings of a clock, are taken in both. Other load on the machine widens the interval.
 
     python -m benchmarks.recorder [--pairs N] [--point NAME]
 """
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import random
 import signal
 import statistics
 import sys
@@ -20,15 +22,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
+from .client import WORDS
 from .gpu.open_loop import interval
-from .plane import measure, report
 from .plane.ours import Ours
-from .plane.points import Engines, select
-from .plane.stack import Stack
+from .plane.points import Engines, Point, select
+from .plane.stack import MODEL, Stack
+from .summary import ProcessMeter
 
 BAR = 0.03
 _EVENTS = 50_000
@@ -38,7 +42,12 @@ _ID = "0123456789abcdef-0123456789abcdef"
 _SWITCHES = ("frontend", "worker")  # as first argument: run this process with the switch
 _OFF, _ON = signal.SIGUSR1, signal.SIGUSR2
 _SWITCHED_S = 0.05
-_MEASURES = {"all processes": report.cpu("frontend", "prefill", "decode"), "frontend": report.cpu("frontend")}
+_LIMIT = 1 << 20  # bytes of a response
+_WAVES = 4  # not counted: they fill caches
+_MEASURES = {"all processes": ("frontend", "prefill", "decode"), "frontend": ("frontend",)}
+
+
+Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Switched(Ours):
@@ -77,12 +86,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pairs", type=int, default=10, help="pairs of runs (default: 10)")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs (default: 30, about 4 minutes)")
     parser.add_argument("--point", default="paced-128", help="load, of benchmarks.plane (default: paced-128)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="recorder-") as folder:
         asyncio.run(_print_parts(Path(folder)))
-    extra = _measure_pairs(args.point, args.pairs)
+    [point] = select([args.point], quick=False)
+    with Stack(Switched(), free_ports(), Engines(point.pace_s, point.pairs)) as stack:
+        extra = asyncio.run(_measure_pairs(stack, point, args.pairs))
     for name, shares in extra.items():
         low, high = interval(shares, statistics.median)
         print(f"CPU time per token, {name:14} {statistics.median(shares):+7.1%}, between {low:+.1%} and {high:+.1%}")
@@ -119,24 +130,46 @@ def _run_switched(process: str) -> None:
     run()
 
 
-def _measure_pairs(name: str, count: int) -> dict[str, list[float]]:
+async def _measure_pairs(stack: Stack, point: Point, count: int) -> dict[str, list[float]]:
     """Return by measure how much more CPU time each pair took with phases and recordings, as a share."""
-    [point] = select([name], quick=False)
     extra: dict[str, list[float]] = {each: [] for each in _MEASURES}
-    engines = Engines(point.pace_s, point.pairs)
-    with Stack(Switched(), free_ports(), engines) as stack:
-        measure.run(point, stack, 0)  # not counted: it fills caches
-        for number in range(count):
-            with_it, without = [measure.run(point, stack, number)], []
-            _switch(stack, _OFF)
-            without += [measure.run(point, stack, number) for _ in range(2)]
-            _switch(stack, _ON)
-            with_it.append(measure.run(point, stack, number))
-            for each, cpu_ms in _MEASURES.items():
-                costs = [sum(cpu_ms(run["figures"]) for run in runs) for runs in (with_it, without)]
-                extra[each].append(costs[0] / costs[1] - 1)
-            sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
+    host, port = stack.url.removeprefix("http://").split(":")
+    streams = await asyncio.gather(
+        *(asyncio.open_connection(host, int(port), limit=_LIMIT) for _ in range(point.streams))
+    )
+    for _ in range(_WAVES):
+        await _wave(stack, streams, point)
+    for number in range(count):
+        with_it = [await _wave(stack, streams, point)]
+        _switch(stack, _OFF)
+        without = [await _wave(stack, streams, point) for _ in range(2)]
+        _switch(stack, _ON)
+        with_it.append(await _wave(stack, streams, point))
+        for each, names in _MEASURES.items():
+            costs = [sum(cpu_s[name] for cpu_s in waves for name in names) for waves in (with_it, without)]
+            extra[each].append(costs[0] / costs[1] - 1)
+        sys.stderr.write(f"pair {number + 1}: {extra['all processes'][-1]:+.1%}\n")
+    for _, writer in streams:
+        writer.close()
     return extra
+
+
+async def _wave(stack: Stack, streams: Sequence[Connection], point: Point) -> dict[str, float]:
+    """Send a request on each connection, all at once. Return the CPU seconds of each process until all have ended."""
+    meter = ProcessMeter(stack.pids)
+    meter.start()
+    await asyncio.gather(*(_chat(*connection, point) for connection in streams))
+    costs = meter.costs(wall_s=1.0, tokens=0, requests=1)
+    return {name: cost["cpu_s"] for name, cost in costs.items()}
+
+
+async def _chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, point: Point) -> None:
+    text = " ".join(random.choices(WORDS, k=point.isl))
+    messages = [{"role": "user", "content": text}]
+    body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": point.osl, "stream": True})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write((head + body).encode())
+    await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def _switch(stack: Stack, number: signal.Signals) -> None:

@@ -6,8 +6,12 @@ Prefix hits count against those of an oracle, see `routing_trace.oracle_hits`.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -22,11 +26,13 @@ from .plane.ours import Ours
 from .plane.points import Engines
 from .plane.stack import MODEL, Stack
 from .routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
+from .routing_worker import REUSED_FILE
 from .stream import RequestRecord
 
 STEP_S: Final = 0.02
 _DECODE_STEP_S = 0.01
 _DECODE_BLOCKS = 1 << 17
+_SALTED = 10  # prompts that are sent again with another salt each
 _SETTLE_S = 3.0  # for the frontends to see all workers
 _DYNAMO = "dynamo-"  # begins the modes of Dynamo's router
 
@@ -38,7 +44,20 @@ class RoutedWorkers(Ours):
         super().__init__(uses_mock=True)
         self.name = self._mode = mode
         self._prefill_tokens, self._blocks = arguments.prefill_tokens, arguments.cache_blocks
-        self.health_ports: list[int] = []  # of the prefill workers
+        self._worker_module = f"{__package__}.routing_worker"
+        self._folder = tempfile.TemporaryDirectory(prefix="replay-")
+
+    def env(self, etcd: str, nats: str) -> Mapping[str, str]:
+        return {**super().env(etcd, nats), REUSED_FILE: str(self._reused)}
+
+    @property
+    def _reused(self) -> Path:
+        return Path(self._folder.name) / "reused"
+
+    def reused(self) -> Counter[tuple[int, int]]:
+        """Return the tokens of each prompt and those of it that the engines found in their caches, until now."""
+        pairs = (map(int, line.split()) for line in self._reused.read_text(encoding="ascii").splitlines())
+        return Counter((prompt, cached) for prompt, cached in pairs)
 
     def frontend(self, port: int) -> Sequence[str]:
         return (*super().frontend(port), "--router-mode", self._mode)
@@ -49,8 +68,7 @@ class RoutedWorkers(Ours):
         if role == "prefill":
             engine |= {"step_s": STEP_S, "prefill_tokens_per_step": self._prefill_tokens}
             engine |= {"kv_cache_blocks": self._blocks, "enable_prefix_caching": True}
-            self.health_ports.append(free_ports())
-            flags = ("--publish-kv-events", "--system-port", str(self.health_ports[-1]))
+            flags = ("--publish-kv-events",)
         else:
             engine |= {"step_s": _DECODE_STEP_S, "kv_cache_blocks": _DECODE_BLOCKS}
         *words, arguments = super().worker(role, pace_s)
@@ -128,7 +146,7 @@ def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namesp
             arrivals_s=tuple(each.at_s for each in trace),
             osls=tuple(each.output_tokens for each in trace),
         )
-        records = uvloop.run(Client(load).run())
+        records = uvloop.run(_run(load, recipe))
     good = [each for each in records if each.is_ok]
     _print_row(mode, good, len(records) - len(good), trace, arguments)
     if arguments.records is not None:
@@ -137,6 +155,25 @@ def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namesp
                 row = {"mode": mode, "index": each.index, "error": each.error, "cached_tokens": each.cached_tokens}
                 row |= {"prompt_tokens": each.prompt_tokens, "ttft_s": (each.first_s or 0.0) - each.planned_s}
                 file.write(orjson.dumps(row | {"at_s": trace[each.index - 1].at_s}) + b"\n")
+
+
+async def _run(load: Load, recipe: RoutedWorkers | RoutedDynamo) -> list[RequestRecord]:
+    """Run the load. Then compare the cached tokens of the answers with those of the engines, and try other salts."""
+    if not isinstance(recipe, RoutedWorkers):
+        return await Client(load).run()
+    before = recipe.reused()
+    records = await Client(load).run()
+    answered = Counter((each.prompt_tokens, each.cached_tokens) for each in records if each.is_ok)
+    differ = (answered - (recipe.reused() - before)).total()
+    salted = replace(load, requests=1, arrivals_s=(0.0,))
+    others = [
+        await Client(replace(salted, prompts=(prompt,), extra={"cache_salt": f"tenant-{number}"})).run()
+        for number, prompt in enumerate(load.prompts[-_SALTED:])
+    ]
+    found = sum(record.cached_tokens for run in others for record in run)
+    if differ or found or not all(record.is_ok for run in others for record in run):
+        raise SystemExit(f"{differ} answers differ from the engines' counts; {found} tokens were found with new salts")
+    return records
 
 
 def _print_row(

@@ -48,7 +48,7 @@ class _Line(msgspec.Struct):
 def read_trace(path: Path, count: int, rate: float) -> list[TraceRequest]:
     """Read about `count` requests: all of some conversations, spread over the whole trace, and `rate` per second.
 
-    Conversations are told apart by their first two blocks, because all of them may share the first one.
+    The first two blocks identify a conversation, because all of them may share the first one.
     """
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         lines = [msgspec.json.decode(line, type=_Line) for line in file]
@@ -65,8 +65,8 @@ def read_trace(path: Path, count: int, rate: float) -> list[TraceRequest]:
 def synthetic_trace(count: int, rate: float) -> list[TraceRequest]:
     """Generate a trace of the same shape.
 
-    All prompts share their first block. Conversations have 1 to 12 turns. A third of the prompts' blocks or more were in the
-    turn before. The length of prompts has a median of 16 blocks and a long tail.
+    All prompts share their first block. Conversations have 1 to 12 turns. Over a third of the blocks of prompts were in
+    the turn before. The length of prompts has a median of 19 blocks and a long tail.
     """
     rnd, found = random.Random(1), list[TraceRequest]()
     number = 0

@@ -114,18 +114,12 @@ def prefix_hashes(ids: TokenIds, block_tokens: int, parent: int) -> list[int]:
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
     """Return prefix hashes as they are sent."""
-    words = array("Q", hashes)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
+    return array("Q", hashes).tobytes()
 
 
 def unpack_hashes(data: bytes) -> list[int]:
     """Return the prefix hashes that `pack_hashes` packed. Raises ValueError for incomplete ones."""
-    words = array("Q", data)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tolist()
+    return array("Q", data).tolist()
 
 
 class KvEventPublisher:

@@ -6,7 +6,6 @@ unknown fields, so an older process can read what a newer one sends.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -341,15 +340,11 @@ class ResyncKvEvents(msgspec.Struct, frozen=True, tag="resync_kv_events"):
 Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart | ResyncKvEvents
 
 T = TypeVar("T")
-_SWAPS = sys.byteorder == "big"
 
 
 def packed(ids: TokenIds) -> bytes:
     """Return token ids as they are sent."""
-    if _SWAPS:
-        ids = array("I", ids)
-        ids.byteswap()
-    return ids.tobytes()
+    return ids.tobytes()  # every machine with a supported accelerator is little-endian
 
 
 def _pack(value: Any) -> bytes:
@@ -360,10 +355,7 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(wanted: Any, value: Any) -> Any:
     if wanted is array:
-        ids = array("I", value)  # ValueError unless whole 32-bit words
-        if _SWAPS:
-            ids.byteswap()
-        return ids
+        return array("I", value)  # ValueError unless whole 32-bit words
     raise TypeError(f"{wanted} has no wire form")
 
 

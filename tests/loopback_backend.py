@@ -12,8 +12,8 @@ import msgspec
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import (
+    Destination,
     MemoryRegion,
-    OnRegion,
     TransferBackend,
     decode_offer,
     require_cpu,
@@ -53,27 +53,19 @@ class LoopbackBackend(HostBackend):
         method = self.checksums.method(regions)
         return encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         """Read a transfer, see `TransferBackend.read`. `timeout_s` does not include the time of the copies."""
         facts = decode_offer(_LoopbackOffer, offer, transfer_id, self.name)
-        require_cpu(regions, self.name)
-        require_sizes(transfer_id, facts.sizes_bytes, regions)
+        require_cpu(to.regions, self.name)
+        require_sizes(transfer_id, facts.sizes_bytes, to.regions)
         publisher = self._open.get(facts.backend_id)
         if publisher is None:
             raise TransferFailed(f"KV transfer {transfer_id}: its prefill engine is not in this process or is closed")
-        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
+        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
         ours = theirs = NOTHING
         try:
             async with asyncio.timeout(timeout_s):
-                for index, target in enumerate(regions):
+                for index, target in enumerate(to.regions):
                     entry = await publisher._with_ready(transfer_id, index)
                     source = entry.regions[index]
                     ctypes.memmove(target.address, source.address, source.num_bytes)
@@ -82,8 +74,8 @@ class LoopbackBackend(HostBackend):
                         theirs = combined(theirs, await entry.checksum.hashes(index))
                         if ours != theirs:
                             raise self.checksums.mismatch(transfer_id)
-                    if on_region is not None:
-                        on_region(index)
+                    if to.on_region is not None:
+                        to.on_region(index)
         except TimeoutError as exc:
             raise TransferTimeout(f"KV transfer {transfer_id}: the KV was not ready within {timeout_s:g} s") from exc
         publisher._entry(transfer_id)

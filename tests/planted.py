@@ -113,7 +113,7 @@ PLANTS = (
     Plant(
         "Log-probabilities of a decode call",
         "an entry is always a mapping, never a number",
-        f"{_TRTLLM}.requests",
+        "dynamo_trtllm.engines.external.library",
         "if not isinstance(entry, Mapping):",
         "if False:",
         "contract/test_engine_trtllm.py::test_answers_when_a_trap_is_turned_then_the_same",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.messages import KvLayout
@@ -288,7 +288,7 @@ class KvReader:
         arrived = time.perf_counter()
         regions = [region_of(region) for region in allocation.regions]
         scatter = partial(end.transfer_buffer.scatter, allocation, rows)
-        await end.backend.read(transfer_id, offer, regions, timeout_s=TIMEOUT_S, on_region=scatter)
+        await end.backend.read(transfer_id, offer, Destination(regions, scatter), timeout_s=TIMEOUT_S)
         fetched = time.perf_counter()
         ended = await end.done()
         end.transfer_buffer.free(allocation)
@@ -302,7 +302,9 @@ class KvReader:
         """Fetch all offers at once. Return the seconds it took."""
         region = region_of(self.end.transfer_buffer.memory[:num_bytes])
         begun = time.perf_counter()
-        fetches = (self.end.backend.read(name, offer, [region], timeout_s=TIMEOUT_S) for name, offer in offers)
+        fetches = (
+            self.end.backend.read(name, offer, Destination([region]), timeout_s=TIMEOUT_S) for name, offer in offers
+        )
         await asyncio.gather(*fetches)
         return time.perf_counter() - begun
 

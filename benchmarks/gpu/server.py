@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.subprocesses.child import spawn
+from dynamo_trtllm.subprocesses import spawn
 
 from ..chaos.scrape import fetch
 from ..deployment import NotReady

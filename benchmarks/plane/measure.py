@@ -12,7 +12,7 @@ from typing import TypedDict
 import orjson
 import psutil
 
-from dynamo_trtllm.subprocesses.child import spawn
+from dynamo_trtllm.subprocesses import spawn
 
 from .. import client
 from ..summary import LoadSummary

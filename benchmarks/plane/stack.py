@@ -15,7 +15,7 @@ from typing import Protocol
 import orjson
 
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
-from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
+from dynamo_trtllm.subprocesses import scratch_folder, spawn
 
 from ..blocking import wait_for
 from .points import Engines

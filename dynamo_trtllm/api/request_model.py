@@ -118,17 +118,10 @@ class RequestModel(BaseModel):
             elif name not in cls.no_ops and name not in cls.unsupported:
                 cls._on_unknown(name, info)
             elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
-                cls._reject(name)
+                values = cls.no_ops.get(name)
+                exception = f", except as {_alternatives(values)}" if values else ""
+                unsupported(f"is not supported{exception}; leave it out", field=name)
         return accepted
-
-    @classmethod
-    def _reject(cls, name: str) -> NoReturn:
-        values = cls.no_ops.get(name)
-        if values:
-            reason = f"is not supported, except as {_alternatives(values)}; leave it out"
-        else:
-            reason = "is not supported; leave it out"
-        unsupported(reason, field=name)
 
     @classmethod
     def _on_unknown(cls, name: str, info: ValidationInfo) -> None:

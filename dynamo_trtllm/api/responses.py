@@ -6,16 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from dynamo_trtllm.api.chat import (
-    MAX_TOOLS,
-    MAX_TOOLS_BYTES,
-    Arguments,
-    Description,
-    Effort,
-    Name,
-    ToolsSize,
-    part_texts,
-)
+from dynamo_trtllm.api import chat
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_TEXT,
@@ -43,7 +34,7 @@ _TYPES = ("message", "reasoning", "function_call", "function_call_output", "item
 
 
 def _texts(value: Any, info: ValidationInfo) -> list[str]:
-    return part_texts(value, _TEXT_PARTS, _PART_FIELDS, info)
+    return chat.part_texts(value, _TEXT_PARTS, _PART_FIELDS, info)
 
 
 class Part(RequestModel):
@@ -102,7 +93,7 @@ class FunctionCallItem(RequestModel):
     id: Label | None = None
     call_id: Id
     name: Id
-    arguments: Arguments
+    arguments: chat.Arguments
     status: Status | None = None
 
 
@@ -168,8 +159,8 @@ class ResponsesFunctionTool(RequestModel):
     unsupported: ClassVar = frozenset({"output_schema"})
 
     type: Literal["function"]
-    name: Name
-    description: Description = ""
+    name: chat.Name
+    description: chat.Description = ""
     parameters: Schema = Field(default_factory=dict)
     strict: bool = False
 
@@ -189,7 +180,7 @@ class Reasoning(RequestModel):
         "mode": ("standard",),
     }
 
-    effort: Effort | None = None
+    effort: chat.Effort | None = None
 
 
 class TextFormat(RequestModel):
@@ -200,7 +191,7 @@ class JsonSchemaFormat(RequestModel):
     hints: ClassVar = frozenset({"description", "strict"})  # output always follows the schema
 
     type: Literal["json_schema"]
-    name: Name
+    name: chat.Name
     schema_: Schema = Field(alias="schema")
 
 
@@ -232,7 +223,7 @@ class NamedTool(RequestModel):
 class ResponsesAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=chat.MAX_TOOLS)
 
 
 def _tool_choice(value: Any, info: ValidationInfo) -> Any:
@@ -276,8 +267,8 @@ Included = Annotated[
 ]
 Tools = Annotated[
     List[Annotated[ResponsesFunctionTool, BeforeValidator(_tool)]],
-    Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
-    ToolsSize,
+    Field(max_length=chat.MAX_TOOLS, description=f"At most {chat.MAX_TOOLS_BYTES} bytes of JSON together."),
+    chat.ToolsSize,
 ]
 
 

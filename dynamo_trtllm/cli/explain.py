@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm.cli import recording_exports
-from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, silent_processes, stuck_requests
-from dynamo_trtllm.config.base import format_table
+from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
+from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.config.load import exit_with, load, process_environment, program
+from dynamo_trtllm.config.load import command_errors, load, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.observability.recorder import RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recorder import RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
 from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
@@ -38,21 +38,14 @@ class NotExplained(Exception):
     """There is nothing to show. The message says why, and what to do."""
 
 
+@command_errors(PROG, NotExplained)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Exit with status 0; 1 if the request is unknown, nothing is recorded, or `--stuck` has found something; 2 for a bad
     command line.
     """
-    try:
-        config = load(ExplainConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-        status = _run(config)
-    except ConfigError as exc:
-        exit_with(PROG, exc)
-    except NotExplained as exc:
-        sys.stderr.write(f"{program(PROG)}: {exc}\n")
-        raise SystemExit(1) from exc
-    raise SystemExit(status)
+    raise SystemExit(_run(load(ExplainConfig, prog=PROG, description=_DESCRIPTION, argv=argv)))
 
 
 def _run(config: ExplainConfig) -> int:
@@ -179,6 +172,8 @@ def _values(entry: Entry) -> str:
         case RecordedEvent.PLACED_BY_COST:
             costs = [("prefill", a), ("decode" if a else "aggregated", b)]
             return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
+        case RecordedEvent.WAITING_FOR_WORKERS:
+            return f": {quarantined(entry)}" if b else ""
         case RecordedEvent.RESERVING_SLOT:
             return f": at {a:x}"
         case RecordedEvent.CALL_SENT:
@@ -195,7 +190,12 @@ def _values(entry: Entry) -> str:
             return f": {reason} of {a} prompt tokens"
         case RecordedEvent.KV_PUBLISHED:
             return f": {a} bytes"
-        case RecordedEvent.CONNECTION_LOST | RecordedEvent.PEER_LOST:
+        case (
+            RecordedEvent.CONNECTION_LOST
+            | RecordedEvent.PEER_LOST
+            | RecordedEvent.CONNECTION_AWAITED
+            | RecordedEvent.CONNECTED
+        ):
             return f": {reason}"
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"

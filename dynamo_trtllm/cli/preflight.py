@@ -25,9 +25,9 @@ from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import api_manifests as trtllm
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, RoleFacts, check_pair, check_role, memory_table
-from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
-from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
+from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, known_gpu
+from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table, transfer_s
 from dynamo_trtllm.engines.vllm import api_manifests as vllm
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -38,10 +38,10 @@ class RoleReport:
     """Findings and memory estimate of one role."""
 
     role: Role
-    facts: RoleFacts | None  # None if TensorRT-LLM would reject its arguments
-    notes: tuple[str, ...]  # from merging the arguments
+    facts: RoleFacts | None = None  # None if TensorRT-LLM would reject its arguments
+    notes: tuple[str, ...] = ()  # from merging the arguments
     findings: tuple[Finding, ...]
-    memory: MemoryTable | None
+    memory: MemoryTable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +122,11 @@ def _memory(report: Report) -> str:
     tables = [(role_report, role_report.memory) for role_report in report.roles if role_report.memory is not None]
     if not tables:
         return "Memory estimate skipped: pass --model." if report.roles else ""
-    head = ["estimated memory per GPU", *(_role_and_ranks(role_report) for role_report, _ in tables)]
-    rows = [head, *([name, *(shown(table) for _, table in tables)] for name, shown in _ROWS)]
-    return _aligned(rows)
-
-
-def _role_and_ranks(role_report: RoleReport) -> str:
-    facts = role_report.facts
-    ranks = facts.tensor_parallel if facts is not None else 1
-    return f"{role_report.role}, {ranks} GPU{'s' if ranks > 1 else ''}"
+    head = ["estimated memory per GPU"]
+    for role_report, _ in tables:
+        ranks = role_report.facts.tensor_parallel if role_report.facts is not None else 1
+        head.append(f"{role_report.role}, {ranks} GPU{'s' if ranks > 1 else ''}")
+    return _aligned([head, *([name, *(shown(table) for _, table in tables)] for name, shown in _ROWS)])
 
 
 def _handoff(report: Report) -> str:
@@ -227,7 +223,15 @@ def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightC
         args = trtllm_args(worker, target.release, gpus)
     except ConfigError as exc:
         _check_engine_of(path)
-        return RoleReport(role=role, facts=None, notes=(), findings=(_rejected_argument(exc, path),), memory=None)
+        rejected = Finding(
+            severity="error",
+            rule="argument-refused",
+            field=exc.field or "",
+            value=str(path),
+            why=exc.message,
+            fix="change the argument in the message",
+        )
+        return RoleReport(role=role, findings=(rejected,))
     facts = RoleFacts(
         role=role,
         args=args,
@@ -294,17 +298,6 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
         return worker
     except ConfigError as exc:
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
-
-
-def _rejected_argument(error: ConfigError, path: Path) -> Finding:
-    return Finding(
-        severity="error",
-        rule="argument-refused",
-        field=error.field or "",
-        value=str(path),
-        why=error.message,
-        fix="change the argument in the message",
-    )
 
 
 def _model(name: str | None) -> Checkpoint | None:

@@ -8,14 +8,22 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEvent, boot_id
-from dynamo_trtllm.observability.recordings import ProcessRecording, ProcessState, Recordings, RequestRecording, Step
+from dynamo_trtllm.observability.recordings import (
+    Entry,
+    ProcessRecording,
+    ProcessState,
+    Recordings,
+    RequestRecording,
+    Step,
+)
 
 _RECENT_S: Final = 600.0  # for which a killed process is reported
+_WRONG_DATE_S: Final = 1.0
+_SLOW_S: Final = 1.0  # without an answer of etcd
 _NO_CALL: Final[dict[int, str]] = {
     RecordedEvent.RECEIVED: "the request's body has not arrived, or waits to be parsed",
     RecordedEvent.TOKENIZED: "it waits in the frontend's queue (--max-inflight)",
     RecordedEvent.PLACED: "its first call has not been sent",
-    RecordedEvent.WAITING_FOR_WORKERS: "no worker can take it: a role has no worker, or all pairs are quarantined",
     RecordedEvent.CALL_FAILED: "a call failed, and the next one has not been sent",
 }
 _IN_WORKER: Final[dict[int, str]] = {
@@ -65,13 +73,26 @@ def silent_processes(recordings: Recordings) -> list[SilentProcess]:
     silent = []
     for process in recordings.processes:
         is_recent = process.state is ProcessState.KILLED and time.time() - process.header.alive_at_s < _RECENT_S
-        if (reason := _why_silent(process)) and (is_recent or not process.is_over):
+        reason = _why_silent(process) or _why_unconnected(process)
+        if reason and (is_recent or not process.is_over):
             silent.append(SilentProcess(process, reason))
     return silent
 
 
+def _why_unconnected(process: ProcessRecording) -> str:
+    """Return that a running process waits for etcd; "" if it does not."""
+    waits_s = process.waits_for_etcd_s
+    return "" if waits_s < _SLOW_S else f"etcd has not answered it for {waits_s:.0f} s"
+
+
 def _why_silent(process: ProcessRecording) -> str:
     """Return why a process does not work; "" if it works."""
+    if not process.is_over and abs(process.ahead_s) > _WRONG_DATE_S:
+        side = "ahead of" if process.ahead_s > 0 else "behind"
+        return (
+            f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and deadlines of requests and "
+            "KV transfers are dates; synchronize the clocks"
+        )
     match process.state:
         case ProcessState.FROZEN:
             return f"it is frozen for {process.silent_s:.0f} s (stopped by a signal); resume it or kill it"
@@ -130,6 +151,8 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
         return Holder(frontend.title, reason) if not frontend.is_over else _open_call(steps, has_finished=False)
     call = next((step.entry for step in reversed(ours) if step.entry.event == RecordedEvent.CALL_SENT), None)
     last = ours[-1].entry
+    if last.event == RecordedEvent.WAITING_FOR_WORKERS:
+        return _of_no_worker(recordings, frontend, last)
     if last.event == RecordedEvent.RESERVING_SLOT:
         return _of_worker(recordings, frontend, last.a, [], "it has not answered the reservation of a slot")
     if last.event == RecordedEvent.LAST_TOKEN:
@@ -139,6 +162,22 @@ def _holder(recordings: Recordings, request: RequestRecording, steps: list[Step]
     worker = recordings.instance(call.a)
     since = [step for step in steps if step.process is worker and step.entry.ns >= call.ns]
     return _of_worker(recordings, frontend, call.a, since, "")
+
+
+def _of_no_worker(recordings: Recordings, frontend: ProcessRecording, waiting: Entry) -> Holder:
+    """Return who holds a request that waits for workers."""
+    if waiting.b:
+        return Holder(frontend.title, f"no worker can take it: {quarantined(waiting)} (`pairs` in /health)")
+    for process in recordings.processes:
+        if process.namespace == frontend.namespace and (reason := _why_unconnected(process)):
+            return Holder("etcd", f"no worker can take it: a role has no worker, and {process.title}: {reason}")
+    return Holder(frontend.title, "no worker can take it: a role has no worker")
+
+
+def quarantined(waiting: Entry) -> str:
+    """Return the quarantined pair for which a request waits, as text."""
+    pair = f"pair {waiting.a:x} -> {waiting.b:x}" if waiting.a else f"instance {waiting.b:x}"
+    return f"{pair} is quarantined, because its KV transfers failed"
 
 
 def _of_worker(

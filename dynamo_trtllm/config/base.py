@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
@@ -199,6 +200,22 @@ class ConnectionConfig(Config):
     """Minimum log level."""
     log_format: LogFormat = option(PROCESS, "text")
     """Format of log lines: text, or json (one object per line)."""
+
+
+_RECORDER_OFF = "off"
+
+
+def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the files.
+
+    Args:
+        setting: value of `--recorder-dir`; "off": None is returned.
+        environ: environment of the process; XDG_RUNTIME_DIR is read.
+    """
+    if setting is not None:
+        return None if setting == _RECORDER_OFF else Path(setting)
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
 
 
 class ProcessConfig(ConnectionConfig):

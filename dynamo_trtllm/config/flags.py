@@ -190,8 +190,7 @@ def _notes(flag: Flag, info: FieldInfo) -> str:
     if info.is_required():
         notes.append("required")
     elif info.default is not None:
-        default = info.default.value if isinstance(info.default, Enum) else info.default
-        notes.append(f"default: {default}")
+        notes.append(f"default: {info.default}")
     if flag.env:
         notes.append(f"also {flag.env}")
     return f" ({'; '.join(notes)})" if notes else ""

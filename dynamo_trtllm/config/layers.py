@@ -64,15 +64,11 @@ def merge(layers: Iterable[Source]) -> Merged:
                 old = merged.pop(overridden)
                 if old.value != value and old.source not in defaults:
                     loser = f"{overridden} {_text(old.value)} of {old.source}"
-                    notes.append(f"{_source_name(layer.source)} {_text(value)} overrides {loser}")
+                    notes.append(f"{layer.source.removeprefix('flag ')} {_text(value)} overrides {loser}")
             merged[key] = SourcedValue(value, layer.source)
         if layer.is_default:
             defaults.add(layer.source)
     return Merged(merged, notes)
-
-
-def _source_name(source: str) -> str:
-    return source.removeprefix("flag ")
 
 
 def _text(value: Any) -> str:

@@ -12,10 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
 from dynamo_trtllm.config import commands
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
@@ -25,7 +24,7 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.config.unknown import reject_unknown
 from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.sanitize import MASK, escape_controls, mask_address, mask_credentials
+from dynamo_trtllm.sanitize import escape_controls, mask_address, mask_credentials
 
 C = TypeVar("C", bound=Config)
 
@@ -121,40 +120,30 @@ def config_table(config: Config) -> str:
 
 
 def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
-    """Return the command line that sets these values, so that `load` returns them. None values are left out.
+    """Return the flags that set these values, so that `load` returns them. None values are left out.
 
     Args:
         model: Class of the settings.
         values: Values by field name.
     """
     words: list[str] = []
-    positional: list[str] = []
-    flags = {flag.field: flag for flag in flags_of(model)}
-    for name, value in values.items():
-        flag = flags[name]
-        if value is None:
-            continue
-        if flag.positional:
-            positional.append(str(value))
-        elif isinstance(value, bool):
-            words.append(flag.names[0] if value else f"--no-{flag.names[0].removeprefix('--')}")
-        else:
-            words.append(f"{flag.names[0]}={_text(value)}")
-    return words + positional
+    names = {flag.field: flag.names[0] for flag in flags_of(model)}
+    for field, value in values.items():
+        if isinstance(value, bool):
+            words.append(names[field] if value else f"--no-{names[field].removeprefix('--')}")
+        elif value is not None:
+            words.append(f"{names[field]}={_text(value)}")
+    return words
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return str(value.value) if isinstance(value, Enum) else str(value)
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _shown(flag: Flag, value: Any) -> str:
     """Return the value as it is shown to users."""
     if value is None:
         return "-"
-    if flag.kind is SecretStr:
-        return MASK
     return mask_address(_text(value)) if flag.is_address else mask_credentials(_text(value))
 
 

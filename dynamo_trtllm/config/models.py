@@ -41,6 +41,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 Origins = Annotated[
     str, matching(rf"\*|{_ORIGIN}(,{_ORIGIN})*", "expected * or comma-separated origins like https://chat.example.org")
 ]
+OtlpEndpoint = Annotated[str, matching(r"https?://[^\s/@]+(/\S*)?", "expected a URL like http://localhost:4318")]
 
 
 class WorkerConfig(ProcessConfig):
@@ -144,6 +145,11 @@ examples, one prefill and one decode worker of the same model:
     drain_timeout_s: PositiveFloat = option(PROCESS, 30.0)
     """Maximum time in seconds to drain at shutdown."""
 
+    @property
+    def model_name(self) -> str:
+        """Return the name that clients send as `model`."""
+        return self.served_model_name or self.model_path.rstrip("/").rpartition("/")[2]
+
     @model_validator(mode="before")
     @classmethod
     def _role_of_vllm(cls, data: Any) -> Any:
@@ -231,6 +237,11 @@ class FrontendConfig(ProcessConfig):
     stall_timeout_s: PositiveFloat = option(HTTP, 5.0, aliases=("--stall-timeout",))
     """Seconds without an answer after which a worker counts as dead; also the maximum wait for the acknowledgment of a
     request. Streams are checked for lost messages three times in this time."""
+    otlp_endpoint: OtlpEndpoint | None = option(HTTP, None, env="OTEL_EXPORTER_OTLP_ENDPOINT")
+    """Base URL of an OpenTelemetry collector, Jaeger or Tempo, which gets a trace of each request (OTLP over HTTP, as
+    JSON). Default: no traces."""
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(HTTP, 1.0, env="OTEL_TRACES_SAMPLER_ARG")
+    """Share of the requests with a trace, from 0 to 1. A client that sends the header traceparent decides itself."""
     response_store: Literal["auto", "memory", "jetstream"] = option(HTTP, "auto")
     """Store of responses for previous_response_id and GET: memory (of one frontend process), jetstream (NATS, shared by
     all frontends of the namespace; needs nats-server -js), auto (jetstream with several --workers, else memory)."""

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 5.0  # enough for an etcd that starts at the same moment; a wrong address is reported soon
 AWAY_TIMEOUT_S = 120.0  # if etcd has answered before: a restart of this worker would reload its model for minutes
 LOG_EVERY_S = 5.0
+_ETCD = "etcd"  # in the flight recorder
 
 T = TypeVar("T")
 
@@ -82,9 +83,10 @@ class EtcdDiscovery:
         loop = asyncio.get_running_loop()
         limit_s = AWAY_TIMEOUT_S if self._store.answered else self._start_timeout_s
         begun_s, log_at_s = loop.time(), 0.0
+        RECORDER.record_process(RecordedEvent.CONNECTION_AWAITED, _ETCD)
         while True:
             try:
-                return await call()
+                answer = await call()
             except Unreachable as exc:
                 delay_s, waited_s = backoff.next_s(), loop.time() - begun_s
                 if self._store.closed or waited_s + delay_s >= limit_s:
@@ -93,6 +95,9 @@ class EtcdDiscovery:
                     log_at_s += LOG_EVERY_S
                     log.warning("waiting for etcd for %.0f s (up to %.0f s): %s", waited_s, limit_s, exc.message)
                 await asyncio.sleep(delay_s)
+            else:
+                RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
+                return answer
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """Yield events like `Discovery.watch`. End when this object is closed.
@@ -143,7 +148,7 @@ class EtcdDiscovery:
         except Unreachable as exc:
             reason = exc.message
         if not self._store.closed:
-            RECORDER.record_process(RecordedEvent.CONNECTION_LOST, "etcd")
+            RECORDER.record_process(RecordedEvent.CONNECTION_LOST, _ETCD)
             log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
     async def _list_again(self, prefix: str, cache: InstanceCache, backoff: Backoff) -> Snapshot | None:
@@ -156,6 +161,7 @@ class EtcdDiscovery:
                 log.debug("etcd watch of %s: %s", prefix, exc.message)
                 cache.restart_grace()
             else:
+                RECORDER.record_process(RecordedEvent.CONNECTED, _ETCD)
                 log.info("etcd watch of %s resumed", prefix)
                 return snapshot
         return None

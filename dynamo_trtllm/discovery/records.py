@@ -12,7 +12,7 @@ from typing import Final
 
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.errors import BadFrame, ConfigError
-from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelDeploymentCard, decode, encode, wire_mismatch
+from dynamo_trtllm.messages import Instance, ModelDeploymentCard, decode, encode, wire_mismatch
 
 MOST_RECORD_BYTES: Final = 256 << 10
 MOST_MODEL_NAME_CHARACTERS: Final = 256
@@ -63,8 +63,10 @@ def read_instance(key: str, record: bytes) -> Instance:
         raise BadRecord(mismatch)
     _check_place(instance, endpoint, instance_id)
     _check_kinds(instance)
-    _check_layout(instance.layout)
-    _check_limits(instance.limits)
+    for field in ("block_tokens", "num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size"):
+        _check_number(f"layout.{field}", getattr(instance.layout, field), 1, _MOST_COUNT)
+    for field in ("max_batch_size", "max_num_tokens", "kv_blocks"):
+        _check_number(f"limits.{field}", getattr(instance.limits, field), 0, _MOST_COUNT)
     _check_card(instance.card)
     return instance
 
@@ -119,23 +121,13 @@ def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int
 def _check_kinds(instance: Instance) -> None:
     _check_kind("engine", instance.engine)
     _check_kind("strategy", instance.strategy)
+    _check_kind("layout.dtype", instance.layout.dtype)
     _check_text("version", instance.version, least=0, most=_LONG)
     _check_names("supported_features", instance.supported_features)
     _check_size("pairing", instance.kv_compat, _MOST_PAIRING)
     for name, value in instance.kv_compat.items():
         _check_text("a name in pairing", name, most=_LONG)
         _check_text(f"pairing.{name}", value, least=0, most=_PATH)
-
-
-def _check_layout(layout: KvLayout) -> None:
-    _check_kind("layout.dtype", layout.dtype)
-    for field in ("block_tokens", "num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size"):
-        _check_number(f"layout.{field}", getattr(layout, field), 1, _MOST_COUNT)
-
-
-def _check_limits(limits: Limits) -> None:
-    for field in ("max_batch_size", "max_num_tokens", "kv_blocks"):
-        _check_number(f"limits.{field}", getattr(limits, field), 0, _MOST_COUNT)
 
 
 def _check_card(card: ModelDeploymentCard) -> None:

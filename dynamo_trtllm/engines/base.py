@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from dynamo_trtllm.cost_model import CostModel, StepSample
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits
+from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, Sampling
 from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle
 
 MOST_STEPS = 512  # measured steps that wait for the worker
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
+_DEFAULTS = Sampling(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,55 @@ class Engine(Generator, Protocol):
 def client_request(request: GenerateRequest) -> str:
     """Return the part of the request id that all choices of one client's request share."""
     return _CHOICE_INDEX.sub("", request.request_id)
+
+
+def check_request(request: GenerateRequest, info: EngineInfo, *, transfers_kv: bool, engine: str) -> None:
+    """Check a request before the engine receives it.
+
+    Args:
+        request: the call.
+        info: properties of the engine.
+        transfers_kv: the engine accepts prefill and decode calls.
+        engine: its name, for error texts.
+
+    Raises:
+        RequestRejected: names the field.
+    """
+    if not request.token_ids:
+        raise RequestRejected("the prompt is empty", field="token_ids")
+    if (largest := max(request.token_ids)) >= info.vocab_size:
+        raise RequestRejected(
+            f"token id {largest} is out of range: the vocabulary has {info.vocab_size} tokens", field="token_ids"
+        )
+    if request.phase is not Phase.AGGREGATED and not transfers_kv:
+        raise RequestRejected(f"this worker is aggregated and does not accept {request.phase} calls", field="phase")
+    for name in info.unsupported_features:
+        if _is_used(request, name):
+            raise RequestRejected(
+                f"{name} is not supported by this worker's {engine}; omit it, or see the worker's log for the reason",
+                field=name,
+            )
+
+
+def _is_used(request: GenerateRequest, name: str) -> bool:
+    if name == "cache_salt":
+        return request.cache_salt is not None
+    if name == "resumed_tokens":
+        return False  # they are treated as prompt
+    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
+
+
+def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
+    """Return the token ids that end the output.
+
+    With `ignore_eos` the model's own stop tokens do not count, even if the request lists them; others do.
+
+    Args:
+        sampling: sampling parameters of the request.
+        own: the model's own stop tokens.
+    """
+    ends, named = set(own), set(sampling.stop_token_ids)
+    return frozenset(named - ends if sampling.ignore_eos else named | ends)
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,13 +82,17 @@ def count_visible(environment: Mapping[str, str]) -> int | None:
 
 def memory_free_bytes() -> list[tuple[int, int]]:
     """Return the free and total bytes of each visible GPU; [] without a driver or NVML. Thread-safe."""
-    return _query(_free_of_all, None)
+
+    def query(nvml: Any, handle: Any) -> tuple[int, int]:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.free), int(memory.total)
+
+    return _query(query, None)
 
 
 def memory_used_bytes() -> int | None:
     """Return the bytes that all processes use on the first visible GPU; None without a driver or NVML. Thread-safe."""
-    used = _query(lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used), None)
-    return used[0] if used else None
+    return next((total - free for free, total in memory_free_bytes()), None)
 
 
 def _query(question: Callable[[Any, Any], T], environment: Mapping[str, str] | None) -> list[T]:
@@ -103,12 +108,13 @@ def _query(question: Callable[[Any, Any], T], environment: Mapping[str, str] | N
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         env = process_environment() if environment is None else environment
-        chosen = _chosen(env.get(VISIBLE), [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles])
+        chosen = _chosen(env.get(VISIBLE), [pynvml.nvmlDeviceGetUUID(handle) for handle in handles])
         return [question(pynvml, handles[index]) for index in chosen]
     except pynvml.NVMLError:
         return []
     finally:
-        _quietly(pynvml.nvmlShutdown, pynvml.NVMLError)
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
@@ -134,23 +140,7 @@ def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Gpu(
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        name=nvml.nvmlDeviceGetName(handle),
         sm=major * 10 + minor,
         memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
     )
-
-
-def _free_of_all(nvml: Any, handle: Any) -> tuple[int, int]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return int(memory.free), int(memory.total)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # bytes in older bindings
-
-
-def _quietly(call: Callable[[], None], error: type[Exception]) -> None:
-    try:
-        call()
-    except error:
-        return

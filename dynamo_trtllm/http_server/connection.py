@@ -18,7 +18,6 @@ import httptools
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.http_server import exchange
-from dynamo_trtllm.http_server.errors import internal
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, Exchange, HttpRequest, HttpResponse, ReadTimer
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ _GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, bef
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 _UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
 _WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
+_BUG = "an internal error occurred; see the server's log for this request id"
 _order = count(1)
 
 
@@ -252,7 +252,7 @@ class HttpConnection(asyncio.Protocol):
             log.exception("%s %s failed", request.method, request.path)
         finally:
             if not (response.ended or request.is_lost):
-                response.fail(failure or internal())
+                response.fail(failure or errors.InternalError(_BUG))
 
     def _on_read(self) -> None:
         """Receive the body of the current request. Called when its handler reads."""

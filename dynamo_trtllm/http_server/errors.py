@@ -1,4 +1,4 @@
-"""Map error classes to HTTP status and OpenAI error type, and build error responses."""
+"""Map error classes to HTTP statuses, and build error responses. The status decides OpenAI's error type."""
 
 from __future__ import annotations
 
@@ -9,56 +9,49 @@ from dynamo_trtllm.api.response_schemas import ErrorObject, ErrorType, error_bod
 from dynamo_trtllm.errors import DynamoError
 
 INVALID: Final = "invalid_request_error"
-LIMITED: Final = "rate_limit_error"
-UNAVAILABLE: Final = "service_unavailable_error"
-SERVER: Final = "server_error"
+_OTHER_TYPES: Final[dict[int, ErrorType]] = {429: "rate_limit_error", 503: "service_unavailable_error"}
 RETRY_AFTER_S = 1
 RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
 
-class ErrorSpec(NamedTuple):
-    status: int
-    type: ErrorType
-
-
-TABLE: dict[type[DynamoError], ErrorSpec] = {
-    DynamoError: ErrorSpec(500, SERVER),
-    errors.ConfigError: ErrorSpec(500, SERVER),
-    errors.InternalError: ErrorSpec(500, SERVER),
-    errors.RequestError: ErrorSpec(400, INVALID),
-    errors.InvalidRequest: ErrorSpec(400, INVALID),
-    errors.UnsupportedParameter: ErrorSpec(400, INVALID),
-    errors.ContextTooLong: ErrorSpec(400, INVALID),
-    errors.PayloadTooLarge: ErrorSpec(413, INVALID),
-    errors.HeadTooLarge: ErrorSpec(431, INVALID),
-    errors.RequestTimeout: ErrorSpec(408, INVALID),
-    errors.UnsupportedMedia: ErrorSpec(415, INVALID),
-    errors.ModelNotFound: ErrorSpec(404, INVALID),
-    errors.ResponseNotFound: ErrorSpec(404, INVALID),
-    errors.Cancelled: ErrorSpec(409, INVALID),
-    errors.CapacityError: ErrorSpec(503, UNAVAILABLE),
-    errors.Overloaded: ErrorSpec(429, LIMITED),
-    errors.Draining: ErrorSpec(503, UNAVAILABLE),
-    errors.NoInstances: ErrorSpec(503, UNAVAILABLE),
-    errors.PlaneError: ErrorSpec(502, SERVER),
-    errors.Unreachable: ErrorSpec(503, UNAVAILABLE),
-    errors.Disconnected: ErrorSpec(503, UNAVAILABLE),
-    errors.DeadlineExceeded: ErrorSpec(504, SERVER),
-    errors.StreamIncomplete: ErrorSpec(502, SERVER),
-    errors.BadFrame: ErrorSpec(502, SERVER),
-    errors.VersionMismatch: ErrorSpec(502, SERVER),
-    errors.KvTransferError: ErrorSpec(502, SERVER),
-    errors.TransferExpired: ErrorSpec(502, SERVER),
-    errors.TransferMismatch: ErrorSpec(502, SERVER),
-    errors.TransferTimeout: ErrorSpec(504, SERVER),
-    errors.TransferFailed: ErrorSpec(502, SERVER),
-    errors.NonFiniteKv: ErrorSpec(502, SERVER),
-    errors.EngineError: ErrorSpec(500, SERVER),
-    errors.EngineNotReady: ErrorSpec(503, UNAVAILABLE),
-    errors.RequestRejected: ErrorSpec(400, INVALID),
-    errors.MigrationFailed: ErrorSpec(502, SERVER),
-    errors.NonFinite: ErrorSpec(500, SERVER),
-    errors.EngineFailed: ErrorSpec(500, SERVER),
+STATUS: dict[type[DynamoError], int] = {
+    DynamoError: 500,
+    errors.ConfigError: 500,
+    errors.InternalError: 500,
+    errors.RequestError: 400,
+    errors.InvalidRequest: 400,
+    errors.UnsupportedParameter: 400,
+    errors.ContextTooLong: 400,
+    errors.PayloadTooLarge: 413,
+    errors.HeadTooLarge: 431,
+    errors.RequestTimeout: 408,
+    errors.UnsupportedMedia: 415,
+    errors.ModelNotFound: 404,
+    errors.ResponseNotFound: 404,
+    errors.Cancelled: 409,
+    errors.CapacityError: 503,
+    errors.Overloaded: 429,
+    errors.Draining: 503,
+    errors.NoInstances: 503,
+    errors.PlaneError: 502,
+    errors.Unreachable: 503,
+    errors.Disconnected: 503,
+    errors.DeadlineExceeded: 504,
+    errors.StreamIncomplete: 502,
+    errors.BadFrame: 502,
+    errors.VersionMismatch: 502,
+    errors.KvTransferError: 502,
+    errors.TransferExpired: 502,
+    errors.TransferMismatch: 502,
+    errors.TransferTimeout: 504,
+    errors.TransferFailed: 502,
+    errors.NonFiniteKv: 502,
+    errors.EngineError: 500,
+    errors.EngineNotReady: 503,
+    errors.RequestRejected: 400,
+    errors.MigrationFailed: 502,
+    errors.NonFinite: 500,
+    errors.EngineFailed: 500,
 }
 
 
@@ -69,15 +62,11 @@ class ErrorResponse(NamedTuple):
 
 
 def to_response(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> ErrorResponse:
-    """Return the response for an error. A class that is not in the table uses its parent's row."""
-    spec = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
-    body = error_body(error.message, type=spec.type, param=error.field, code=error.code)
-    return ErrorResponse(spec.status, body, retry_headers(spec.status, retry_after_s))
-
-
-def internal() -> errors.InternalError:
-    """Return the error for an unexpected exception."""
-    return errors.InternalError("an internal error occurred; see the server's log for this request id")
+    """Return the response for an error. A class that is not in the table has its parent's status."""
+    status = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+    error_type = _OTHER_TYPES.get(status) or (INVALID if status < 500 else "server_error")
+    body = error_body(error.message, type=error_type, param=error.field, code=error.code)
+    return ErrorResponse(status, body, retry_headers(status, retry_after_s))
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:

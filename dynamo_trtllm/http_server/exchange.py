@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
@@ -266,7 +267,7 @@ class HttpResponse:
     def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
         assert not self.started
         self.started, self.status = True, status
-        headers = {"Date": _date(), **first, **self.headers, **(more or {})}
+        headers = {"Date": _date(int(time.time())), **first, **self.headers, **(more or {})}
         if not self.keeps_alive:
             headers["Connection"] = "close"
         lines = [_STATUS_LINES[status], *(f"{name}: {value}" for name, value in headers.items()), "\r\n"]
@@ -318,15 +319,11 @@ class Exchange(NamedTuple):
 
 Handler: TypeAlias = Callable[[HttpRequest, HttpResponse], Awaitable[None]]
 _Notify: TypeAlias = Callable[[], None]
-_formatted = (0, "")  # the last formatted date, and its second
 
 
-def _date() -> str:
-    global _formatted
-    now = int(time.time())
-    if _formatted[0] != now:
-        _formatted = (now, formatdate(now, usegmt=True))
-    return _formatted[1]
+@functools.lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    return formatdate(second, usegmt=True)
 
 
 def check_head(version: str, headers: Headers) -> None:

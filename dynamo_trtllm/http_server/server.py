@@ -112,12 +112,8 @@ class Router:
 
 def _compile(path: str) -> re.Pattern[str]:
     """Return the pattern of a path with parameters."""
-    parts = re.split(r"{(\w+)(:path)?}", path)
-    pattern = "".join(
-        re.escape(text) + (f"(?P<{name}>{'.*' if is_path else '[^/]+'})" if name else "")
-        for text, name, is_path in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True)
-    )
-    return re.compile(pattern, re.DOTALL)
+    pattern = re.sub(r"{(\w+):path}", r"(?P<\1>.*)", path.replace(".", r"\."))
+    return re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", pattern), re.DOTALL)
 
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """Define what engines and KV transfer backends share: the interface of a backend, and KV transfer parameters.
 
 The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes, device); the engine
-gathers KV blocks into regions and scatters them. The functions for KV transfer parameters check them, decide which
-deadline ends a fetch first, and fetch within that deadline.
+gathers KV blocks into regions and scatters them. The functions for KV transfer parameters check them and decide
+which deadline ends a fetch first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.errors import (
     BadFrame,
@@ -38,7 +38,13 @@ class MemoryRegion(NamedTuple):
     device: str = "cpu"  # or "cuda:N"
 
 
-OnRegion: TypeAlias = Callable[[int], None]
+class Destination(NamedTuple):
+    """The memory that KV is read into."""
+
+    regions: Sequence[MemoryRegion]  # with the sizes of the published regions, in the same order
+    # Called with the index of each region, in order, as soon as the region is complete. It runs on the event loop or on
+    # a thread of the backend, never after `TransferBackend.read` has ended, and must be fast.
+    on_region: Callable[[int], None] | None = None
 
 
 class TransferBackend(Protocol):
@@ -90,27 +96,17 @@ class TransferBackend(Protocol):
     async def unpublish(self, transfer_id: str) -> None:
         """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         """Read a published transfer into own memory and notify its prefill worker.
 
-        Nothing is written to `regions` after this returns, raises or is cancelled. The data is valid only after this
+        Nothing is written to its regions after this returns, raises or is cancelled. The data is valid only after this
         returns, because some backends compare the checksum of all regions last.
 
         Args:
             transfer_id: The id of the transfer.
             offer: The bytes that `publish` returned.
-            regions: Destination regions, with the sizes of the published regions, in the same order.
+            to: Where the KV goes.
             timeout_s: The longest time for the read, in seconds.
-            on_region: Called with the index of each region, in order, as soon as the region is complete. It runs on the
-                event loop or on a thread of the backend, never after this call has ended, and must be fast.
 
         Raises:
             TransferTimeout: The time is over.
@@ -236,13 +232,6 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
         raise TransferExpired(f"KV transfer {kv_params.transfer_id} expired {now - kv_params.expires_at:.1f} s ago")
 
 
-class FetchLimits(NamedTuple):
-    """The time limits of one fetch."""
-
-    deadline: float  # of the request, in seconds since the epoch
-    timeout_s: float  # of any fetch
-
-
 class Deadline(NamedTuple):
     """The time limit that is reached first, and its error.
 
@@ -254,11 +243,16 @@ class Deadline(NamedTuple):
     why: str
 
 
-def first_deadline(kv_params: KvTransferParams, limits: FetchLimits, now: float) -> Deadline:
-    """Return the time limit that a fetch reaches first. `now`: seconds since the epoch."""
-    timeout_s = limits.timeout_s
+def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: float) -> Deadline:
+    """Return the time limit that a fetch reaches first.
+
+    Args:
+        deadline: Of the request, in seconds since the epoch.
+        timeout_s: Of any fetch.
+    """
+    now = time.time()
     bounds = (
-        Deadline(limits.deadline - now, DeadlineExceeded, "the request's deadline passed"),
+        Deadline(deadline - now, DeadlineExceeded, "the request's deadline passed"),
         Deadline(kv_params.expires_at - now, TransferTimeout, "it expired"),
         Deadline(timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
@@ -268,35 +262,3 @@ def first_deadline(kv_params: KvTransferParams, limits: FetchLimits, now: float)
 def timeout_error(kv_params: KvTransferParams, reached: Deadline) -> DynamoError:
     """Return the error of a fetch that has reached a time limit."""
     return reached.error(f"KV transfer {kv_params.transfer_id} did not finish before {reached.why}")
-
-
-class Destination(NamedTuple):
-    """The memory that KV is read into, and the callback for each region (see `TransferBackend.read`)."""
-
-    regions: Sequence[MemoryRegion]
-    on_region: OnRegion | None = None
-
-
-async def fetch(
-    backend: TransferBackend, kv_params: KvTransferParams, offer: bytes, to: Destination, limits: FetchLimits
-) -> None:
-    """Read a transfer's KV within the request's time limits.
-
-    Raises:
-        DeadlineExceeded: The request's deadline passed.
-        TransferTimeout: The fetch took too long.
-        TransferExpired: The transfer expired before the fetch could start.
-        TransferFailed: The read failed.
-    """
-    first = first_deadline(kv_params, limits, time.time())
-    if first.left_s <= 0:
-        # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame, not the peer.
-        if first.error is TransferTimeout:
-            raise TransferExpired(
-                f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
-            )
-        raise timeout_error(kv_params, first)
-    try:
-        await backend.read(kv_params.transfer_id, offer, to.regions, timeout_s=first.left_s, on_region=to.on_region)
-    except TransferTimeout as exc:
-        raise timeout_error(kv_params, first) from exc

@@ -7,13 +7,13 @@ the engine, so this package needs no GPU library. Checksums detect faults, but n
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
@@ -82,21 +82,20 @@ class Checksums:
             )
         return False
 
-    def submit(self, block: MemoryRegion, work: Callable[[], int] | None = None) -> Future[int]:
+    def submit(self, block: MemoryRegion) -> Future[int]:
         """Hash a block on a thread, or at once if it is small.
 
-        The memory must stay allocated until the future is done, see `ended`. `work` replaces the call of `hash`.
+        The memory must stay allocated until the future is done, see `ended`.
 
         Raises:
             TransferFailed: `close` was called.
         """
-        work = work or partial(self.hash, block)
         if block.device == "cpu" and block.num_bytes <= _INLINE_BYTES:
             done: Future[int] = Future()
-            done.set_result(work())
+            done.set_result(self.hash(block))
             return done
         try:
-            return self._pool.submit(work)
+            return self._pool.submit(self.hash, block)
         except RuntimeError as exc:
             raise TransferFailed("KV transfer on this worker has stopped") from exc
 
@@ -161,7 +160,6 @@ class OfferChecksum:
         self._lock = threading.Lock()
         self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet
         self._jobs: list[list[Future[int]]] = []  # by region and block
-        self._hashes = [[0] * len(blocks) for blocks in self._blocks]
         self._stopped = False
         if not self._left:
             self._complete()
@@ -171,34 +169,29 @@ class OfferChecksum:
         if self._stopped:  # copies of an unpublished transfer may still finish
             return
         for index in range(len(self._jobs), min(ready, len(self._blocks))):
-            jobs = [
-                self._checksums.submit(block, partial(self._hash, index, number, block))
-                for number, block in enumerate(self._blocks[index])
-            ]
-            self._jobs.append(jobs)
+            self._jobs.append([self._checksums.submit(block) for block in self._blocks[index]])
+            for job in self._jobs[index]:
+                job.add_done_callback(self._hashed)
 
-    def _hash(self, index: int, number: int, block: MemoryRegion) -> int:
-        try:
-            block_hash = self._hashes[index][number] = self._checksums.hash(block)
-        except Exception:
-            log.exception("computing the checksum of KV failed; unpublishing the KV")
+    def _hashed(self, job: Future[int]) -> None:
+        if job.cancelled():
+            return
+        if (exc := job.exception()) is not None:
+            log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
             if self._on_complete is not None:
                 self._on_complete(None)
-            raise
+            return
         with self._lock:
             self._left -= 1
             is_complete = not self._left
         if is_complete:
             self._complete()
-        return block_hash
 
     def _complete(self) -> None:
-        if self._on_complete is None:
-            return
-        checksum = NOTHING
-        for hashes in self._hashes:
-            checksum = combined(checksum, hashes)
-        self._on_complete(checksum)
+        if self._on_complete is not None:
+            hashes = [[job.result() for job in jobs] for jobs in self._jobs]
+            hashes += [[]] * (len(self._blocks) - len(hashes))  # regions without bytes
+            self._on_complete(functools.reduce(combined, hashes, NOTHING))
 
     async def hashes(self, index: int) -> list[int]:
         """Return the hashes of the blocks of a ready region.

@@ -32,9 +32,18 @@ def create_backend(
         ConfigError: nixl is not installed, or the addresses have different families.
     """
     checksums = Checksums(kv_checksums)
+    if name == "tcp":
+        return _tcp(config, checksums)
+    try:
+        backend = NixlBackend(checksums)
+    except ConfigError as exc:
+        if name is not None:
+            raise
+        log.info("KV transfer backend: tcp (%s)", exc.message)
+        return _tcp(config, checksums)
     if name is None:
-        return _best(config, checksums)
-    return NixlBackend(checksums) if name == "nixl" else _tcp(config, checksums)
+        log.info("KV transfer backend: %s", backend.name)
+    return backend
 
 
 def create_transfers(
@@ -44,16 +53,6 @@ def create_transfers(
     model = config.served_model_name or Path(config.model_path).name
     identity = TransferIdentity(engine, instance_id, model, layout, kv_compat={}, transport=backend.name)
     return KvTransfers(backend, identity, ttl_s=config.ticket_ttl_s, timeout_s=config.handoff_timeout_s)
-
-
-def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:
-    try:
-        backend = NixlBackend(checksums)
-    except ConfigError as exc:
-        log.info("KV transfer backend: tcp (%s)", exc.message)
-        return _tcp(config, checksums)
-    log.info("KV transfer backend: %s", backend.name)
-    return backend
 
 
 def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpBackend:

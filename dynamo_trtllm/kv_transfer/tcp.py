@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_cpu, require_sizes, view
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, decode_offer, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
 from dynamo_trtllm.messages import encode
 from dynamo_trtllm.network.addresses import LOOPBACK
@@ -294,30 +294,22 @@ class TcpBackend(HostBackend):
 
     # --- decode worker ---------------------------------------------------------------------------------------
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         facts = decode_offer(_TcpOffer, offer, transfer_id, self.name)
-        require_cpu(regions, self.name)
-        require_sizes(transfer_id, facts.sizes_bytes, regions)
-        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
+        require_cpu(to.regions, self.name)
+        require_sizes(transfer_id, facts.sizes_bytes, to.regions)
+        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
         request = _TcpRequest(transfer_id, facts, _CHECKED if is_checked else _PLAIN)
         where = f"KV transfer {transfer_id}: prefill worker at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(request, regions, on_region)
+                await self._read(request, to)
         except TimeoutError as exc:
             raise TransferTimeout(f"{where} did not send all KV within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} closed the connection: {exc}") from exc
 
-    async def _read(self, request: _TcpRequest, regions: Sequence[MemoryRegion], on_region: OnRegion | None) -> None:
+    async def _read(self, request: _TcpRequest, to: Destination) -> None:
         loop, facts = asyncio.get_running_loop(), request.facts
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -331,13 +323,13 @@ class TcpBackend(HostBackend):
             await _receive(connection, memoryview(head))
             request.check_reply(*_REPLY.unpack(head))
             checksum = NOTHING
-            for index, region in enumerate(regions):
+            for index, region in enumerate(to.regions):
                 if request.magic == _CHECKED:
                     checksum = await self._receive_checked(connection, request.transfer_id, region, checksum)
                 else:
                     await _receive(connection, view(region))
-                if on_region is not None:
-                    on_region(index)
+                if to.on_region is not None:
+                    to.on_region(index)
             await loop.sock_sendall(connection, _ACK)
 
     async def _receive_checked(

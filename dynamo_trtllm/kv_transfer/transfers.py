@@ -14,16 +14,16 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError, RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import DynamoError, RequestRejected, TransferExpired, TransferMismatch, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import (
     TRANSFER_PARAMS_VERSION,
     Destination,
-    FetchLimits,
     MemoryRegion,
     TransferBackend,
     TransferIdentity,
     check_params,
-    fetch,
+    first_deadline,
+    timeout_error,
 )
 from dynamo_trtllm.messages import (
     Chunk,
@@ -199,10 +199,28 @@ class KvTransfers(PendingTransfers):
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
 
     async def fetch(self, request: GenerateRequest, kv_params: KvTransferParams, offer: bytes, to: Destination) -> None:
-        """Read the KV of a prompt. Raises as `base.fetch`."""
+        """Read the KV of a prompt within the time limits.
+
+        Raises:
+            DeadlineExceeded: the request's deadline passed.
+            TransferTimeout: the fetch took too long.
+            TransferExpired: the transfer expired before the fetch could start.
+            TransferFailed: the read failed.
+        """
         name, holder = request.request_id, kv_params.prefill_instance_id
         RECORDER.record(name, RecordedEvent.KV_FETCH_STARTED, holder, kv_params.kv_bytes)
-        await fetch(self.backend, kv_params, offer, to, FetchLimits(request.deadline, self._timeout_s))
+        first = first_deadline(kv_params, request.deadline, self._timeout_s)
+        if first.left_s <= 0:
+            # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame.
+            if first.error is TransferTimeout:
+                raise TransferExpired(
+                    f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
+                )
+            raise timeout_error(kv_params, first)
+        try:
+            await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=first.left_s)
+        except TransferTimeout as exc:
+            raise timeout_error(kv_params, first) from exc
         RECORDER.record(name, RecordedEvent.KV_FETCHED)
 
     def _begin_unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.subprocesses.child import Child
+from dynamo_trtllm.subprocesses import Child
 
 # Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they exit:
 # https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded staging region, which leaves enough

@@ -26,8 +26,7 @@ from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.network.listening import bind
-from dynamo_trtllm.subprocesses.child import Child, scratch_folder, spawn
-from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
+from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
 
 _FOLDER, _RECORD = "dynamo-launch-", "deployment.json"
 _LONGEST_LINE_BYTES = 1 << 20

@@ -1,10 +1,14 @@
-"""Run `dynamo-trtllm launch` and `demo`: load and check the configuration, then supervise the deployment."""
+"""Run `dynamo-trtllm launch` and `demo`: check the configuration, supervise the deployment, send a sample request."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from dynamo_trtllm.config.base import LogFormat
 from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
@@ -17,15 +21,21 @@ from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import DeploymentStatus, Launcher
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_address, with_engine, with_model
+from dynamo_trtllm.launch.readiness_checks import NotYet, request, until
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
 _DESCRIPTION = "Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."
+PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
+_PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard
+MAX_TOKENS = 200
+_PATH = "/v1/chat/completions"
+_ANSWER_TIMEOUT_S = 120.0
+_MODEL_TIMEOUT_S = 30.0
 
 
 def main() -> None:
@@ -101,9 +111,9 @@ async def run(
             console.say(f"Ready{where}{stop}")
         if sends_sample and status.frontend is not None:
             model = next(spec.model for spec in specs if not spec.is_frontend)
-            answer = await demo.ask(status.frontend, model)
-            console.say(demo.report(answer, model, status.names, is_mock=is_mock))
-            console.say(demo.next_step(status.frontend, model))
+            answer = await ask_sample(status.frontend, model)
+            console.say(sample_report(answer, model, status.names, is_mock=is_mock))
+            console.say(next_step(status.frontend, model))
         is_done = True
         return once
 
@@ -139,3 +149,92 @@ def _summary(specs: Sequence[ProcessSpec], status: DeploymentStatus) -> list[tup
 def _device(spec: ProcessSpec) -> str:
     visible = spec.env.get(VISIBLE, "")
     return f"GPU {visible}" if visible else "CPU"
+
+
+def sample_request(model: str) -> dict[str, Any]:
+    """Return the sample request of Dynamo's gpt-oss-120b guides, with greedy sampling so that all runs are equal."""
+    message = {"role": "user", "content": _PROMPTS.get(model, PROMPT)}
+    return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS, "temperature": 0}
+
+
+async def ask_sample(frontend: str, model: str) -> dict[str, Any]:
+    """Send the sample request. Wait first until the frontend has the model's files, some time after it is ready.
+
+    Args:
+        frontend: HOST:PORT of the frontend.
+        model: Name of the model.
+
+    Returns:
+        The response body, with the frontend's statistics under `dynamo_trtllm`.
+
+    Raises:
+        RunFailed: The model was not ready in time, or the request failed.
+    """
+    path = f"/v1/models/{urllib.parse.quote(model)}/ready"
+    try:
+        await until(partial(_request, frontend, "GET", path), _MODEL_TIMEOUT_S)
+    except NotYet as exc:
+        raise RunFailed(f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {exc}") from exc
+    try:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            answer: dict[str, Any] = await _request(frontend, "POST", _PATH, json.dumps(sample_request(model)).encode())
+            return answer
+    except (NotYet, OSError) as exc:
+        raise RunFailed(f"the demo request failed: {str(exc) or 'no response'}") from exc
+
+
+async def _request(frontend: str, method: str, path: str, content: bytes = b"") -> Any:
+    """Return the JSON body of a response. Raise NotYet if its status is not 200."""
+    host, _, port = frontend.rpartition(":")
+    headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
+    status, answer = await request(host.strip("[]"), int(port), method, path, content, headers)
+    if status != 200:
+        raise NotYet(f"status {status}: {answer.decode(errors='replace').strip()}")
+    return json.loads(answer)
+
+
+def sample_report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:
+    """Format the answer and its statistics as text.
+
+    Args:
+        answer: Return value of `ask_sample`.
+        model: Name of the model.
+        names: Process name by instance id (hexadecimal).
+        is_mock: The mock engine, which has no model, gave the answer.
+    """
+    message = answer["choices"][0]["message"]
+    stats = answer["dynamo_trtllm"]
+    lines = ["", f"question:   {_PROMPTS.get(model, PROMPT)}"]
+    if message.get("reasoning_content"):
+        lines.append(f"reasoning:  {_one_line(message['reasoning_content'])}")
+    lines.append(f"answer:     {_one_line(message.get('content') or '(none)')}")
+    if is_mock:
+        lines.append("            (random text: the mock engine has no model. It shows routing and transfers only.)")
+    lines.append(f"prefill by: {_process_name(stats['prefill_instance'], names)}")
+    lines.append(f"decode by:  {_process_name(stats['decode_instance'], names)}")
+    lines.append(f"KV moved:   {stats['kv_bytes']:,} bytes over {stats['transport'] or 'nothing'}")
+    lines.append(f"TTFT:       {stats['ttft_s'] * 1e3:.0f} ms")
+    if stats["tokens_per_s"] is not None:
+        lines.append(f"speed:      {stats['tokens_per_s']:.0f} tokens/s")
+    phases = (f"{name} {s * 1e3:.0f} ms" for name, s in stats["phase_s"].items() if s >= 0.0005)
+    lines.append("phases:     " + ", ".join(phases))
+    return "\n".join(lines)
+
+
+def next_step(frontend: str, model: str) -> str:
+    """Return a curl command for a streaming request, to copy into a shell."""
+    body = sample_request(model) | {"stream": True}
+    return (
+        "\nTry a streaming request:\n"
+        f"curl -N {frontend}{_PATH} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )
+
+
+def _process_name(instance: str | None, names: Mapping[str, str]) -> str:
+    if instance is None:
+        return "none"
+    return f"{names.get(instance, 'a worker of another deployment')} (instance {instance})"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
@@ -62,7 +61,7 @@ class ProcessSpec:
     @property
     def model(self) -> str:
         """Return the model name that clients send; empty for the frontend."""
-        return "" if self.worker is None else self.worker.served_model_name or Path(self.worker.model_path).name
+        return "" if self.worker is None else self.worker.model_name
 
     @property
     def is_frontend(self) -> bool:

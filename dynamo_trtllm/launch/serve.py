@@ -35,7 +35,7 @@ from dynamo_trtllm.launch.main import run
 from dynamo_trtllm.launch.topology import MachineFacts, ModelFacts, choose, deployment_data
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.sanitize import escape_controls
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch.serve"
 _DESCRIPTION = "Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU."

@@ -21,7 +21,7 @@ from typing import Any
 from dynamo_trtllm.errors import ConfigError, install_hint
 from dynamo_trtllm.launch.readiness_checks import NotYet, check_etcd, check_nats, is_taken, until
 from dynamo_trtllm.network.addresses import free_ports
-from dynamo_trtllm.subprocesses.child import Child, describe, spawn
+from dynamo_trtllm.subprocesses import Child, describe, spawn
 
 INSTALL = install_hint("local")
 JETSTREAM = ("--jetstream",)

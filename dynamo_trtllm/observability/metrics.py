@@ -1,7 +1,6 @@
 """Define the Prometheus metrics of frontends and workers, and collect and render them.
 
-Metrics are observed per step or per request, not per token. Label values are from a small closed set (served models,
-error codes). Never use client input as a label value.
+Metrics are observed per step or per request, not per token. Label values are from a small closed set, never a client's.
 """
 
 from __future__ import annotations
@@ -176,25 +175,19 @@ TABLE = (
     Metric("frontend", "body_bytes", "gauge", "Bytes of bodies received or parsed now (limit: --max-total-body-bytes)"),
     Metric("frontend", "queue_seconds", "histogram", "Time of a request in the frontend's queue, in seconds"),
     Metric("frontend", "ttft_seconds", "histogram", "Time to first token, in seconds", ("model",)),
-    Metric(
-        "frontend", "ttft_ratio", "histogram", "TTFT after selection, divided by its prediction", ("model",), RATIOS
-    ),
+    Metric("frontend", "ttft_ratio", "histogram", "TTFT divided by its prediction", ("model",), RATIOS),
     Metric("frontend", "ttft_predictions_total", "counter", "Predicted TTFT by outcome", ("model", "outcome")),
     Metric("frontend", "itl_seconds", "histogram", "Inter-token latency, in seconds", ("model",), STEP_SECONDS),
     Metric("frontend", "request_seconds", "histogram", "Time from request to last byte, in seconds", ("model",)),
     Metric("frontend", "prompt_tokens_total", "counter", "Prompt tokens", ("model",)),
     Metric("frontend", "output_tokens_total", "counter", "Generated tokens", ("model",)),
-    Metric(
-        "frontend",
-        "phase_seconds",
-        "histogram",
-        "Time of a request per phase, in seconds: phases add up (docs/timing.md); handoff is the KV transfer",
-        ("model", "role", "phase"),
-    ),
+    Metric("frontend", "phase_seconds", "histogram", "Seconds per phase (docs/timing.md)", ("model", "role", "phase")),
     Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
     Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
     Metric("frontend", "migrations_total", "counter", "Requests migrated after the first token", ("model",)),
     Metric("frontend", "placed_requests", "gauge", "Requests on a worker, counted by --router-mode", ("worker",)),
+    Metric("frontend", "known_prefix_blocks", "gauge", "Blocks known to be in a worker's prefix cache", ("worker",)),
+    Metric("frontend", "kv_updates_total", "counter", "Updates of workers' prefix caches by outcome", ("outcome",)),
     Metric("frontend", "canaries_total", "counter", "Probes of worker pairs by outcome", ("model", "code")),
     Metric("frontend", "responses_not_stored_total", "counter", "Responses that could not be stored", ("code",)),
     Metric("worker", "requests_total", "counter", "Finished calls", ("phase", "code")),
@@ -211,9 +204,7 @@ TABLE = (
     Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
     Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
     Metric("worker", "time_ratio", "histogram", "Measured time divided by the predicted time", ("kind",), RATIOS),
-    Metric(
-        "worker", "predictions_total", "counter", "Predicted times, by whether the bounds held", ("kind", "outcome")
-    ),
+    Metric("worker", "predictions_total", "counter", "Predicted times, by outcome of the bounds", ("kind", "outcome")),
     Metric("worker", "cost_seconds", "gauge", "Coefficients of the cost model (docs/cost-model.md)", ("kind", "term")),
     Metric("worker", "cost_samples", "gauge", "Samples that the cost model has learned from; 0: its prior", ("kind",)),
     Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),
@@ -250,7 +241,7 @@ class FrontendMetrics:
         self._metrics = _build("frontend", self._registry)
         self._labelled = _labelled(self._metrics)
         self._num_inflight = 0
-        self._placed: Callable[[], Mapping[int, int]] = dict
+        self._by_worker: Mapping[str, Callable[[], Mapping[int, int]]] = {}
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
         self._metrics["inflight"].set_function(lambda: self._num_inflight)
 
@@ -265,10 +256,10 @@ class FrontendMetrics:
         self._labelled("request_seconds", model).observe(seconds)
 
     def watch(
-        self, *, choices: Value, queued: Value, body_bytes: Value, placed: Callable[[], Mapping[int, int]] = dict
+        self, *, choices: Value, queued: Value, body_bytes: Value, **by_worker: Callable[[], Mapping[int, int]]
     ) -> None:
-        """Set the functions that return the values of gauges at each scrape. `placed`: requests by instance id."""
-        self._placed = placed
+        """Set the functions that return the values of gauges at each scrape. `by_worker`: by name and instance id."""
+        self._by_worker = by_worker
         self._metrics["choices"].set_function(choices)
         self._metrics["body_bytes"].set_function(body_bytes)
         self._metrics["queued"].set_function(queued)
@@ -334,13 +325,18 @@ class FrontendMetrics:
         """Count the bytes of one KV transfer."""
         self._labelled("kv_bytes_total", transport).inc(kv_bytes)
 
+    def kv_update(self, outcome: str) -> None:
+        """Count an update of a prefix cache: "applied", "gap" (one is missing), "unreadable", "resync" (asked for)."""
+        self._labelled("kv_updates_total", outcome).inc()
+
     def _collected(self) -> CollectorRegistry:
-        """Return the registry, with the requests of at most MOST_WORKERS workers, those with the most."""
+        """Return the registry, with the gauges of at most MOST_WORKERS workers, those with the highest values."""
         self._observe_all()
-        gauge, placed = self._metrics["placed_requests"], self._placed()
-        gauge.clear()  # of workers that are gone
-        for instance_id in heapq.nlargest(MOST_WORKERS, placed, key=placed.__getitem__):
-            gauge.labels(f"{instance_id:x}").set(placed[instance_id])
+        for name, read in self._by_worker.items():
+            gauge, values = self._metrics[name], read()
+            gauge.clear()  # of workers that are gone
+            for instance_id in heapq.nlargest(MOST_WORKERS, values, key=values.__getitem__):
+                gauge.labels(f"{instance_id:x}").set(values[instance_id])
         return self._registry
 
     def snapshot(self) -> Snapshot:

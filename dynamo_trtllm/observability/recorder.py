@@ -20,7 +20,6 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -31,7 +30,6 @@ MAGIC: Final = b"DTRTRING"
 VERSION: Final = 1
 HEADER_BYTES: Final = mmap.PAGESIZE
 SUFFIX: Final = ".ring"
-OFF: Final = "off"  # value of --recorder-dir
 NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
 
 # magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock ticks since boot; time
@@ -39,6 +37,8 @@ NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
 _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
 _ALIVE: Final = struct.Struct("<QQ")  # time of the last tick in ns since boot, number of running streams
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
+_CLOCK: Final = struct.Struct("<Q")  # time since the epoch in ns at the last tick; 0: of an older release
+_CLOCK_OFFSET: Final = _ALIVE_OFFSET - _CLOCK.size
 # number of the event, time in ns since boot, request, event, choice, reason, three values, the number again
 SLOT: Final = struct.Struct("<QQQHHIQQQQ")
 
@@ -52,8 +52,6 @@ BLOCK_TOKENS: Final = 512  # tokens per hash of a prompt, as in Mooncake's trace
 HASHED_BLOCKS: Final = 62  # of a prompt: 2 and 10 times 6
 _MAX_CHOICE: Final = 0xFFFF
 _MAX_ID: Final = 256  # characters, because peers of a worker may send longer ids
-_MAX_KEYS = 1024
-_KEYS: Final[dict[str, tuple[int, int]]] = {}  # of the latest requests, see `request_key`
 _UNSAFE_NAME = re.compile(r"[^\w-]", re.ASCII)
 
 
@@ -66,12 +64,14 @@ class RecordedEvent(IntEnum):
     STOPPED = 4
     CONNECTION_LOST = 5  # reason: etcd or nats
     PEER_LOST = 6  # reason: error code
+    CONNECTION_AWAITED = 7  # reason: etcd; a start or registration waits for it
+    CONNECTED = 8  # reason: etcd; it has answered, also after CONNECTION_LOST
     # of a request in the frontend
     RECEIVED = 32  # a: hash of the client's X-Request-Id
     TOKENIZED = 33  # a: prompt tokens, b: max_tokens, c: hashes of 2 blocks, 32 bits each, 0: none; once per prompt
     PROMPT_HASHES = 34  # a, b, c: hashes of the next 6 blocks
     PLACED = 36  # a: prefill instance or 0, b: decode instance
-    WAITING_FOR_WORKERS = 37
+    WAITING_FOR_WORKERS = 37  # a, b: prefill instance or 0, and decode instance, of a quarantined pair; 0, 0: none is
     RESERVING_SLOT = 38  # a: decode instance
     CALL_SENT = 39  # a: instance; reason: phase
     CALL_ACKNOWLEDGED = 40
@@ -133,6 +133,7 @@ class _Ring:
         _pack_slot(self._memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number)
 
     def write_alive(self, num_running: int) -> None:
+        _CLOCK.pack_into(self._memory, _CLOCK_OFFSET, time.time_ns())
         _ALIVE.pack_into(self._memory, _ALIVE_OFFSET, time.monotonic_ns(), num_running)
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class Recorder:
         created, a warning is logged and nothing is recorded.
 
         Args:
-            folder: see `recorder_folder`; None: record nothing.
+            folder: of the files; None: record nothing.
             namespace: namespace of the process.
             kind: "frontend", or the role of a worker.
             instance_id: id of a worker; 0 for a frontend.
@@ -211,7 +212,7 @@ class Recorder:
         """
         ring = self._ring
         if ring is not None:
-            key, choice = _KEYS.get(request_id) or _remember_key(request_id)
+            key, choice = request_key(request_id if len(request_id) <= _MAX_ID else request_id[-_MAX_ID:])
             if key:
                 ring.write(key, choice, event, a, b, c, reason_number(reason) if reason else 0)
 
@@ -259,12 +260,12 @@ class Recorder:
 RECORDER: Final = Recorder()  # of this process
 
 
+@functools.lru_cache(maxsize=1024)
 def request_key(request_id: str) -> tuple[int, int]:
     """Return the number under which a request is recorded, and the index of the choice; (0, 0): not recorded.
 
     Ids of frontends end with 16 unique hexadecimal digits, and the index if there are several choices.
     """
-    request_id = request_id[-_MAX_ID:]
     if request_id.startswith("probe-"):  # a frontend's own, of which it records nothing else
         return 0, 0
     head, _, tail = request_id.rpartition("-")
@@ -273,16 +274,6 @@ def request_key(request_id: str) -> tuple[int, int]:
         return int(unique, 16), min(int(index), _MAX_CHOICE)
     except ValueError:
         return id_hash(request_id), 0
-
-
-def _remember_key(request_id: str) -> tuple[int, int]:
-    """Return the key of a request, and keep it for its next events."""
-    key = request_key(request_id)
-    if len(request_id) <= _MAX_ID:
-        if len(_KEYS) >= _MAX_KEYS:
-            _KEYS.clear()
-        _KEYS[request_id] = key
-    return key
 
 
 def block_hashes(token_ids: array[int]) -> list[int]:
@@ -306,19 +297,6 @@ def id_hash(text: str) -> int:
 def reason_number(reason: str) -> int:
     """Return the number that stands for an error code, a finish reason or a phase."""
     return zlib.crc32(reason.encode())
-
-
-def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the files.
-
-    Args:
-        setting: value of `--recorder-dir`; "off": None is returned.
-        environ: environment of the process; XDG_RUNTIME_DIR is read.
-    """
-    if setting is not None:
-        return None if setting == OFF else Path(setting)
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
 
 
 def remove_old(folder: Path) -> None:
@@ -374,13 +352,15 @@ class RecordingHeader(NamedTuple):
     namespace: bytes
     alive_ns: int  # time of the last tick by the clock of the events; 0: there was none
     num_running: int  # streams at that time
+    alive_epoch_ns: int = 0  # the same moment by the clock of the date; 0: an older release wrote the file
 
     @classmethod
     def read(cls, data: bytes) -> RecordingHeader:
         """Return the header in the first page of a file. Raise ValueError if it is not one, or of another version."""
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError("it is not a file of the flight recorder")
-        header = cls(*_HEADER.unpack_from(data), *_ALIVE.unpack_from(data, _ALIVE_OFFSET))
+        alive, clock = _ALIVE.unpack_from(data, _ALIVE_OFFSET), _CLOCK.unpack_from(data, _CLOCK_OFFSET)
+        header = cls(*_HEADER.unpack_from(data), *alive, *clock)
         if (header.version, header.slot_bytes, header.header_bytes) != (VERSION, SLOT.size, HEADER_BYTES):
             raise ValueError(f"its version is {header.version}, and this command reads version {VERSION}")
         return header

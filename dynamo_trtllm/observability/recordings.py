@@ -32,6 +32,9 @@ from dynamo_trtllm.observability.recorder import (
 )
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
+_CONNECTIONS: Final = frozenset(
+    {RecordedEvent.CONNECTION_AWAITED, RecordedEvent.CONNECTION_LOST, RecordedEvent.CONNECTED}
+)
 _OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
 
 
@@ -98,6 +101,21 @@ class ProcessRecording:
         """The process as text: kind, instance or process id."""
         header = self.header
         return f"{self.kind} {header.pid}" if self.is_frontend else f"{self.kind} {header.instance_id:x}"
+
+    @property
+    def ahead_s(self) -> float:
+        """By how much the date of the process is ahead of that of this process."""
+        header, own_ns = self.header, time.time_ns() - time.monotonic_ns()
+        return (header.alive_epoch_ns - header.alive_ns - own_ns) / 1e9 if header.alive_epoch_ns else 0.0
+
+    @property
+    def waits_for_etcd_s(self) -> float:
+        """For how long the process waits for an answer of etcd; 0.0 if it does not."""
+        found = (each for each in reversed(self.entries) if each.event in _CONNECTIONS and each.reason == "etcd")
+        last = next(found, None)
+        if self.is_over or last is None or last.event == RecordedEvent.CONNECTED:
+            return 0.0
+        return (time.monotonic_ns() - last.ns) / 1e9
 
     def epoch_s(self, ns: int) -> float:
         """Return the time of an event in seconds since the epoch."""

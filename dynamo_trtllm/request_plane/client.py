@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -91,7 +92,7 @@ class Plane:
         self._is_closed = False
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = transport.new_inbox()
-        self._inbox = StreamDemux()
+        self._inbox, self._numbers = StreamDemux(), itertools.count(1)  # of streams
         self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, StreamReceiver]] = {}  # by the worker's subject, then by stream
@@ -142,7 +143,7 @@ class Plane:
             Disconnected: the request plane is lost.
             DeadlineExceeded: the request's deadline passes.
         """
-        stream, loop = self._inbox.next_number(), asyncio.get_running_loop()
+        stream, loop = next(self._numbers), asyncio.get_running_loop()
         if self._is_closed:
             closed = Stream(on_event)
             loop.call_soon(closed.emit, errors.Disconnected(_CLOSED))
@@ -153,7 +154,7 @@ class Plane:
             lambda: self._ended(subject, stream, deadline),
             partial(self._send_cancel, subject, stream, request.request_id),
         )
-        self._inbox.add(stream, receiver)
+        self._inbox[stream] = receiver
         self._running.setdefault(subject, {})[stream] = receiver
         _remember(self._subjects, subject)
         deadline = loop.call_later(request.deadline - time.time(), _deadline_passed, receiver)
@@ -162,7 +163,7 @@ class Plane:
 
     def _ended(self, subject: str, stream: int, deadline: asyncio.TimerHandle) -> None:
         deadline.cancel()
-        self._inbox.close(stream)
+        self._inbox.pop(stream, None)
         running = self._running[subject]
         del running[stream]
         if not running:

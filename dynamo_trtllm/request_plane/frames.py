@@ -314,7 +314,7 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
     return Chunk(token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)))
 
 
-class StreamDemux:
+class StreamDemux(dict[int, StreamReceiver]):
     """The open streams of one caller, by number. It passes received frames to them.
 
     In one iteration of the event loop it passes at most CHUNKS_PER_ITERATION frames. Frames beyond that wait. Waiting
@@ -323,24 +323,9 @@ class StreamDemux:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[int, StreamReceiver] = {}
-        self._last = 0
         self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
         self._chunks_left = CHUNKS_PER_ITERATION
         self._is_scheduled = False
-
-    def next_number(self) -> int:
-        """Return the number of the next stream. It is unique in this inbox."""
-        self._last += 1
-        return self._last
-
-    def add(self, stream: int, receiver: StreamReceiver) -> None:
-        """Pass later frames of a stream to its receiver."""
-        self._streams[stream] = receiver
-
-    def close(self, stream: int) -> None:
-        """Remove a stream. Later frames of it are ignored."""
-        self._streams.pop(stream, None)
 
     def feed(self, frames: list[Frame]) -> None:
         """Pass the frames to their streams, now or in the next iterations of the event loop."""
@@ -348,9 +333,8 @@ class StreamDemux:
             self._defer(frames)
             return
         left, self._chunks_left = self._chunks_left, self._chunks_left - len(frames)
-        streams = self._streams
         for frame in frames if self._chunks_left >= 0 else frames[:left]:
-            receiver = streams.get(frame.stream)
+            receiver = self.get(frame.stream)
             if receiver is not None:
                 receiver.feed(frame)
         if self._chunks_left <= 0:  # the limit counts from the last `_run_once`, even over several iterations
@@ -359,7 +343,7 @@ class StreamDemux:
 
     def _defer(self, frames: list[Frame]) -> None:
         for frame in frames:
-            receiver = self._streams.get(frame.stream)
+            receiver = self.get(frame.stream)
             if receiver is None:
                 continue
             waiting = receiver.waiting
@@ -386,8 +370,5 @@ class StreamDemux:
 
     def fail_all(self, error: DynamoError) -> None:
         """End all streams with `error`."""
-        for receiver in list(self._streams.values()):
+        for receiver in list(self.values()):
             receiver.fail(error)
-
-    def __len__(self) -> int:
-        return len(self._streams)

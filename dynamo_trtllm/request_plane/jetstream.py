@@ -68,13 +68,9 @@ class JetStreamStore:
         Raises:
             Unreachable: no server answers at `url`, or it has no JetStream.
         """
-        client = Client()
         fix = "start nats-server with -js, or use --response-store memory with --workers 1"
-        with _unreachable_on_error(url, fix):
-            async with connect_or_abort(client, CONNECT_TIMEOUT_S):
-                await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
-                context = client.jetstream(timeout=_TIMEOUT_S)
-                bucket = await _bucket(context, bucket_of(namespace), limits)
+        async with _connected(url, fix) as (client, context):
+            bucket = await _bucket(context, bucket_of(namespace), limits)
         return cls(client, bucket, limits)
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
@@ -167,22 +163,23 @@ async def delete_bucket(url: str, namespace: str) -> None:
 
 
 @asynccontextmanager
-async def _jetstream(url: str) -> AsyncIterator[JetStreamContext]:
+async def _connected(url: str, fix: str) -> AsyncIterator[tuple[Client, JetStreamContext]]:
+    """Connect a client, which is closed if the block fails, also in time. `fix`: what to do, for the error."""
     client = Client()
-    with _unreachable_on_error(url, "check --nats-server and that NATS runs"):
+    try:
         async with connect_or_abort(client, CONNECT_TIMEOUT_S):
             await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
-            yield client.jetstream(timeout=_TIMEOUT_S)
-        await close_client(client)
-
-
-@contextmanager
-def _unreachable_on_error(url: str, fix: str) -> Iterator[None]:
-    try:
-        yield
+            yield client, client.jetstream(timeout=_TIMEOUT_S)
     except (nats_errors.Error, OSError, TimeoutError) as exc:
         reason = str(exc) or type(exc).__name__
         raise Unreachable(f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}") from exc
+
+
+@asynccontextmanager
+async def _jetstream(url: str) -> AsyncIterator[JetStreamContext]:
+    async with _connected(url, "check --nats-server and that NATS runs") as (client, context):
+        yield context
+    await close_client(client)
 
 
 async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:

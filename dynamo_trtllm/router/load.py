@@ -15,6 +15,10 @@ from dynamo_trtllm.router.policy import WorkerSelection
 
 STALE_S: Final = 25.0  # workers report at least every 10 s
 _SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
+# What a prompt token to compute costs, compared with one that waits: it also delays the requests after it, and its KV
+# takes the place of other prompts. In simulated replays of a trace, hits were 0.77 of an oracle's with a cost of 1,
+# 0.90 with 4 and 0.93 with 8, with the time to first token lower at p50 and equal at p99.
+NEW_TOKEN_COST: Final = 8
 REQUEST_TOKENS: Final = 256  # what a request costs in a decode step besides its context; a rough value, not measured
 
 
@@ -140,7 +144,8 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
 
     As in Dynamo's router, it is the prompt tokens to compute plus the tokens of context, with this request:
 
-    * prefill: prompt tokens that wait or are being computed, plus those of the request that are not in the cache.
+    * prefill: prompt tokens that wait or are being computed, plus NEW_TOKEN_COST for each token of the request that is
+      not in the cache.
     * decode: tokens in used KV blocks, plus those of the request that are not in the cache and so must be fetched and
       stored; plus REQUEST_TOKENS per request. An instance without space for the request costs all of its KV more.
     * aggregated: the sum of both.
@@ -160,7 +165,7 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
         work = load.unseen
     cost = 0
     if role is not Role.DECODE:
-        cost += new_tokens + work.prefill_tokens
+        cost += NEW_TOKEN_COST * new_tokens + work.prefill_tokens
         if report is not None:
             cost += report.queued_prefill_tokens
     if role is not Role.PREFILL:

@@ -21,7 +21,6 @@ _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
-
 Level: TypeAlias = tuple[int, int]
 """A number of blocks, and the mask of the instances that have at least so many of a prompt's first blocks."""
 
@@ -33,15 +32,15 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}  # prefix hash -> mask of slots
-        self.slots: dict[int, int] = {}  # instance id -> bit of it in masks
-        self._bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
+        self.masks: dict[int, int] = {}  # prefix hash -> mask of slots
+        self.slots: dict[int, int] = {}  # instance id -> slot
+        self.bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
         self._blocks: list[set[int]] = []  # prefix hashes of each slot
         self._ids: list[int] = []  # instance id of each slot
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self.masks)
 
     def add(self, instance_id: int) -> None:
         """Add an instance without blocks. An instance that is there keeps its blocks."""
@@ -53,7 +52,7 @@ class PrefixIndex:
         else:
             slot = len(self._ids)
             self._ids.append(instance_id)
-            self._bits.append(1 << slot)
+            self.bits.append(1 << slot)
             self._blocks.append(set())
         self.slots[instance_id] = slot
 
@@ -69,8 +68,8 @@ class PrefixIndex:
 
     def store(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Add blocks of an instance."""
-        slot, masks = self.slots[instance_id], self._masks
-        bit, own = self._bits[slot], self._blocks[slot]
+        slot, masks = self.slots[instance_id], self.masks
+        bit, own = self.bits[slot], self._blocks[slot]
         new = set(hashes) - own
         own |= new
         for prefix in new:
@@ -79,8 +78,8 @@ class PrefixIndex:
 
     def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Remove blocks of an instance. Unknown ones are ignored."""
-        slot, masks = self.slots[instance_id], self._masks
-        bit, own = self._bits[slot], self._blocks[slot]
+        slot, masks = self.slots[instance_id], self.masks
+        bit, own = self.bits[slot], self._blocks[slot]
         for prefix in hashes:
             if prefix in own:
                 own.discard(prefix)
@@ -89,18 +88,16 @@ class PrefixIndex:
                 else:
                     del masks[prefix]
 
+    def num_blocks(self, instance_id: int) -> int:
+        return len(self._blocks[self.slots[instance_id]])
+
     def has_any_of(self, hashes: Sequence[int]) -> bool:
         """Return whether any instance has the beginning of a prompt."""
-        return bool(hashes) and (hashes[0] in self._masks or hashes[-1] in self._masks)
-
-    def depth(self, instance_id: int, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's first blocks an instance has."""
-        masks, bit = self._masks, self._bits[self.slots[instance_id]]  # unlike the sets, shared by all searches
-        return _first_lacking(hashes, lambda prefix: not masks.get(prefix, 0) & bit)
+        return bool(hashes) and (hashes[0] in self.masks or hashes[-1] in self.masks)
 
     def levels(self, hashes: Sequence[int]) -> Iterator[Level]:
         """Yield how deep instances match a prompt, the deepest first. Each mask includes the one before it."""
-        masks = self._masks
+        masks = self.masks
         depth, mask = len(hashes), masks.get(hashes[-1], 0)
         if mask:
             yield depth, mask
@@ -180,19 +177,20 @@ class _IndexMatch:
             self._found.append(level)
             yield level
 
-    def depth(self, instance_id: int) -> int:
-        slot, found = self.blocks.slots[instance_id], self._found
+    def depth(self, slot: int) -> int:
+        """Return how many of the prompt's first blocks the instance of a slot has."""
+        found, bit = self._found, self.blocks.bits[slot]
         for depth, mask in found:
-            if mask >> slot & 1:
+            if mask & bit:
                 return depth
         while len(found) < _MOST_LEVELS:
-            level = next(self._others, None)
-            if level is None:
+            if (level := next(self._others, None)) is None:
                 return 0
             found.append(level)
-            if level[1] >> slot & 1:
+            if level[1] & bit:
                 return level[0]
-        return self.blocks.depth(instance_id, self.hashes)
+        masks = self.blocks.masks
+        return _first_lacking(self.hashes, lambda prefix: not masks.get(prefix, 0) & bit)
 
 
 class PrefixOverlaps:
@@ -214,15 +212,20 @@ class PrefixOverlaps:
     def get(self, instance_id: int, default: int = 0, /) -> int:
         """Return the overlap of an instance, or `default` if it has none."""
         for match in self._matches:
-            if instance_id in match.blocks.slots:
-                return self._depth(match, instance_id) * match.block_tokens or default
+            slot = match.blocks.slots.get(instance_id)
+            if slot is not None:
+                depth = match.depth(slot)
+                if depth and instance_id in self._expires:
+                    depth = self._unexpired(match, depth, self._expires[instance_id])
+                return depth * match.block_tokens or default
         return default
 
-    def _depth(self, match: _IndexMatch, instance_id: int) -> int:
-        depth, expires, now = match.depth(instance_id), self._expires.get(instance_id), self._now
-        if not depth or expires is None or expires.get(match.hashes[depth - 1], now) > now:
+    def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
+        """Return how many of the blocks have not expired. The others are removed later."""
+        now = self._now
+        if expires.get(match.hashes[depth - 1], now) > now:
             return depth
-        return _first_lacking(match.hashes, lambda prefix: expires.get(prefix, now) <= now)  # they are removed later
+        return _first_lacking(match.hashes, lambda prefix: expires.get(prefix, now) <= now)
 
     def deepest(self, limit: int) -> list[int]:
         """Return at most `limit` instances per block size, those with the longest overlaps first.
@@ -305,6 +308,10 @@ class KnownPrefixes:
             self.unsynced.discard(instance_id)
             self._expires.pop(instance_id, None)
 
+    def num_blocks(self) -> dict[int, int]:
+        """Return the number of known blocks by instance id."""
+        return {name: self._index_of(name).num_blocks(name) for name in self._caches}
+
     def forget(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""
         self._index_of(instance_id).clear(instance_id)
@@ -333,8 +340,7 @@ class KnownPrefixes:
                     self.unsynced.discard(update.instance_id)
 
     def _apply(self, cache: _Cache, update: KvCacheUpdate) -> None:
-        name, expected = update.instance_id, cache.next_number
-        cache.next_number = -1  # until all of it is applied
+        name, expected, cache.next_number = update.instance_id, cache.next_number, -1  # until all of it is applied
         if update.block_tokens not in (0, cache.block_tokens):
             self._index_of(name).remove(name)
             cache.block_tokens = update.block_tokens
@@ -351,8 +357,7 @@ class KnownPrefixes:
         expires = self._expires.get(instance_id)
         if expires is None:
             return
-        hashes = prompt.of(self._caches[instance_id].block_tokens)
-        if not hashes:
+        if not (hashes := prompt.of(self._caches[instance_id].block_tokens)):
             return
         self._expire(now, MAX_SENT_BLOCKS - len(hashes), max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes)))
         self._index_of(instance_id).store(instance_id, hashes)
@@ -366,8 +371,7 @@ class KnownPrefixes:
             sent = self._sent.popleft()
             self._num_sent -= len(sent.hashes)
             budget -= len(sent.hashes) + 1
-            expires = self._expires.get(sent.instance_id)
-            if expires is not None:  # the instance is still there
+            if (expires := self._expires.get(sent.instance_id)) is not None:  # the instance is still there
                 old = [each for each in sent.hashes if expires.get(each, now) <= sent.expires_s]
                 for each in old:
                     expires.pop(each, None)
@@ -391,7 +395,6 @@ class KnownPrefixes:
     def _index_of(self, instance_id: int) -> PrefixIndex:
         cache = self._caches[instance_id]
         indexes = self._indexes.setdefault(cache.model, {}).setdefault(cache.role, {})
-        index = indexes.get(cache.block_tokens)
-        if index is None:
-            index = indexes[cache.block_tokens] = PrefixIndex()
-        return index
+        if cache.block_tokens not in indexes:
+            indexes[cache.block_tokens] = PrefixIndex()
+        return indexes[cache.block_tokens]

@@ -93,6 +93,10 @@ class ModelView:
             return replace(self, prefill=_including(self.prefill, instance), keys=keys, groups=groups)
         return replace(self, decode=_including(self.decode, instance), keys=keys, groups=groups)
 
+    def first_of(self, pairs: Iterable[Pair]) -> Pair:
+        """Return the first of `pairs` that the model has; (None, 0) if it has none."""
+        return next((pair for pair in pairs if _is_pair_of(self, pair)), (None, 0))
+
     def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances. Results are cached, because many requests exclude the same ones."""
         if not ids:

@@ -12,7 +12,6 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import openai_harmony as oh
@@ -32,11 +31,9 @@ from dynamo_trtllm.tokenization.base import (
     TokenTextCache,
     Tool,
 )
-from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
+from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
 
-_RETURN: Final = 200002
-_CALL: Final = 200012
 _NAME: Final = "(name)"  # a placeholder
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _JSON: Final = "<|constrain|>json"
@@ -50,11 +47,10 @@ class HarmonyRenderer:
     Args:
         reasoning_parser: "gpt_oss"; with "none" reasoning is part of the content.
         tool_call_parser: "harmony"; with "none" tool calls are part of the content.
-        cache_dir: Cache folder of the vocabulary.
         today: Returns the date for the system message.
     """
 
-    stop_token_ids: tuple[int, ...] = (_RETURN, _CALL)
+    stop_token_ids: tuple[int, ...] = STOPS
     variables = frozenset({"tools", "reasoning_effort"})
 
     def __init__(
@@ -62,12 +58,11 @@ class HarmonyRenderer:
         *,
         reasoning_parser: str = "gpt_oss",
         tool_call_parser: str = "harmony",
-        cache_dir: Path | None = None,
         today: Callable[[], date] = date.today,
     ) -> None:
         self._is_reasoning_split = reasoning_parser != "none"
         self._is_call_split = tool_call_parser != "none"
-        self._tokenizer = vocabulary.load_tokenizer(cache_dir)
+        self._tokenizer = vocabulary.load_tokenizer()
         self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)

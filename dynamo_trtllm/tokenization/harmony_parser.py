@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Delta, DeltaBuilder, TokenTextCache
-from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL
+from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL, NAMED_SPECIALS
 
 ASSISTANT: Final = "assistant"
 CHANNELS: Final = ("analysis", "commentary", "final")
@@ -73,25 +73,15 @@ def read_header(sender: str, channel: str | None, content_type: str | None, *, i
     return Header(role=role, channel=name, recipient="".join(recipients))
 
 
-def could_become_header(header: Header | None) -> bool:
-    """Return True if a header that the end of the output cut off may be the beginning of a valid one."""
-    if header is None or not ASSISTANT.startswith(header.role):
-        return False
-    return any(channel.startswith(header.channel) for channel in CHANNELS)
-
-
 def _is_recipient(word: str) -> bool:
     return word.startswith((_TO, _FUNCTIONS))
 
 
-_RETURN: Final = 200002
-_CONSTRAIN: Final = 200003
-_CHANNEL: Final = 200005
-_START: Final = 200006
-_END: Final = 200007
-_MESSAGE: Final = 200008
-_CALL: Final = 200012
-_ENDS: Final = frozenset((_RETURN, _END, _CALL))
+_RETURN, _CONSTRAIN, _CHANNEL, _START, _END, _MESSAGE, _CALL = (
+    NAMED_SPECIALS[f"<|{name}|>"] for name in ("return", "constrain", "channel", "start", "end", "message", "call")
+)
+STOPS: Final = (_RETURN, _CALL)  # tokens that end an answer or a call
+_ENDS: Final = frozenset((*STOPS, _END))
 _MAX_HEADER_TOKENS: Final = 288  # longer text is not a header: names of tools have 256 characters at most
 _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
@@ -260,8 +250,10 @@ class HarmonyParser:
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the output cut off."""
         header = self._read_header()
-        is_marked = self._header[0] >= FIRST_SPECIAL or (header is not None and bool(header.recipient))
-        return is_marked and could_become_header(header)
+        if header is None or not ASSISTANT.startswith(header.role):
+            return False
+        is_marked = self._header[0] >= FIRST_SPECIAL or bool(header.recipient)
+        return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
 
     def _header_is_text(self) -> None:
         """Emit the withheld header as content. The text up to the next control token is content, too."""
@@ -300,12 +292,7 @@ class HarmonyParser:
         self._decoder.reset()
 
     def _put(self, text: str) -> None:
-        if not text:
-            return
-        match self._body_kind:
-            case _BodyKind.CONTENT:
-                self._out.content.append(text)
-            case _BodyKind.REASONING:
-                self._out.reasoning.append(text)
-            case _BodyKind.ARGUMENTS:
-                self._out.add_arguments(self._calls - 1, text)
+        if self._body_kind is _BodyKind.ARGUMENTS:
+            self._out.add_arguments(self._calls - 1, text)
+        elif text:
+            (self._out.content if self._body_kind is _BodyKind.CONTENT else self._out.reasoning).append(text)

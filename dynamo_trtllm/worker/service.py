@@ -160,13 +160,6 @@ class Admission:
             del self._reservations[reservation_id]
 
 
-_PHASES = {
-    Role.PREFILL: {Phase.PREFILL},
-    Role.DECODE: {Phase.DECODE},
-    Role.AGGREGATED: {Phase.AGGREGATED},
-}
-
-
 class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
@@ -271,7 +264,7 @@ class WorkerService:
         self._kv_events = kv_events
         self._model = instance.card.name
         self._role = instance.role
-        self._phases = _PHASES[instance.role] | ({Phase.AGGREGATED} if instance.can_aggregate else set())
+        self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
         self._files = files
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
@@ -287,7 +280,8 @@ class WorkerService:
         context.run(request_id.set, request.request_id)
         try:
             self._check(request)
-            stream.admission.enter_context(self._admission.admit(request, self._stats(request)))
+            stats = self._engine_stats() if request.phase is Phase.PREFILL else None
+            stream.admission.enter_context(self._admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
                 stream.arrived(self._work(tokens))
             RECORDER.follow(stream)
@@ -299,10 +293,6 @@ class WorkerService:
             error = InternalError(f"the worker failed on this request: {type(exc).__name__}")
             asyncio.get_running_loop().call_soon(stream.emit, error)
         return stream
-
-    def _stats(self, request: GenerateRequest) -> EngineStats | None:
-        """Return the engine's statistics for a prefill call, else None."""
-        return self._engine_stats() if request.phase is Phase.PREFILL else None
 
     def _engine_stats(self) -> EngineStats | None:
         return None if self._stats_source is None else self._stats_source.stats()

@@ -1,4 +1,4 @@
-"""Put a worker's engine to sleep, which frees its GPU memory for something else, and wake it again."""
+"""Drain a worker, before it stops or sleeps; put its engine to sleep, which frees its GPU memory, and wake it again."""
 
 from __future__ import annotations
 
@@ -7,25 +7,70 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_trtllm.background import first_of
 from dynamo_trtllm.discovery.base import Registration
-from dynamo_trtllm.engines.base import CanSleep, Engine
+from dynamo_trtllm.engines.base import CanSleep, Engine, HasStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.streams import as_stream, unexpected_error
-from dynamo_trtllm.worker.drain import drain
 from dynamo_trtllm.worker.health import Health
 
 _log = logging.getLogger(__name__)
 
+_LOG_EVERY_S = 3.0
+_SOON_S = 0.1  # a shorter drain logs no progress
 _PROMPT = range(16)
 _ANSWER_TOKENS = 4
 _ANSWER_S = 120.0
 _CHANGE_S = 300.0  # longest change of the engine's memory; TensorRT-LLM's ranks may never answer
 
 
+async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
+    """Wait until running requests and pending KV transfers have ended, or until `timeout_s` with a warning.
+
+    Args:
+        engine: the engine to drain.
+        serving: the server of its requests; it rejects new ones from now on.
+        timeout_s: longest wait in seconds.
+    """
+    serving.stop_accepting()
+    try:
+        if await first_of(_finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s):
+            _log.info("drained")
+        else:
+            text = "drain timed out after %g s (%s); raise --drain-timeout-s to wait longer"
+            _log.warning(text, timeout_s, _left(engine, serving))
+    except DynamoError as exc:
+        _log.warning("drain failed (%s): %s", exc.code, exc.message)
+
+
+async def _finish(engine: Engine, serving: EndpointServer) -> bool:
+    await serving.finished()  # includes requests that have not reached the engine yet
+    await engine.drain()
+    return True
+
+
+async def _log_progress(engine: Engine, serving: EndpointServer, timeout_s: float) -> None:
+    spent_s = _SOON_S
+    await asyncio.sleep(_SOON_S)
+    while True:
+        _log.info("draining for %.0f s (up to %g s): %s", spent_s, timeout_s, _left(engine, serving))
+        await asyncio.sleep(_LOG_EVERY_S)
+        spent_s += _LOG_EVERY_S
+
+
+def _left(engine: Engine, serving: EndpointServer) -> str:
+    requests = f"running requests: {serving.running}"
+    if not isinstance(engine, HasStats):
+        return requests
+    return f"{requests}, pending KV transfers: {engine.stats().tickets_held}"
+
+
+@dataclass
 class Sleeper:
     """Changes a serving worker to an asleep one, and back. Only one change runs at a time.
 
@@ -48,38 +93,30 @@ class Sleeper:
         drain_timeout_s: longest wait for running requests.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: str,
-        serving: EndpointServer,
-        registration: Registration,
-        register: Callable[[], Awaitable[Registration]],
-        health: Health,
-        drain_timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._model = model
-        self._serving = serving
-        self._registration = registration
-        self._register = register
-        self._health = health
-        self._drain_timeout_s = drain_timeout_s
-        self._answer: list[int] = []  # before the sleep
-        self._change: asyncio.Task[None] | None = None
+    engine: Engine
+    model: str
+    serving: EndpointServer
+    registration: Registration
+    register: Callable[[], Awaitable[Registration]]
+    health: Health
+    drain_timeout_s: float
+    _answer: list[int] = field(init=False, default_factory=list)  # before the sleep
+    _change: asyncio.Task[None] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def sleep(self) -> str:
         """Begin to fall asleep, unless the worker is asleep. Return why it can't, as text; "" if it can."""
-        engine = self._engine
+        engine = self.engine
         obstacle = engine.sleep_obstacle if isinstance(engine, CanSleep) else "this engine can't sleep"
-        if obstacle or self._health.phase == "asleep":
+        if obstacle or self.health.phase == "asleep":
             return obstacle
         return self._begin("serving", "draining", self._fall_asleep)
 
     def wake(self) -> str:
         """Begin to wake up, unless the worker is awake. Return why it can't, as text; "" if it can."""
-        return "" if self._health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
+        return "" if self.health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
 
     async def until_failed(self) -> None:
         """Wait until a change fails, and raise its error."""
@@ -90,13 +127,13 @@ class Sleeper:
         if self._change is not None:
             self._change.cancel()
             await asyncio.gather(self._change, return_exceptions=True)
-        await self._registration.aclose()
+        await self.registration.aclose()
 
     def _begin(self, phase: str, next_phase: str, change: Callable[[CanSleep], Coroutine[Any, Any, None]]) -> str:
-        if self._health.phase != phase or not isinstance(self._engine, CanSleep):
-            return f"the worker is {self._health.phase}; retry later"
-        self._health.phase = next_phase
-        self._change = asyncio.create_task(self._run(change(self._engine)), name="worker-sleep")
+        if self.health.phase != phase or not isinstance(self.engine, CanSleep):
+            return f"the worker is {self.health.phase}; retry later"
+        self.health.phase = next_phase
+        self._change = asyncio.create_task(self._run(change(self.engine)), name="worker-sleep")
         return ""
 
     async def _run(self, change: Coroutine[Any, Any, None]) -> None:
@@ -108,15 +145,15 @@ class Sleeper:
             self._failed.set_exception(unexpected_error(exc, "worker-sleep"))
 
     async def _fall_asleep(self, engine: CanSleep) -> None:
-        await self._registration.aclose()
-        await drain(self._engine, self._serving, self._drain_timeout_s)
-        if self._serving.running:
-            _log.warning("not put to sleep: requests still run after --drain-timeout-s %g s", self._drain_timeout_s)
+        await self.registration.aclose()
+        await drain(self.engine, self.serving, self.drain_timeout_s)
+        if self.serving.running:
+            _log.warning("not put to sleep: requests still run after --drain-timeout-s %g s", self.drain_timeout_s)
             await self._serve()
             return
         self._answer = await self._sample()
         await _within_limit(engine.sleep(), "fall asleep")
-        self._health.phase = "asleep"
+        self.health.phase = "asleep"
         _log.info("asleep: GPU memory was released; POST /wake restores it")
 
     async def _wake_up(self, engine: CanSleep) -> None:
@@ -128,20 +165,20 @@ class Sleeper:
         _log.info("awake")
 
     async def _serve(self) -> None:
-        self._serving.accept_again()
-        self._registration = await self._register()
-        self._health.phase = "serving"
+        self.serving.accept_again()
+        self.registration = await self.register()
+        self.health.phase = "serving"
 
     async def _sample(self) -> list[int]:
         """Return the greedy answer to a fixed prompt."""
         request = GenerateRequest(
             request_id="sleep-check",
-            model=self._model,
+            model=self.model,
             token_ids=token_ids(_PROMPT),
             sampling=Sampling(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
             deadline=time.time() + _ANSWER_S,
         )
-        async with aclosing(as_stream(self._engine, request)) as chunks:
+        async with aclosing(as_stream(self.engine, request)) as chunks:
             return [token async for chunk in chunks for token in chunk.token_ids]
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import CostModel
@@ -33,16 +34,15 @@ from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, 
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.drain import drain
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
 from dynamo_trtllm.worker.service import Admission, WorkerService
-from dynamo_trtllm.worker.sleep import Sleeper
+from dynamo_trtllm.worker.sleep import Sleeper, drain
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
     check_prerequisites(config, process_environment(), locate)
     if config.engine == "mock":
         return config  # the mock engine has no weights and takes only the model's name from the path
-    name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
-    return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
+    update = {"model_path": str(resolve(config.model_path)), "served_model_name": config.model_name}
+    return config.model_copy(update=update)
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
@@ -207,7 +207,7 @@ class Worker:
                 config.system_host,
                 config.system_port,
                 self._health,
-                lambda: self._render_metrics(engine),
+                lambda: self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None),
                 self._tasks,
                 {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)},
             )
@@ -219,7 +219,7 @@ class Worker:
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         role = config.disaggregation_mode
-        peers = await startup.live_peers(discovery, namespace, model=self._model_name(), role=role)
+        peers = await startup.live_peers(discovery, namespace, model=config.model_name, role=role)
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         self._health.phase = "registering"
@@ -260,7 +260,7 @@ class Worker:
         model = self._config.model_path
         self._config = config = await asyncio.to_thread(_resolved, self._config)
         self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
-        check_model_name(self._model_name())
+        check_model_name(self._config.model_name)
         await asyncio.to_thread(startup.check_flags, config)
         self._config = await asyncio.to_thread(_with_kv_transfer_host, config)
         return self._config
@@ -284,7 +284,7 @@ class Worker:
         endpoint = endpoint_of(self._config)
         digests = {name: startup.digest(path) for name, path in info.files.items()}
         card = ModelDeploymentCard(
-            name=self._model_name(),
+            name=self._config.model_name,
             context_length=info.context_length,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -315,9 +315,6 @@ class Worker:
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
 
-    def _model_name(self) -> str:
-        return self._config.served_model_name or Path(self._config.model_path).name
-
     async def _drain(self, parts: _RunningWorker) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
@@ -327,6 +324,3 @@ class Worker:
 
     def _change(self, begin: Callable[[Sleeper], str]) -> str:
         return f"the worker is {self._health.phase}; retry later" if self._sleeper is None else begin(self._sleeper)
-
-    def _render_metrics(self, engine: Engine) -> bytes:
-        return self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.messages import Phase, Role
 from tests.engines import (
     ask,
@@ -36,15 +35,7 @@ PROMPT = prompt_of(100)  # 4 blocks of 32
 class Stuck(LoopbackBackend):
     """Nothing ever comes."""
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.errors import KvTransferError, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS, Start, StartedBackend, backend_starter, count_registrations
 from tests.loopback_backend import named_backend
@@ -45,7 +45,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(side
     holder, reader = await sides(), await sides()
     source, target = content("a", sum(sizes)), bytearray(sum(sizes))
     offer = await holder.backend.publish("t", split(source, sizes))
-    await reader.backend.read("t", offer, split(target, sizes), timeout_s=10)
+    await reader.backend.read("t", offer, Destination(split(target, sizes)), timeout_s=10)
     assert target == source
     assert await holder.wait_fetched(1) == ["t"]
     await asyncio.sleep(0.05)
@@ -57,7 +57,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(side
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_no_bytes_are_offered_then_holder_is_told(sides: Start) -> None:
     holder, reader = await sides(), await sides()
-    await reader.backend.read("t", await holder.backend.publish("t", []), [], timeout_s=10)
+    await reader.backend.read("t", await holder.backend.publish("t", []), Destination([]), timeout_s=10)
     assert await holder.wait_fetched(1) == ["t"]
 
 
@@ -70,8 +70,8 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
     }
     await holder.backend.unpublish("gone")
     with pytest.raises(TransferFailed, match="gone"):
-        await reader.backend.read("gone", offers["gone"], split(target, [5000]), timeout_s=10)
-    await reader.backend.read("kept", offers["kept"], split(target, [5000]), timeout_s=10)
+        await reader.backend.read("gone", offers["gone"], Destination(split(target, [5000])), timeout_s=10)
+    await reader.backend.read("kept", offers["kept"], Destination(split(target, [5000])), timeout_s=10)
     assert target == source
     assert await holder.wait_fetched(1) == ["kept"]
 
@@ -83,11 +83,11 @@ async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sid
     old = await holder.backend.publish("t", split(source, [5000]))
     await holder.backend.unpublish("t")
     new = await holder.backend.publish("t", split(source, [5000]))
-    await reader.backend.read("t", new, split(target, [5000]), timeout_s=10)
+    await reader.backend.read("t", new, Destination(split(target, [5000])), timeout_s=10)
     assert target == source
     if old != new:  # loopback names only the carrier
         with pytest.raises(TransferFailed):
-            await reader.backend.read("t", old, split(target, [5000]), timeout_s=10)
+            await reader.backend.read("t", old, Destination(split(target, [5000])), timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -97,7 +97,7 @@ async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: S
     source, target = content("a", 5000), bytearray(sum(sizes))
     offer = await holder.backend.publish("t", split(source, [5000]))
     with pytest.raises(TransferFailed, match=r"regions|bytes"):
-        await reader.backend.read("t", offer, split(target, sizes), timeout_s=10)
+        await reader.backend.read("t", offer, Destination(split(target, sizes)), timeout_s=10)
     assert target == bytes(sum(sizes))
 
 
@@ -106,7 +106,7 @@ async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: S
 async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, offer: bytes) -> None:
     reader = await sides()
     with pytest.raises(TransferFailed, match="not created by transfer backend"):
-        await reader.backend.read("t", offer, [], timeout_s=10)
+        await reader.backend.read("t", offer, Destination([]), timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -139,7 +139,7 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 
     async def move(kv_params: str, holder: StartedBackend, reader: StartedBackend) -> None:
         offer = await holder.backend.publish(kv_params, split(sources[kv_params], [300_000, 1]))
-        await reader.backend.read(kv_params, offer, split(targets[kv_params], [300_000, 1]), timeout_s=10)
+        await reader.backend.read(kv_params, offer, Destination(split(targets[kv_params], [300_000, 1])), timeout_s=10)
 
     async with asyncio.TaskGroup() as group:
         for kv_params in transfers:
@@ -157,7 +157,7 @@ async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kin
     source, target = content("a", 100), bytearray(100)
     offer = await backend.publish("t", split(source, [100]))
     if kind != "nixl":  # an agent does not read from itself
-        await backend.read("t", offer, split(target, [100]), timeout_s=10)
+        await backend.read("t", offer, Destination(split(target, [100])), timeout_s=10)
     await backend.aclose()
     await backend.aclose()
     assert len(asyncio.all_tasks()) == tasks
@@ -242,12 +242,12 @@ async def test_fetch_when_holder_is_another_process_then_bytes_arrive_and_it_is_
         for kv_params in ("t0", "t1", "t2"):
             offer = await holder.publish(kv_params, *ODD)
             target = bytearray(sum(ODD))
-            await reader.backend.read(kv_params, offer, split(target, ODD), timeout_s=10)
+            await reader.backend.read(kv_params, offer, Destination(split(target, ODD)), timeout_s=10)
             assert target == content(kv_params, sum(ODD))
             assert await holder.answer() == {"fetched": kv_params}
         await holder.ask("withdraw", "t2")
         with pytest.raises(TransferFailed):
-            await reader.backend.read("t2", offer, split(target, ODD), timeout_s=10)
+            await reader.backend.read("t2", offer, Destination(split(target, ODD)), timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
@@ -261,14 +261,16 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
     size = 8 << 20
     async with holder_process(kind) as holder:
         target = bytearray(size)
-        await reader.backend.read("w", await holder.publish("w", size), split(target, [size]), timeout_s=10)
+        await reader.backend.read(
+            "w", await holder.publish("w", size), Destination(split(target, [size])), timeout_s=10
+        )
         assert await holder.answer() == {"fetched": "w"}
         offer = await holder.publish("t", size)
         tasks, threads, sockets = len(asyncio.all_tasks()), own_threads(), open_sockets()
         holder.freeze()
         began = time.monotonic()
         fetch = asyncio.create_task(
-            reader.backend.read("t", offer, split(target, [size]), timeout_s=3 if cancel else 1.5)
+            reader.backend.read("t", offer, Destination(split(target, [size])), timeout_s=3 if cancel else 1.5)
         )
         if cancel:
             await asyncio.sleep(0.3)
@@ -284,7 +286,9 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
             while len(asyncio.all_tasks()) != tasks or own_threads() != threads or open_sockets() > sockets:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert registered == []
-        await reader.backend.read("t", offer, split(target, [size]), timeout_s=10)  # and the next fetch works
+        await reader.backend.read(
+            "t", offer, Destination(split(target, [size])), timeout_s=10
+        )  # and the next fetch works
         assert target == content("t", size)
 
 
@@ -296,10 +300,10 @@ async def test_fetch_when_holder_was_killed_then_fails_in_time(kind: str, sides:
     async with holder_process(kind) as holder:
         offer = await holder.publish("t", 5000)
         if met:
-            await reader.backend.read("t", offer, split(target, [5000]), timeout_s=10)
+            await reader.backend.read("t", offer, Destination(split(target, [5000])), timeout_s=10)
         holder.signal(signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(KvTransferError) as caught:
-        await reader.backend.read("t", offer, split(target, [5000]), timeout_s=2)
+        await reader.backend.read("t", offer, Destination(split(target, [5000])), timeout_s=2)
     assert isinstance(caught.value, TransferFailed | TransferTimeout)
     assert time.monotonic() - began < SOON_S

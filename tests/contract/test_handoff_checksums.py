@@ -15,7 +15,7 @@ import pytest
 from benchmarks.chaos.corrupting_worker import flip_bit
 from benchmarks.chaos.relay import ChangingRelay
 from dynamo_trtllm.errors import KvTransferError, TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, ChecksumMode
 from tests.contract.kv_transfer_source import content, split
 from tests.contract.transfer_backends import KINDS
@@ -59,13 +59,13 @@ async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_th
             sizes.append(chance.choice((100_000, BLOCK_BYTES + 9)))
         offer = await holder.publish("t", split(source, sizes))
         target[: sum(sizes)] = bytes(sum(sizes))
-        await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)
+        await reader.read("t", offer, Destination(split(target, sizes)), timeout_s=SOON_S)
         assert target[: sum(sizes)] == source[: sum(sizes)]
         if sum(sizes) and chance.random() < 0.5:
             source[chance.randrange(sum(sizes))] ^= 1 << chance.randrange(8)
             flips += 1
             with pytest.raises(TransferFailed, match="checksum of its KV is wrong"):
-                await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)
+                await reader.read("t", offer, Destination(split(target, sizes)), timeout_s=SOON_S)
         await holder.unpublish("t")
     assert reader.checksums.mismatches == flips > TRANSFERS / 4
     assert holder.checksums.mismatches == 0
@@ -88,7 +88,7 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
         gate.clear()
         begun.clear()
         offer = await holder.publish("t", split(source, LARGE))
-        fetch = asyncio.create_task(reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S))
+        fetch = asyncio.create_task(reader.read("t", offer, Destination(split(target, LARGE)), timeout_s=SOON_S))
         assert await asyncio.to_thread(begun.wait, SOON_S)
         ending = asyncio.create_task(holder.unpublish("t")) if ends == "withdrawn" else None
         await asyncio.wait([fetch, *([ending] if ending else [])], timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,7 @@ async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_
         facts = msgspec.msgpack.decode(offer)
         del facts["checksum"]
         offer = msgspec.msgpack.encode(facts)
-    await reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S)
+    await reader.read("t", offer, Destination(split(target, LARGE)), timeout_s=SOON_S)
     assert target == source
     await holder.unpublish("t")  # until then a thread may read the memory
 
@@ -129,7 +129,7 @@ async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer
     source, target = content("a", 100), bytearray(100)
     offer = await holder.publish("t", split(source, [100]))
     with pytest.raises(TransferFailed, match="set kv_checksums to auto"):
-        await reader.read("t", offer, split(target, [100]), timeout_s=SOON_S)
+        await reader.read("t", offer, Destination(split(target, [100])), timeout_s=SOON_S)
     assert target == bytes(100)
 
 
@@ -146,7 +146,7 @@ async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: S
         relay.change = flip_bit if chance.random() < 0.5 else None
         offer = msgspec.msgpack.encode(facts | {"port": int(relay.address.rpartition(":")[2])})
         try:
-            await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)
+            await reader.read("t", offer, Destination(split(target, sizes)), timeout_s=SOON_S)
         except KvTransferError:
             assert relay.change is not None
             failed += 1
@@ -171,5 +171,5 @@ async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_
     source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
     offer = await holder.publish("t", split(source, LARGE))
     with pytest.raises(TransferFailed, match="no longer published"):
-        await reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S)
+        await reader.read("t", offer, Destination(split(target, LARGE)), timeout_s=SOON_S)
     await holder.unpublish("t")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend, fetch, poller
 from tests.contract.kv_transfer_source import content, split
 from tests.waiting import SOON_S
@@ -41,7 +42,7 @@ async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_st
     for i in range(7):
         source, target = content(f"t{i}", SIZE), bytearray(SIZE)
         offer = await holder.publish(f"t{i}", split(source, [SIZE]))
-        await reader.read(f"t{i}", offer, split(target, [SIZE]), timeout_s=5)
+        await reader.read(f"t{i}", offer, Destination(split(target, [SIZE])), timeout_s=5)
         await holder.unpublish(f"t{i}")
         assert target == source
         kept.append(source)  # or the next lies at the same address and is known already
@@ -115,8 +116,8 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
             yield 0.01
 
     others = [reader._fetching.submit(slow()) for _ in range(poller.MAX_CONCURRENT_FETCHES)]
-    late = asyncio.create_task(reader.read("t", offer, split(target, [SIZE]), timeout_s=0.1))
-    gone = asyncio.create_task(reader.read("t", offer, split(target, [SIZE]), timeout_s=30))
+    late = asyncio.create_task(reader.read("t", offer, Destination(split(target, [SIZE])), timeout_s=0.1))
+    gone = asyncio.create_task(reader.read("t", offer, Destination(split(target, [SIZE])), timeout_s=30))
     await asyncio.sleep(0.05)
     gone.cancel()
     began = time.monotonic()

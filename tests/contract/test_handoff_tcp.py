@@ -13,7 +13,7 @@ import pytest
 
 from dynamo_trtllm.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer import tcp
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
 from tests.contract.kv_transfer_source import content, split
 from tests.waiting import SOON_S
@@ -56,7 +56,7 @@ async def test_serve_when_a_stranger_calls_then_offers_stay_good(
     source, target = content("a", 1000), bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     _, writer = await ask(offer, noise)
-    await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
+    await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
     assert target == source
     writer.close()
 
@@ -89,7 +89,7 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
     async with await asyncio.start_server(short, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
         with pytest.raises(TransferFailed, match="closed the connection"):
-            await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
     async with await asyncio.start_server(wrong, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
         with pytest.raises(TransferFailed, match=message):
-            await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
     assert target == bytes(1000)
 
 
@@ -123,7 +123,7 @@ async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpBackend,
     source, target = content("a", 1000), bytearray(1000)
     offer = await holder.publish("t", split(source, [1000]))
     with pytest.raises(TransferTimeout, match="within 0 s"):
-        await holder.read("t", offer, split(target, [1000]), timeout_s=0)
+        await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=0)
 
 
 # --- addresses, and strangers that stay ------------------------------------------------------------------------
@@ -146,7 +146,7 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
             offer = await holder.publish("t", split(source, [1000]))
             facts = msgspec.msgpack.decode(offer)
             assert facts["host"] == advertised[number]
-            await reader.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            await reader.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
             assert target == source
             if bound == advertised:  # and from nowhere else
                 with pytest.raises(ConnectionRefusedError):
@@ -181,7 +181,7 @@ async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_
     offer = await holder.publish("t", split(source, [1000]))
     strangers = [await ask(offer, b"DKV1") for _ in range(12)]
     async with asyncio.timeout(SOON_S):
-        await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
+        await holder.read("t", offer, Destination(split(target, [1000])), timeout_s=SOON_S)
         assert target == source
         for reader, _ in strangers[:8]:
             assert await reader.read() == b""
@@ -203,9 +203,9 @@ async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once
         for reader, _ in readers:
             await reader.readexactly(_REPLY.size)
         with pytest.raises(TransferFailed, match="closed the connection"):
-            await holder.read("t", offer, split(target, [len(source)]), timeout_s=SOON_S)
+            await holder.read("t", offer, Destination(split(target, [len(source)])), timeout_s=SOON_S)
         for _, writer in readers:
             writer.transport.abort()
         while target != source:
             with suppress(TransferFailed):
-                await holder.read("t", offer, split(target, [len(source)]), timeout_s=SOON_S)
+                await holder.read("t", offer, Destination(split(target, [len(source)])), timeout_s=SOON_S)

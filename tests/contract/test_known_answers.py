@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
 from dynamo_trtllm.kv_transfer.base import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
@@ -72,17 +72,15 @@ class Damage:
 
     def _damaging(self, fetch: Any) -> Any:
         async def damaging(
-            backend: TransferBackend, transfer_id: str, offer: bytes, regions: list[MemoryRegion], **how: Any
+            backend: TransferBackend, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float
         ) -> None:
-            on_region = how.pop("on_region", None)
-
             def changed(index: int) -> None:
                 if backend is self.damaged and self.way is not None:
-                    self.way(bytes_of(regions[index]))
-                if on_region is not None:
-                    on_region(index)
+                    self.way(bytes_of(to.regions[index]))
+                if to.on_region is not None:
+                    to.on_region(index)
 
-            await fetch(backend, transfer_id, offer, regions, on_region=changed, **how)
+            await fetch(backend, transfer_id, offer, Destination(to.regions, changed), timeout_s=timeout_s)
 
         return damaging
 

@@ -17,7 +17,7 @@ from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.request_plane import jetstream
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store, StoreLimits
-from dynamo_trtllm.subprocesses.child import spawn
+from dynamo_trtllm.subprocesses import spawn
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.vllm.compilation import cache, kernels
+from dynamo_trtllm.engines.vllm import compilation
 from tests.contract.vllm_real import save_model
 from tests.tiny_models import save_tiny_llama
 
@@ -77,16 +77,16 @@ def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_to
         del sys.modules[name]
     user = importlib.import_module("triton_kernels.topk")
     assert keys(user._topk_forward) == 3
-    assert kernels.loosen(kernels.FIXED[0])
+    assert compilation.loosen(compilation.FIXED[0])
     assert keys(user._topk_forward) == 1
     types = {"Bits": "*i32", "stride_rm": "constexpr", "stride_rn": "i32", "n_rows": "i32", "BLOCK": "constexpr"}
     source = ASTSource(user._topk_forward, types, {"stride_rm": 1, "BLOCK": 32})
     assert "cubin" in compile(source, target=GPUTarget("cuda", 90, 32)).asm
-    assert not kernels.loosen(kernels.FIXED[0]), "it was replaced already"
+    assert not compilation.loosen(compilation.FIXED[0]), "it was replaced already"
 
 
-@pytest.mark.parametrize("fixed", kernels.FIXED, ids=lambda fixed: str(fixed.kernel))
-def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(fixed: kernels.FixedArgument) -> None:
+@pytest.mark.parametrize("fixed", compilation.FIXED, ids=lambda fixed: str(fixed.kernel))
+def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(fixed: compilation.FixedArgument) -> None:
     """If this fails, vLLM has newer kernels: remove the replacement of this one."""
     found = importlib.util.find_spec("vllm")
     assert found is not None
@@ -115,5 +115,5 @@ def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
 
     assert key(first) != key(second), "vLLM's key has no path any more: remove hash_without_path"
     monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)  # restored when the test ends
-    cache.hash_without_path()
+    compilation.hash_without_path()
     assert key(first) == key(second) != key(other)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.vllm.compilation import kernels
+from dynamo_trtllm.engines.vllm import compilation
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, variants
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import Role
@@ -99,7 +99,7 @@ async def test_start_of_vllm_then_a_pass_runs_for_each_token_count_that_has_kern
             with caplog.at_level(logging.INFO):
                 await engine.start()
             passes = engine._llm.passes
-            assert passes == (kernels.token_counts(engine._checkpoint, engine._llm.vllm_config) if budget_s else [])
+            assert passes == (compilation.token_counts(engine._checkpoint, engine._llm.vllm_config) if budget_s else [])
             assert ("not reached" in caplog.text) == (budget_s == 0)
             assert os.environ["TRITON_CACHE_DIR"] == "/cache/vllm/triton"
             assert "kernels compiled by the warm-up or loaded from the cache, per rank: 0" in caplog.text

@@ -6,8 +6,9 @@ import json
 import secrets
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,20 @@ class Hanging:
         without_probes = ("--canary-interval-s", "0")
         cluster = Cluster(self._etcd, self._nats, namespace, (*PATIENT, *recorder, *without_probes, *flags))
         self.clusters.append(cluster)
-        lasting = ("--lease-ttl-s", "100", *PATIENT, *recorder)
-        workers = [cluster.mock(role, "mock", *lasting, **({"step_s": 0.02} | engine_args)) for role in roles]
+        workers = [self.add(role, **engine_args) for role in roles]
         for worker in workers:
             worker.instance()
         if len(roles) == 2:
             cluster.until_ready("mock")
         return [cluster.frontend, *workers]
+
+    def add(self, role: str, *, before: str = "", env: Mapping[str, str] = {}, **engine_args: Any) -> Process:
+        """Start another worker. `before`: Python code that it runs first, which plants a fault."""
+        argv = ["--engine", "mock", "--model", "mock", "--disaggregation-mode", role, "--system-port", "0"]
+        argv += ["--lease-ttl-s", "100", *PATIENT, "--recorder-dir", str(self.folder)]
+        argv += ["--override-engine-args", json.dumps({"step_s": 0.02} | engine_args)]
+        run = "import runpy; runpy.run_module('dynamo_trtllm', run_name='__main__', alter_sys=True)"
+        return self.clusters[-1].script([sys.executable, "-c", f"{before}\n{run}"], argv, env)
 
     def start_torch(self, **engine_args: Any) -> Process:
         """Start a frontend and workers of the torch engine. Return the decode worker."""
@@ -85,17 +93,17 @@ class Hanging:
 
         until(has, 20)
 
-    def check(self, holder: str, reason: str) -> None:
-        """Wait until a line of `--stuck` names this holder and reason."""
+    def check(self, holder: str, reason: str, said: str = "held by ") -> None:
+        """Wait until a line of `--stuck` names this holder and reason, after `said`."""
         last = ""
 
         def is_named() -> bool:
             nonlocal last
             last = StuckReport.of(Recordings.read(self.folder), SILENT_S).text()
-            return any(f"held by {holder}" in line and reason in line for line in last.splitlines())
+            return any(f"{said}{holder}" in line and reason in line for line in last.splitlines())
 
         try:
-            until(is_named, 15)
+            print(f"named after {until(is_named, 15):.1f} s:")
         finally:
             print(last)
 
@@ -256,3 +264,109 @@ def test_hang_when_the_frontend_is_killed_then_the_worker_s_call(hanging: Hangin
     frontend.send(signal.SIGKILL)
     frontend.wait()
     hanging.check("decode", "its frontend is gone")
+
+
+def test_hang_when_etcd_is_frozen_then_the_worker_that_can_not_register(nats_server: str, tmp_path: Path) -> None:
+    etcd = TestServer("etcd", tmp_path / "etcd")
+    hanging = Hanging(etcd.address, nats_server, tmp_path / "recorder")
+    try:
+        frontend, _ = hanging.start("--hold-for-roles-s", "100", roles=("prefill",))
+        frontend.wait_for("model mock is loaded")
+        etcd.pause()
+        hanging.ask(ASKED)
+        hanging.add("decode")
+        hanging.check("etcd", "etcd has not answered it")
+    finally:
+        etcd.resume()
+        hanging.stop()
+        etcd.stop()
+
+
+_AHEAD = """
+import time
+date, date_ns = time.time, time.time_ns
+time.time = lambda: date() + 3600
+time.time_ns = lambda: date_ns() + 3600 * 10**9
+"""
+
+
+def test_hang_when_the_date_of_a_worker_is_wrong_then_it(hanging: Hanging) -> None:
+    hanging.start(roles=("prefill",))
+    decode = hanging.add("decode", before=_AHEAD)
+    decode.instance()
+    hanging.ask(ASKED)
+    hanging.check(f"{decode.pid}, decode", "its date is 3600 s ahead", said="process ")
+
+
+_FAILING = """
+from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.errors import TransferFailed
+async def fail(*_):
+    raise TransferFailed("no route")
+MockEngine.import_kv = fail
+"""
+
+
+def test_hang_when_the_only_pair_is_quarantined_then_it(hanging: Hanging) -> None:
+    _, prefill = hanging.start("--hold-for-roles-s", "100", roles=("prefill",))
+    decode = hanging.add("decode", before=_FAILING)
+    pair = f"{prefill.instance()} -> {decode.instance()}"
+    for _ in range(3):
+        hanging.ask(ASKED)
+    hanging.check("frontend", f"pair {pair} is quarantined")
+
+
+def test_hang_when_a_decode_step_does_not_end_then_the_tokens_so_far(hanging: Hanging) -> None:
+    hanging.start(roles=("prefill",))
+    hanging.add("decode", step_s=1000.0).instance()
+    hanging.ask(LONG)
+    hanging.check("decode", "has generated 1 tokens of the call, and no more")
+
+
+class LossyNats:
+    """A proxy of a NATS server for one client, which drops the last frame of the client's first stream."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.removeprefix("nats://").split(":")
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"nats://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.dropped = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._listener, self._listener.accept()[0] as client, socket.create_connection(self._server) as server:
+            answers = threading.Thread(target=self._pass_answers, args=(server, client))
+            answers.start()
+            with suppress(OSError), client.makefile("rb") as lines:
+                for line in lines:
+                    words = line.split()
+                    message = line + (lines.read(int(words[-1]) + 2) if words[0] == b"PUB" else b"")
+                    if not self.dropped.is_set() and b"length" in message:
+                        self.dropped.set()
+                    else:
+                        server.sendall(message)
+            server.shutdown(socket.SHUT_RDWR)
+            answers.join()
+
+    def _pass_answers(self, server: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while data := server.recv(1 << 16):
+                client.sendall(data)
+
+    def close(self) -> None:
+        self._thread.join()
+
+
+def test_hang_when_one_message_is_lost_then_nats(hanging: Hanging, nats_server: str) -> None:
+    hanging.start(roles=("prefill",))
+    lossy = LossyNats(nats_server)
+    try:
+        hanging.add("decode", env={"NATS_SERVER": lossy.address}).instance()
+        hanging.ask(ASKED)
+        assert lossy.dropped.wait(20)
+        hanging.check("NATS", "has not received the end")
+    finally:
+        hanging.stop()
+        lossy.close()

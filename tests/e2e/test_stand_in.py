@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.launch import demo
+from dynamo_trtllm.launch import main
 from tests.e2e.cluster import TINY, Cluster, Process
 from tests.fakes_path import FAKES
 from tests.gpu.trtllm import checks
@@ -55,7 +55,7 @@ def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
 def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
     """The demo's question, answered greedily."""
     with served.cluster.client() as client:
-        answer = client.post("/v1/chat/completions", json=demo.body(model) | {"logprobs": True})
+        answer = client.post("/v1/chat/completions", json=main.sample_request(model) | {"logprobs": True})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     return {

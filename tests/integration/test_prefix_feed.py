@@ -13,6 +13,7 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_events import KvCacheUpdate
 from dynamo_trtllm.messages import Role
+from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
@@ -49,6 +50,7 @@ class Follower:
     def __init__(self, side: FrontendSide) -> None:
         self.side = side
         self.known = LossyPrefixes()
+        self.metrics = FrontendMetrics()
         self._pipeline = Pipeline(side.view, side.plane, placement=Placement("kv", self.known))
 
     async def ask(self, prompt: int) -> tuple[int | None, int | None]:
@@ -74,7 +76,7 @@ async def follower(chosen: WorkerConfig) -> AsyncIterator[Follower]:
     async with frontend_side(chosen, limits=patient) as side:
         made = Follower(side)
         await side.until_instances(4)
-        task = asyncio.create_task(PrefixFeed(made.known, side.view, side.plane, chosen.namespace).run())
+        task = asyncio.create_task(PrefixFeed(made.known, side.view, side.plane, chosen.namespace, made.metrics).run())
         try:
             yield made
         finally:
@@ -101,4 +103,6 @@ async def test_kv_routing_when_a_frontend_is_late_or_loses_an_update_then_both_c
         await late.until_overlaps(400, 192)
         await first.until_overlaps(400, 192)
         assert not first.known.loses
+        assert b'kv_updates_total{outcome="gap"} 1.0' in first.metrics.render()
+        assert first.known.num_blocks() == late.known.num_blocks()
         assert {await each.ask(prompt) for each in (first, late) for prompt in (210, 220)} == {workers}

@@ -1,13 +1,17 @@
-"""Define what an inference library gives to the runner: its calls, its results, its health and its counters."""
+"""Import an inference library, and define what it gives to an engine: calls, results, health and counters."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.errors import ConfigError, RequestRejected
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -143,3 +147,105 @@ def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any])
         return make(**values)
     except (ValueError, AssertionError) as exc:
         raise RequestRejected(f"{library} rejected the request: {exc}") from exc
+
+
+def token_logprob(library: str, token: int, entry: Any, alternatives: int) -> TokenLogprob:
+    """Convert one token's log-probabilities.
+
+    Args:
+        library: name of the library, for error texts.
+        token: the chosen token id.
+        entry: mapping of token id to an object with `logprob` or to a number, or the chosen token's number alone.
+        alternatives: number of alternatives to return.
+
+    Raises:
+        RequestRejected: the mapping lacks the chosen token.
+    """
+    if not isinstance(entry, Mapping):
+        return TokenLogprob(token, float(entry))
+    numbers = ((each, said if isinstance(said, (int, float)) else said.logprob) for each, said in entry.items())
+    values = {int(each): float(number) for each, number in numbers}
+    if token not in values:
+        raise RequestRejected(f"{library} returned no log-probability for a token; omit logprobs", field="logprobs")
+    likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
+    return TokenLogprob(token, values[token], tuple(likeliest))
+
+
+# What a package with compiled libraries raises when it can't be imported.
+_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryPackage:
+    """The package of a library. Only `load` and `find` import it, which is slow and reads the environment."""
+
+    engine: str  # value of `--engine`
+    library: str  # name for messages
+    releases: str  # supported releases, for messages
+    module: str
+    distributions: tuple[str, ...]  # each contains the module
+    install: str  # how to install it
+
+    def is_installed(self) -> bool:
+        """Return True if the package is installed."""
+        return importlib.util.find_spec(self.module) is not None
+
+    def version(self) -> str:
+        """Return the installed version, without an import if the package metadata is available.
+
+        Raises:
+            ConfigError: the package is not installed.
+        """
+        if not self.is_installed():
+            raise self._error(f"the {self.engine} engine needs {self.library} {self.releases}; {self.install}")
+        for name in self.distributions:
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return str(self.load().__version__)
+
+    def load(self, module: str = "") -> Any:
+        """Import a module of the package, by default the package itself.
+
+        Raises:
+            ConfigError: the import fails.
+        """
+        try:
+            return importlib.import_module(module or self.module)
+        except _IMPORT_ERRORS as exc:
+            raise self._broken(exc) from exc
+
+    def find(self, name: str, *modules: str) -> Any:
+        """Return a name of the first module that has it; its place depends on the release.
+
+        Raises:
+            ConfigError: no module has the name, or an import fails.
+        """
+        value = self.find_optional(name, *modules)
+        if value is None:
+            where = f"{self.library} has no {name} in {', '.join(modules)}"
+            raise self._error(f"{where}; install {self.library} {self.releases}")
+        return value
+
+    def find_optional(self, name: str, *modules: str) -> Any:
+        """Return the same, but None if no module has the name. Raises ConfigError if an import fails."""
+        for module in modules:
+            try:
+                found = importlib.import_module(module)
+            except _IMPORT_ERRORS as exc:
+                if not isinstance(exc, ModuleNotFoundError) or not f"{module}.".startswith(f"{exc.name}."):
+                    raise self._broken(exc) from exc
+                continue  # the release has no such module
+            if hasattr(found, name):
+                return getattr(found, name)
+        return None
+
+    def _broken(self, exc: Exception) -> ConfigError:
+        return self._error(
+            f"{self.library} can't be imported ({exc}); {self.install}, and check that the libraries that it loads are "
+            "found"
+        )
+
+    def _error(self, message: str) -> ConfigError:
+        return ConfigError(message, field="engine")

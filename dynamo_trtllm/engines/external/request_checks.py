@@ -1,4 +1,4 @@
-"""Validate requests and convert stop tokens and structured output for engines that wrap a library.
+"""Convert stop tokens and structured output for engines that wrap a library.
 
 Structural tags follow the format of xgrammar's documentation, which TensorRT-LLM and vLLM both use.
 """
@@ -6,66 +6,14 @@ Structural tags follow the format of xgrammar's documentation, which TensorRT-LL
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.errors import RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 
 # Harmony's stop tokens <|return|> and <|call|>. By default the libraries stop at one of them or at neither.
 _HARMONY_STOP_IDS = (200002, 200012)
-_DEFAULTS = Sampling(max_tokens=1)
-
-
-def check(request: GenerateRequest, role: Role, info: EngineInfo, *, library: str) -> None:
-    """Check a request before the library receives it.
-
-    Args:
-        request: the call.
-        role: role of this worker.
-        info: properties of its engine.
-        library: name of the library, for error texts.
-
-    Raises:
-        RequestRejected: names the field.
-    """
-    if not request.token_ids:
-        raise RequestRejected("the prompt is empty", field="token_ids")
-    if (largest := max(request.token_ids)) >= info.vocab_size:
-        raise RequestRejected(
-            f"token id {largest} is out of range: the vocabulary has {info.vocab_size} tokens", field="token_ids"
-        )
-    if request.phase is not Phase.AGGREGATED and role is Role.AGGREGATED:
-        raise RequestRejected(f"this worker is aggregated and does not accept {request.phase} calls", field="phase")
-    for name in info.unsupported_features:
-        if _is_used(request, name):
-            raise RequestRejected(
-                f"{name} is not supported by this worker's {library}; omit it, or see the worker's log for the reason",
-                field=name,
-            )
-
-
-def _is_used(request: GenerateRequest, name: str) -> bool:
-    if name == "cache_salt":
-        return request.cache_salt is not None
-    if name == "resumed_tokens":
-        return False  # they are treated as prompt
-    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
-
-
-def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
-    """Return the token ids that end the output.
-
-    With `ignore_eos` the model's own stop tokens do not count, even if the request lists them; others do.
-
-    Args:
-        sampling: sampling parameters of the request.
-        own: the model's own stop tokens.
-    """
-    ends, named = set(own), set(sampling.stop_token_ids)
-    return frozenset(named - ends if sampling.ignore_eos else named | ends)
 
 
 def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -296,7 +296,7 @@ class MockEngine:
         A step starts when the time of the step before it is over, so other work on the event loop does not lengthen
         steps.
         """
-        args, begun_s, last_s = self._args, 0.0, 0.0
+        args, is_constant, begun_s, last_s = self._args, self._args.is_constant, 0.0, 0.0
         try:
             while True:
                 self._admit()
@@ -305,7 +305,7 @@ class MockEngine:
                     await self.work.wait()
                     begun_s = last_s = time.monotonic()
                     continue
-                step_s = args.step_s if args.is_constant else args.step_seconds(self._running)
+                step_s = args.step_s if is_constant else args.step_seconds(self._running)
                 await asyncio.sleep(begun_s + step_s - time.monotonic())
                 now = time.monotonic()
                 begun_s = max(begun_s + step_s, now - step_s)  # catch up on at most one missed step

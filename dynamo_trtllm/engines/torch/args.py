@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_trtllm.config.base import matching
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 _Count = Annotated[int, Field(gt=0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """What the scheduler may do."""
-
-    max_batch_size: int
-    max_num_tokens: int
-    max_queue: int
-    prefill_chunk_tokens: int
-    num_threads: int | None  # None: PyTorch's default
-    has_prefix_cache: bool
 
 
 class TorchArgs(BaseModel):
@@ -75,22 +60,7 @@ class TorchArgs(BaseModel):
         None, description="share for KV of the GPU memory that is free after loading the weights; default 0.5"
     )
 
-    def batch_limits(self, num_threads: int | None) -> BatchLimits:
-        """Return the limits of the scheduler. `num_threads`: CPU threads of the model, None for PyTorch's default."""
-        return BatchLimits(
-            max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size,
-            max_queue=self.max_queue,
-            prefill_chunk_tokens=self.prefill_chunk_tokens,
-            num_threads=num_threads,
-            has_prefix_cache=self.enable_prefix_caching,
-        )
-
-
-def torch_args(config: WorkerConfig) -> TorchArgs:
-    """Return the engine's arguments, merged from YAML, flags and override JSON; later sources win.
-
-    Raises:
-        ConfigError: An argument is unknown or invalid, or does not fit another setting. The error names its key.
-    """
-    return engine_arguments(config, TorchArgs, "torch")
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens in one step."""
+        return self.max_num_tokens or self.prefill_chunk_tokens + self.max_batch_size

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
-from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
+from dynamo_trtllm.engines.arguments import engine_arguments
+from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats, check_request, stop_token_ids
 from dynamo_trtllm.engines.torch import grammar
-from dynamo_trtllm.engines.torch.args import torch_args
+from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sampler import logits_processor_for
@@ -99,7 +100,7 @@ class TorchEngine:
     """
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
-        self._args = args = torch_args(config)
+        self._args = args = engine_arguments(config, TorchArgs, "torch")
         self._model_path = config.model_path
         self._model_name = config.served_model_name or Path(config.model_path).name
         self._warming = WarmUp(config.warm_up_budget_s)
@@ -129,7 +130,7 @@ class TorchEngine:
             transfers = self._create_transfers(self._backend, layout=info.layout)
             self._kv_connector = KvConnector(transfers, retire=self.retire)
             await self._kv_connector.start(scheduler.transfer_buffer)
-        scheduler.start()
+        scheduler.thread.start()
         await self._warm_up(info, is_gpu=model.device.type == "cuda")
         log.info(
             "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
@@ -153,7 +154,6 @@ class TorchEngine:
         exports_kv = self._backend is not None
         num_blocks = load.kv_blocks(model, args, layout, has_transfer_buffer=exports_kv)
         context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
-        limits = args.batch_limits(load.num_threads(model, args))
         if model.tokenizer is not None and grammar.is_available():
             self._grammar_compiler = grammar.GrammarCompiler(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
@@ -169,7 +169,8 @@ class TorchEngine:
             model.module,
             pool,
             transfer_buffer,
-            limits,
+            args,
+            num_threads=load.num_threads(model, args),
             deliver=partial(_call_soon, loop, self._receive),
             on_end=partial(_call_soon, loop, self._end),
         )
@@ -181,7 +182,7 @@ class TorchEngine:
             renderer=model.renderer,
             layout=layout,
             limits=Limits(
-                max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, kv_blocks=num_blocks
+                max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens, kv_blocks=num_blocks
             ),
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
             supported_features=("priority",),
@@ -206,15 +207,15 @@ class TorchEngine:
 
     async def check(self) -> None:
         self._ready()
-        if self._kv_connector is not None:
-            self._kv_connector.check()
+        if self._backend is not None:
+            self._backend.check()
 
     def _ready(self) -> tuple[Scheduler, EngineInfo]:
         if self._ended is not None:
             raise EngineFailed(self._ended.message)
         if self._scheduler is None or self._info is None:
             raise EngineNotReady("the torch engine has not been started")
-        if not self._scheduler.alive():
+        if not self._scheduler.thread.is_alive():
             raise EngineFailed("the torch engine's thread has ended; restart the worker")
         return self._scheduler, self._info
 
@@ -280,26 +281,21 @@ class TorchEngine:
             KvTransferError: The request's KV transfer parameters do not fit this engine.
         """
         prompt_tokens = len(request.token_ids)
-        if prompt_tokens == 0:
-            raise RequestRejected("the prompt is empty", field="token_ids")
+        if request.sampling.guided is not None and self._grammar_compiler is None:
+            raise RequestRejected(
+                "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
+            )
+        check_request(request, info, transfers_kv=self._kv_connector is not None, engine="torch engine")
         if prompt_tokens >= info.context_length:
             raise ContextTooLong(
                 f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
                 f"{info.context_length}; shorten it"
             )
-        if max(request.token_ids) >= info.vocab_size:
-            raise RequestRejected(
-                f"token id {max(request.token_ids)} is not in the model's vocabulary of {info.vocab_size} tokens",
-                field="token_ids",
-            )
-        if request.phase is not Phase.AGGREGATED and self._kv_connector is None:
-            raise RequestRejected(
-                f"this worker is aggregated and does not support {request.phase} calls", field="phase"
-            )
+        stop_ids = stop_token_ids(request.sampling, info.eos_token_ids)
         seq = TorchSequence(
             request=request,
             max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),
-            stop_ids=_stop_ids(request.sampling, info),
+            stop_ids=tuple(sorted(each for each in stop_ids if 0 <= each < info.vocab_size)),
             inbox=inbox,
         )
         if request.sampling.seed is not None:
@@ -319,13 +315,10 @@ class TorchEngine:
         """Compile the request's output format, before anything is computed for the request.
 
         Raises:
-            RequestRejected: The format can't be compiled, or this engine has no guided decoding.
+            RequestRejected: The format can't be compiled.
         """
         assert sampling.guided is not None
-        if self._grammar_compiler is None:
-            raise RequestRejected(
-                "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
-            )
+        assert self._grammar_compiler is not None  # see `_new_sequence`
         if sampling.min_tokens:
             raise RequestRejected(
                 "min_tokens must be 0 with guided decoding: the format decides where the output ends",
@@ -351,7 +344,7 @@ class TorchEngine:
     def stats(self) -> EngineStats:
         if self._scheduler is None:
             return NO_STATS
-        mismatches = 0 if self._kv_connector is None else self._kv_connector.checksum_mismatches
+        mismatches = 0 if self._backend is None else self._backend.checksums.mismatches
         return dataclasses.replace(self._scheduler.load.read(), kv_checksum_mismatches=mismatches)
 
     @property
@@ -382,16 +375,6 @@ class TorchEngine:
         for seq in sequences:
             seq.inbox(EngineFailed(reason.message))
         self._idle.set()
-
-
-def _stop_ids(sampling: Sampling, info: EngineInfo) -> tuple[int, ...]:
-    """Return the token ids that stop the request, in ascending order.
-
-    `ignore_eos` removes the model's own stop tokens, even if the request lists them in `stop_token_ids`.
-    """
-    own, named = set(info.eos_token_ids), set(sampling.stop_token_ids)
-    stop = named - own if sampling.ignore_eos else named | own
-    return tuple(sorted(token for token in stop if 0 <= token < info.vocab_size))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, receive: Callable[[Any], None], value: object) -> None:

@@ -130,15 +130,6 @@ class KvConnector:
         to = Destination([_region(region) for region in allocation.regions], on_region)
         await self.transfers.fetch(request, kv_params, _engine_state(kv_params).offer, to)
 
-    @property
-    def checksum_mismatches(self) -> int:
-        """Return the number of fetches whose KV differed from what was sent."""
-        return self._backend.checksums.mismatches
-
-    def check(self) -> None:
-        """Raise EngineFailed when no KV can be transferred any more."""
-        self._backend.check()
-
     async def aclose(self) -> None:
         """End all KV transfers, then close the backend."""
         await self.transfers.aclose()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.base import EngineStats, client_request
-from dynamo_trtllm.engines.torch.args import BatchLimits
+from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
@@ -54,20 +54,23 @@ class Scheduler:
         module: Any,
         pool: KvPool,
         transfer_buffer: TransferBuffer | None,
-        limits: BatchLimits,
+        args: TorchArgs,
         *,
+        num_threads: int | None,
         deliver: Callable[[Delivery], None],
         on_end: Callable[[EngineFailed], None],
     ) -> None:
         """Create the thread. An aggregated engine has no transfer buffer.
 
+        `num_threads`: CPU threads of the model, None for PyTorch's default.
         Both callbacks run on the thread: `deliver` with a step's events, `on_end` with why no step follows.
         """
         self._module = module
         self.pool = pool
-        self.blocks = BlockAllocator(pool, has_prefix_cache=limits.has_prefix_cache)
+        self.blocks = BlockAllocator(pool, has_prefix_cache=args.enable_prefix_caching)
         self.transfer_buffer = transfer_buffer
-        self._limits = limits
+        self._args = args
+        self._num_threads = num_threads
         self._deliver = deliver
         self._on_end = on_end
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -82,19 +85,13 @@ class Scheduler:
         self._non_finite: dict[str, float] = {}  # a client's request -> time of its failure
         self._stopping = False
         self.load = SchedulerLoad(self._take_stats())
-        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
 
     # --- called from outside ---------------------------------------------------------------------------
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self.thread.ident is not None:
+            self.thread.join()
 
     def post(self, message: Callable[[], None]) -> None:
         """Run `message` on the scheduler's thread before its next step."""
@@ -109,7 +106,7 @@ class Scheduler:
 
     def _take(self, seq: TorchSequence) -> None:
         self.load.take(seq)
-        if len(self._waiting) >= self._limits.max_queue:
+        if len(self._waiting) >= self._args.max_queue:
             self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
             seq.queued = self._queue_clock.read()
@@ -176,8 +173,8 @@ class Scheduler:
     def _run(self) -> None:
         reason = EngineFailed("the engine was closed")
         try:
-            if self._limits.num_threads is not None:
-                torch.set_num_threads(self._limits.num_threads)  # a setting of the thread
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)  # a setting of the thread
             if self.pool.device.type == "cuda":
                 torch.cuda.set_device(self.pool.device)  # some kernels use the current device
             with torch.inference_mode():
@@ -248,7 +245,7 @@ class Scheduler:
 
     def _lacking(self, seq: TorchSequence) -> str:
         """Allocate what the first waiting sequence needs. Return what is lacking; "" if it can start."""
-        if self._running() >= self._limits.max_batch_size:
+        if self._running() >= self._args.max_batch_size:
             return "slots"
         buffer = self.transfer_buffer
         if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
@@ -275,8 +272,8 @@ class Scheduler:
 
     def _step(self) -> None:
         begun_s = time.monotonic()
-        decoding = self._decoding[: self._limits.max_num_tokens]
-        chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
+        decoding = self._decoding[: self._args.max_step_tokens]
+        chunks = self._plan_chunks(self._args.max_step_tokens - len(decoding))
         ids = [seq.output_ids[-1] for seq in decoding]
         for seq, count in chunks:
             ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
@@ -323,7 +320,7 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned, scored = [], _MOST_SCORED
         for seq in self._prefilling:
-            count = min(budget, self._limits.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
+            count = min(budget, self._args.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
             if seq.scores_prompt:
                 count = min(count, scored)
                 scored -= count

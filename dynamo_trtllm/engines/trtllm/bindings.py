@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.external.library import construct
-from dynamo_trtllm.engines.external.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library import LibraryPackage, construct
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest

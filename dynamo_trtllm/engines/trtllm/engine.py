@@ -19,8 +19,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
-from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.loading import run_in_daemon_thread
+from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.external.library import EngineOutput
-from dynamo_trtllm.engines.external.request_checks import check, guided_params, is_plain, stop_token_ids
+from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
+from dynamo_trtllm.engines.external.library import EngineOutput, token_logprob
+from dynamo_trtllm.engines.external.request_checks import guided_params, is_plain
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, TokenLogprob
 
@@ -114,7 +114,8 @@ def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[
 
 
 def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
-    check(request, model_limits.role, model_limits.info, library="TensorRT-LLM")
+    transfers_kv = model_limits.role is not Role.AGGREGATED
+    check_request(request, model_limits.info, transfers_kv=transfers_kv, engine="TensorRT-LLM")
     tokens, limit = len(request.token_ids), model_limits.prompt_limits[request.phase]
     if tokens > limit.tokens:
         raise ContextTooLong(
@@ -281,31 +282,7 @@ class TrtllmOutputCursor:
             return self._first[position]
         index = position - self._unreported
         if 0 <= index < len(reported):
-            return token_logprob(token, reported[index], self._alternatives or 0)
+            return token_logprob("TensorRT-LLM", token, reported[index], self._alternatives or 0)
         if token in self._stop_ids:
             return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
         raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
-
-
-def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
-    """Convert one token's log-probabilities.
-
-    Args:
-        token: the chosen token id.
-        entry: mapping of token id to an object with `logprob`, or the chosen token's log-probability alone.
-        alternatives: number of alternatives to return.
-
-    Raises:
-        RequestRejected: the mapping lacks the chosen token.
-    """
-    if not isinstance(entry, Mapping):
-        return TokenLogprob(token, float(entry))
-    values = {int(each): _value(reported) for each, reported in entry.items()}
-    if token not in values:
-        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
-    likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
-    return TokenLogprob(token, values[token], tuple(likeliest))
-
-
-def _value(reported: Any) -> float:
-    return float(reported) if isinstance(reported, (int, float)) else float(reported.logprob)

@@ -26,10 +26,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import settings
-from dynamo_trtllm.engines.vllm.bindings import PACKAGE
+from dynamo_trtllm.engines.vllm.bindings import PACKAGE, measure_steps
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, num_remote_tokens
-from dynamo_trtllm.engines.vllm.step_times import measure_steps
+from dynamo_trtllm.engines.vllm.transfers import listen_there
 
 _log = logging.getLogger(__name__)
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -60,7 +59,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
-            settings.listen_there(self.connector_scheduler, vllm_config)
+            listen_there(self.connector_scheduler, vllm_config)
         self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes run on another thread
         if self.connector_worker is not None:
             self._watch_reads(self.connector_worker)

@@ -18,20 +18,18 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
-from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.request_checks import end_ids
-from dynamo_trtllm.engines.vllm import settings
+from dynamo_trtllm.engines.vllm import compilation, transfers
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_bindings, load_zmq
-from dynamo_trtllm.engines.vllm.compilation import cache, kernels
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_zmq
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
-from dynamo_trtllm.engines.vllm.step_times import step_of
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, Limits, Role
+from dynamo_trtllm.messages import Instance, KvLayout, Limits, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 
@@ -125,7 +123,7 @@ class VllmEngine(ExternalEngine):
         weights = weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size")
         info, library = self._serve(await self._load(self._build, weight_bytes=weights))
         await library.bind_lifetime()
-        counts = kernels.token_counts(self._checkpoint, self._llm.vllm_config)
+        counts = compilation.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
             await self._warm_up(info, library.passes(counts))
         return info
@@ -148,17 +146,21 @@ class VllmEngine(ExternalEngine):
 
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
-        for name, value in (_ENVIRONMENT | cache.cache_folders(self._compile_cache, process_environment())).items():
+        folders = compilation.cache_folders(self._compile_cache, process_environment())
+        for name, value in (_ENVIRONMENT | folders).items():
             environ.export(name, value, wanted_by=_WANTED_BY)
-        channel = None
+        values = {**self._args.values, "model": str(self._checkpoint.folder), "disable_log_stats": True}
+        values["skip_tokenizer_init"] = not self._has_tokenizer  # vLLM needs it for structured output only
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
-            channel = settings.choose(self._kv_transfer_host, ranks, process_environment())
+            channel = transfers.choose_side_channel(self._kv_transfer_host, ranks, process_environment())
             _log.info("NixlConnector: listening for handshakes at %s port %d", channel.host, channel.port)
-        bindings = load_bindings()
-        kv_events = None if self._kv_events is None else self._kv_events.config
-        folder = self._checkpoint.folder
-        values = settings.engine_values(self._args, folder, channel, kv_events, has_tokenizer=self._has_tokenizer)
+            transfer = values["kv_transfer_config"]
+            extra = transfer["kv_connector_extra_config"] | transfers.extra_config(channel)
+            values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
+        if self._kv_events is not None:
+            values["kv_events_config"] = values["kv_events_config"] | self._kv_events.config
+        bindings = VllmBindings()
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
@@ -172,13 +174,13 @@ class VllmEngine(ExternalEngine):
             vocab_size=checkpoint.vocab_size,
             eos_token_ids=end_ids(checkpoint),
             renderer=checkpoint.renderer,
-            layout=settings.layout(checkpoint, config),
+            layout=_layout(checkpoint, config),
             limits=Limits(
                 max_batch_size=int(config.scheduler_config.max_num_seqs),
                 max_num_tokens=int(config.scheduler_config.max_num_batched_tokens),
                 kv_blocks=num_blocks,
             ),
-            kv_compat=settings.kv_compat(self._role, checkpoint, config, self._release),
+            kv_compat=_kv_compat(self._role, checkpoint, config, self._release),
             # vLLM would treat resumed tokens as prompt
             unsupported_features=("resumed_tokens",) if self._has_tokenizer else ("guided", "resumed_tokens"),
             supported_features=("priority",) if str(config.scheduler_config.policy) == "priority" else (),
@@ -197,3 +199,31 @@ class VllmEngine(ExternalEngine):
             info.layout.block_tokens,
         )
         return info, library
+
+
+def _layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
+    """Return the layout of the KV cache."""
+    dtype = str(config.cache_config.cache_dtype)
+    if dtype == "auto":
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return KvLayout(
+        dtype="fp8" if dtype.startswith("fp8") else dtype,
+        block_tokens=int(config.cache_config.block_size),
+        num_layers=checkpoint.num_layers,
+        num_kv_heads=checkpoint.num_kv_heads,
+        head_dim=checkpoint.head_dim,
+        tensor_parallel_size=int(config.parallel_config.tensor_parallel_size),
+    )
+
+
+def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
+    """Return further values that must be equal at prefill and decode. NixlConnector's handshake compares them."""
+    if role is Role.AGGREGATED:
+        return {}
+    return {
+        "release": release,
+        "model_folder": str(checkpoint.folder),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "attention_backend": str(config.attention_config.backend),
+        "hybrid_kv_cache": str(not config.scheduler_config.disable_hybrid_kv_cache_manager),
+    }

@@ -19,7 +19,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engines.vllm.compilation import cache, kernels
+from dynamo_trtllm.engines.vllm import compilation
+from dynamo_trtllm.engines.vllm.step_times import measure_steps
 
 _SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
 # MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is 2.9 if all values are
@@ -125,11 +126,11 @@ class WorkerExtension:
         Returns:
             The count, 0 at the beginning and without Triton.
         """
-        ended = kernels.stop_counting()
+        ended = compilation.stop_counting()
         if begins:
-            kernels.start_counting()
+            compilation.start_counting()
         else:
-            cache.end_compiling()
+            compilation.end_compiling()
         return ended
 
     def dynamo_release_kv(self, request_ids: list[str]) -> list[str]:
@@ -192,6 +193,8 @@ def _connector_worker() -> Any:
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this module before any weight
     install()
-    kernels.loosen_kernels()
-    cache.hash_without_path()
-    cache.compile_once()
+    compilation.loosen_kernels()
+    compilation.hash_without_path()
+    compilation.compile_once()
+    if "vllm.v1.engine.core" in sys.modules:  # with one rank, the engine process is the worker process, too
+        measure_steps(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler)

@@ -7,14 +7,14 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput
+from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
@@ -286,24 +286,11 @@ class VllmOutputCursor:
             raise RequestRejected(
                 "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
             )
-        return tuple(token_logprob(token, reported[n], self._alternatives) for n, token in enumerate(tokens))
+        return tuple(token_logprob("vLLM", token, reported[n], self._alternatives) for n, token in enumerate(tokens))
 
 
 def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
     """Convert vLLM's log-probabilities of a prompt, whose first token has none."""
     ids, alternatives = request.token_ids, request.sampling.prompt_logprobs or 0
-    scored = (token_logprob(ids[at], reported[at], alternatives) for at in range(1, len(ids)))
+    scored = (token_logprob("vLLM", ids[at], reported[at], alternatives) for at in range(1, len(ids)))
     return (TokenLogprob(ids[0], math.nan), *scored)
-
-
-def token_logprob(token: int, entry: Mapping[int, Any], alternatives: int) -> TokenLogprob:
-    """Convert vLLM's log-probabilities of one token.
-
-    Args:
-        token: The sampled token's id.
-        entry: Token id -> object with `logprob`, the sampled token included.
-        alternatives: The number of alternatives to return.
-    """
-    values = {int(each): float(reported.logprob) for each, reported in entry.items()}
-    likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
-    return TokenLogprob(token, values[token], tuple(likeliest))

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.external.request_checks import check, guided_params, stop_token_ids
+from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
+from dynamo_trtllm.engines.external.request_checks import guided_params
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
@@ -149,7 +149,7 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
 
 def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
     info, tokens = model_limits.info, len(request.token_ids)
-    check(request, model_limits.role, info, library="vLLM")
+    check_request(request, info, transfers_kv=model_limits.role is not Role.AGGREGATED, engine="vLLM")
     if tokens >= info.context_length:
         raise ContextTooLong(
             f"a prompt of {tokens} tokens leaves no space for output in the context of {info.context_length} "

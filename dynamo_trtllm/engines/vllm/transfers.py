@@ -1,18 +1,21 @@
-"""Create and read the KV transfer parameters of vLLM engines, and release KV that was not fetched."""
+"""Create and read the KV transfer parameters of vLLM engines, choose where they connect, and release unfetched KV."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, FetchedKv
-from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.errors import ConfigError, RequestRejected
 from dynamo_trtllm.messages import KvTransferParams, encode
+from dynamo_trtllm.network.addresses import free_ports
+
+_log = logging.getLogger(__name__)
 
 ENGINE_STATE_VERSION = 1
 
@@ -66,7 +69,6 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     return FetchedKv(first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params)
 
 
-_log = logging.getLogger(__name__)
 _TRIES = 4
 _AGAIN_S = 0.25
 _GRACE_S = 1.0
@@ -137,3 +139,49 @@ class KvReleaser:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_KEYS = ("side_channel_host", "side_channel_port")
+
+
+class SideChannel(NamedTuple):
+    """The address at which NixlConnector listens for handshakes."""
+
+    host: str
+    port: int  # of the first data-parallel rank; each further rank uses the next port
+
+
+def choose_side_channel(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) -> SideChannel:
+    """Choose the side channel's address: from the environment, otherwise free ports at `kv_transfer_host`.
+
+    Args:
+        kv_transfer_host: An address of this host that all workers can reach.
+        ranks: The number of data-parallel ranks, each of which needs a port.
+
+    Raises:
+        ConfigError: The environment has an invalid port, or no ports are free.
+    """
+    host = environment.get(HOST) or kv_transfer_host
+    port = environment.get(PORT)
+    if port is None:
+        return SideChannel(host, free_ports(ranks, host))
+    if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
+        raise ConfigError(
+            f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or unset it"
+        )
+    return SideChannel(host, int(port))
+
+
+def extra_config(channel: SideChannel) -> dict[str, Any]:
+    """Return the entries of `kv_connector_extra_config` that pass the side channel to vLLM's processes."""
+    return dict(zip(_KEYS, channel, strict=True))
+
+
+def listen_there(scheduler: Any, config: Any) -> None:
+    """Set the address in the connector's scheduler, which listens once KV caches are registered."""
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    host, port = (extra[key] for key in _KEYS)
+    scheduler.side_channel_host = host
+    scheduler.side_channel_port = port + config.parallel_config.data_parallel_index

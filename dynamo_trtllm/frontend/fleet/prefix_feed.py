@@ -14,6 +14,7 @@ from dynamo_trtllm.background import first_of
 from dynamo_trtllm.errors import BadFrame, DynamoError
 from dynamo_trtllm.kv_events import KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.messages import Instance, ResyncKvEvents, decode
+from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.request_plane.transport import Unsubscribe
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
@@ -43,9 +44,17 @@ class PrefixFeed:
     """Updates `known` from the instances of `view` and, if it reads events, from the KV events of their namespace."""
 
     def __init__(
-        self, known: KnownPrefixes, view: ClusterView, plane: Plane, namespace: str, *, pause_s: float = PAUSE_S
+        self,
+        known: KnownPrefixes,
+        view: ClusterView,
+        plane: Plane,
+        namespace: str,
+        metrics: FrontendMetrics,
+        *,
+        pause_s: float = PAUSE_S,
     ) -> None:
         self._known = known
+        self._metrics = metrics
         self._view = view
         self._changes = view.subscribe()
         self._plane = plane
@@ -87,12 +96,16 @@ class PrefixFeed:
     def _on_message(self, data: bytes, _reply: str) -> None:
         try:
             update = decode(data, KvCacheUpdate)
+            was_unsynced = update.instance_id in self._known.unsynced
             self._known.on_update(update)
         except (BadFrame, ValueError) as exc:
+            self._metrics.kv_update("unreadable")
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
                 _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
             return
+        has_gap = not was_unsynced and update.instance_id in self._known.unsynced
+        self._metrics.kv_update("gap" if has_gap else "applied")
         resync = self._resyncs.get(update.instance_id)
         if resync is not None and update.instance_id not in self._known.unsynced:
             resync.ended.set()
@@ -121,6 +134,7 @@ class PrefixFeed:
             if instance.id in self._known.unsynced:
                 self._known.forget(instance.id)
         resync.failure = ""
+        self._metrics.kv_update("resync")
         try:
             await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
             async with asyncio.timeout(min(_TIMEOUT_S, self._pause_s)):

@@ -125,26 +125,22 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
 
     Without a constraint, a model that would not have called the tool may continue with prose.
     """
-    header = _call_header(tool, options, served)
+    header, requested, schema = _call_header(tool, options, served), options.sampling, ""
     if tool.name in options.strict_tools:
         _check_guidable(options, "tool_choice", served)
-        return Constraints(
-            forced_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
-        )
-    requested = options.sampling
-    if "guided" in served.card.unsupported_features or requested.ignore_eos or requested.min_tokens:
-        return Constraints(forced_ids=header)
-    return Constraints(forced_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),)))
+        schema = _schema(tool)
+    elif not ("guided" in served.card.unsupported_features or requested.ignore_eos or requested.min_tokens):
+        schema = ANY_OBJECT
+    guided = StructuredOutput(alternatives=(OutputFormat(json_schema=schema),)) if schema else None
+    return Constraints(forced_ids=header, guided=guided)
 
 
 def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
     """Require a call of one of the tools. The common part of the headers is forced if the format allows it."""
     _check_guidable(options, "tool_choice", served)
     forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
-    return Constraints(
-        forced_ids=forced_ids,
-        guided=StructuredOutput(alternatives=tuple(_alternatives(tools, forced_ids, options, served))),
-    )
+    alternatives = tuple(_alternatives(tools, forced_ids, options, served))
+    return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
 
 
 def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
@@ -152,8 +148,7 @@ def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Se
     name = options.name("tools") + ".strict"
     begun = served.renderer.call_header(None)
     if begun is None:
-        reason = "its output format does not mark calls; set tool_choice to a function"
-        reject(name, served.card, reason)
+        reject(name, served.card, "its output format does not mark calls; set tool_choice to a function")
     if options.output_format is not None:
         reject(name, served.card, f"it cannot be combined with {options.name('response_format')}")
     _check_guidable(options, "tools", served)
@@ -193,14 +188,12 @@ def _formatted_answer(
     header, ids = served.renderer.answer_header()
     if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
         reject(options.name("response_format"), served.card, "its output format cannot combine it with tool calls")
-    if len(ids) <= 1:
-        return Constraints(guided=StructuredOutput(alternatives=(output_format,), trigger=header, trigger_ids=ids))
-    # The header's last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
-    last = served.renderer.decode(ids[-1:])
-    alternative = msgspec.structs.replace(output_format, prefix=last)
-    return Constraints(
-        guided=StructuredOutput(alternatives=(alternative,), trigger=header.removesuffix(last), trigger_ids=ids[:-1])
-    )
+    if len(ids) > 1:
+        # The last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
+        last = served.renderer.decode(ids[-1:])
+        header, ids = header.removesuffix(last), ids[:-1]
+        output_format = msgspec.structs.replace(output_format, prefix=last)
+    return Constraints(guided=StructuredOutput(alternatives=(output_format,), trigger=header, trigger_ids=ids))
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:

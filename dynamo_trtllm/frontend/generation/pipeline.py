@@ -70,7 +70,7 @@ class Pipeline:
         """`breakers` records the outcome of every KV transfer, and opens; `placement` selects workers by cost."""
         self.view = view
         self.plane = plane
-        self._breakers = breakers or PairBreakers()
+        self.breakers = breakers or PairBreakers()
         self._options = options or PipelineOptions()
         self.placement = placement
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -112,7 +112,7 @@ class Pipeline:
         """
         model, excluded = request.model, action.excluded | incapable(self.view.model(request.model), request)
         if action.is_last_resort:
-            self._breakers.admit(self.view.model(model))
+            self.breakers.admit(self.view.model(model))
         self.update_breakers()
         cooling_down = self._cooldown.ids(time.monotonic())
         if cooling_down:
@@ -125,7 +125,7 @@ class Pipeline:
     def _select_excluding(
         self, ids: frozenset[int], request: GenerateRequest, action: SelectWorkers, round_robin_index: int
     ) -> WorkerSelection:
-        model, breakers, avoid = request.model, self._breakers, action.avoid
+        model, breakers, avoid = request.model, self.breakers, action.avoid
         view, fallback = self.view.model(model).excluding(ids), self._options.decode_fallback
         if self.placement is not None:
             best = self.placement.select(view, request, breakers, time.monotonic(), avoid=avoid)
@@ -143,18 +143,17 @@ class Pipeline:
         candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
         begin = self.new_round_robin_index(model) % max(1, len(candidates))
         return next(
-            (d for d in candidates[begin:] + candidates[:begin] if not self._breakers.is_open((prefill.id, d.id))), None
+            (d for d in candidates[begin:] + candidates[:begin] if not self.breakers.is_open((prefill.id, d.id))), None
         )
 
     def update_breakers(self) -> None:
         """Update which pairs get no requests. Called before a pair is selected or probed."""
-        if not self._options.has_probes:
-            if self._breakers.any_open:
-                self._breakers.half_open(time.monotonic())
+        if self.breakers.any_open and not self._options.has_probes:
+            self.breakers.half_open(time.monotonic())
         while self._changes:
             change = self._changes.popleft()
             if change.is_added:
-                self._breakers.withhold(new_pairs(self.view.model(change.instance.card.name), change))
+                self.breakers.withhold(new_pairs(self.view.model(change.instance.card.name), change))
 
     def record_unreachable(self, instance_id: int, error: DynamoError) -> None:
         """Avoid an instance for a while if it did not accept a call, and mark its pairs as not working."""
@@ -165,8 +164,8 @@ class Pipeline:
             reason = f"{error.code}: {error.message}"
             worked = [
                 pair
-                for pair in self._breakers.pairs_with(instance_id)
-                if self._breakers.record_unreachable(pair, reason, now)
+                for pair in self.breakers.pairs_with(instance_id)
+                if self.breakers.record_unreachable(pair, reason, now)
             ]
             if worked:
                 self.view.notify_changed()  # probes test them soon
@@ -175,7 +174,7 @@ class Pipeline:
         """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
         for instance_id in filter(None, pair):
             self._cooldown.forget(instance_id)
-        if self._breakers.record_success(pair, time.monotonic(), is_probe=is_probe, note=note):
+        if self.breakers.record_success(pair, time.monotonic(), is_probe=is_probe, note=note):
             self.view.notify_changed()  # requests may wait for this pair
             log.info("%s works", format_pair(pair))
 
@@ -184,8 +183,8 @@ class Pipeline:
         if error is None:
             self.record_success(pair)
             return
-        worked = self._breakers.status(pair).state is PairState.WORKING
-        opened = self._breakers.record_failure(pair, f"{error.code}: {error.message}", time.monotonic())
+        worked = self.breakers.status(pair).state is PairState.WORKING
+        opened = self.breakers.record_failure(pair, f"{error.code}: {error.message}", time.monotonic())
         if worked or opened:
             self.view.notify_changed()  # its next probe may be due earlier
         if opened:
@@ -198,20 +197,6 @@ class Pipeline:
 
 class _RunningRequest(Stream):
     """One request in the pipeline. It performs the actions of its flow, of which at most one is in progress."""
-
-    __slots__ = (
-        "_attempt",
-        "_attempt_span",
-        "_begun_s",
-        "_call",
-        "_context",
-        "_flow",
-        "_pipeline",
-        "_placed",
-        "_round_robin_index",
-        "_task",
-        "_trace",
-    )
 
     def __init__(self, pipeline: Pipeline, flow: GenerationFlow, trace: RouteTrace, on_event: OnEvent) -> None:
         super().__init__(on_event)
@@ -277,7 +262,8 @@ class _RunningRequest(Stream):
                 left_s = min(self._begun_s + action.limit_s - time.monotonic(), request.deadline - time.time())
                 if left_s <= 0:
                     return Signal.WAIT_TIMED_OUT
-                RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS)
+                pair = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
+                RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS, pair[0] or 0, pair[1])
                 self._run(_wait(pipeline.view.changed, left_s))
             case ReserveDecodeSlot():
                 self._enter("reserve", action.decode.role)

@@ -21,32 +21,6 @@ SMALL_BODY_BYTES = 128 << 10
 PLANNING_S = 0.01
 
 
-class DecayingRate:
-    """A rate of events per second, in which older events count less. Callers pass the time."""
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._weight = 0.0
-        self._at: float | None = None
-        self._begun_at = 0.0
-
-    def note(self, now: float, count: int) -> None:
-        if self._at is None:
-            self._begun_at = now
-        self._weight = self._decayed(now) + count
-        self._at = now
-
-    def per_s(self, now: float) -> float:
-        """Return the rate at time `now`; 0 if no event was noted."""
-        if self._at is None:
-            return 0.0
-        seen_s = max(now - self._begun_at, 1.0)  # the first events alone would give too high a rate
-        return self._decayed(now) / (self._window_s * -math.expm1(-seen_s / self._window_s))
-
-    def _decayed(self, now: float) -> float:
-        return 0.0 if self._at is None else self._weight * math.exp((self._at - now) / self._window_s)
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
     count: int
@@ -66,8 +40,8 @@ class ConcurrencyLimiter:
         self._max_queued = max_queued
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
-        self._finished = DecayingRate(_RATE_WINDOW_S)
         self._idle_since_s = clock()  # valid while no permit is in use
+        self._finished, self._counted_since_s = 0.0, clock()  # choices that have ended; their rate is that of the load
 
     @property
     def queued(self) -> int:
@@ -88,7 +62,7 @@ class ConcurrencyLimiter:
         """
         if not self._queue and self.in_use + count <= self.limit:
             if not self.in_use and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
-                self._finished = DecayingRate(_RATE_WINDOW_S)  # the idle time says nothing about the rate under load
+                self._finished, self._counted_since_s = 0.0, self._clock()  # idle time says nothing about the load
             self.in_use += count
             return
         if len(self._queue) >= self._max_queued:
@@ -112,14 +86,18 @@ class ConcurrencyLimiter:
         """Return the permits of `count` choices that have ended."""
         if count == 0:
             return
-        self._finished.note(self._clock(), count)
+        self._finished += count
+        counted_s = self._clock() - self._counted_since_s
+        if counted_s > 2 * _RATE_WINDOW_S:  # the rate stays, and newer choices count more
+            self._finished = self._finished * _RATE_WINDOW_S / counted_s
+            self._counted_since_s += counted_s - _RATE_WINDOW_S
         self._free(count)
 
     def retry_after_s(self) -> int:
         """Estimate, in whole seconds, how long one more choice would wait at the recent rate of finished choices."""
-        rate = self._finished.per_s(self._clock())
+        counted_s = max(self._clock() - self._counted_since_s, 1.0)  # the first ones alone would give too high a rate
         queued_choices = sum(waiting.count for waiting in self._queue)
-        wait_s = (queued_choices + 1) / rate if rate > 0 else 1.0
+        wait_s = (queued_choices + 1) * counted_s / self._finished if self._finished else 1.0
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _free(self, count: int) -> None:

@@ -21,7 +21,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
-from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
+from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, StoredResponse, store_limits
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState
@@ -31,6 +31,7 @@ from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
+from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
 PAGE_MAY = (
@@ -166,20 +167,11 @@ class ResponseRoutes:
         _check_query(request, "stream", "include", "include[]")
         if _last(request, "stream", "false") != "false":
             raise UnsupportedParameter("stream is not supported for an existing response; leave it out", field="stream")
-        builder = self._running_builder(request)
-        if builder is not None and builder.stored:
-            response.send_json(200, builder.in_progress())
-        else:
-            response.send_json(200, (await self._store.get(_id(request))).response)
+        response.send_json(200, (await self._stored(request)).response)
 
     async def input_items(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "limit", "order", "after", "include", "include[]")
-        builder = self._running_builder(request)
-        if builder is not None and builder.stored:
-            items = builder.input_items()
-        else:
-            items = (await self._store.get(_id(request))).items
-        response.send_json(200, _page(items, request))
+        response.send_json(200, _page((await self._stored(request)).items, request))
 
     async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
         response_id = _id(request)
@@ -198,6 +190,13 @@ class ResponseRoutes:
         if (packed := builder.pack(cancelled)) is not None:
             await self._store.put(builder.id, packed, builder.client)
         response.send_json(200, cancelled)
+
+    async def _stored(self, request: HttpRequest) -> StoredResponse:
+        """Return a stored response, or one in progress that will be stored. Raises as `ResponseStore.get`."""
+        builder = self._running_builder(request)
+        if builder is not None and builder.stored:
+            return StoredResponse(response=builder.in_progress(), items=builder.input_items())
+        return await self._store.get(_id(request))
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
         response_id = _id(request)
@@ -273,18 +272,24 @@ def build_app(
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
+    traces: TraceExporter | None = None,
 ) -> FrontendApp:
     """Build the app of a frontend. It neither starts nor closes its arguments.
 
     Args:
         store: storage for `/v1/responses`; None: the memory of this process.
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
+        traces: takes the traces of requests.
     """
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     budget = BodyBudget(config.max_total_body_bytes)
-    placed = dict if pipeline.placement is None else pipeline.placement.loads.requests
+    by_worker: dict[str, Callable[[], dict[int, int]]] = {}
+    if pipeline.placement is not None:
+        by_worker["placed_requests"] = pipeline.placement.loads.requests
+        if pipeline.placement.prefixes is not None:
+            by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks
     metrics.watch(
-        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, placed=placed
+        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, **by_worker
     )
     app_state = AppState(
         config=config,
@@ -294,6 +299,7 @@ def build_app(
         limiter=limiter,
         body_budget=budget,
         running=InFlight(),
+        traces=traces,
     )
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)

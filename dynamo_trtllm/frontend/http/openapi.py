@@ -12,13 +12,13 @@ from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.request_model import REF, request_schemas
 from dynamo_trtllm.api.response_schemas import Schema, response_schemas
 from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.http_server.errors import RETRY_LATER, TABLE
+from dynamo_trtllm.http_server.errors import RETRY_LATER, STATUS
 
 TEXT: Final[Schema] = {"type": "string"}
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
-ANY_ERROR: Final = frozenset(row.status for row in TABLE.values())  # a generation may return any error
+ANY_ERROR: Final = frozenset(STATUS.values())  # a generation may return any error
 LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})  # a store may be unreachable or contain unreadable data
 MEANINGS: Final = {
     200: "success",

@@ -26,6 +26,7 @@ from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
+from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class AppState:
     running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     logged_fields: dict[str, None] = field(default_factory=dict)  # ignored fields that were logged, newest last
+    traces: TraceExporter | None = None
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
 
 
@@ -81,6 +83,7 @@ class RequestContext:
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
         self._body_bytes = app_state.body_budget.body()
         self._num_permits = 0
+        self._traceparent = None if app_state.traces is None else request.header(b"traceparent")
         self._arrived_at = time.time()
         self._begun_s = request.arrived_s
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
@@ -178,10 +181,6 @@ class RequestContext:
             RECORDER.unfollow(choice)
             RECORDER.record(choice.request_id, RecordedEvent.LAST_TOKEN, choice.num_tokens, reason=delta.finish)
 
-    def likelihood(self, index: int) -> float:
-        """Return the mean log-probability so far of the choice at an index of the plan."""
-        return self.choices[index].mean_logprob
-
     def cancel(self) -> None:
         """End the streams of all choices that still run."""
         for choice in self.choices:
@@ -225,12 +224,9 @@ class RequestContext:
         return extras
 
     def _worker_ids(self) -> WorkerIds:
-        trace, ids = self.choices[0].trace, WorkerIds()
-        prefill = trace.decode_instance if trace.prefill_instance is None else trace.prefill_instance
-        decode = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
-        if prefill is not None and decode is not None:
-            ids = {"prefill_worker_id": prefill, "decode_worker_id": decode}
-        return ids
+        trace = self.choices[0].trace
+        known = [each for each in (trace.prefill_instance, trace.decode_instance) if each is not None]
+        return {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
 
     def _timing(self) -> NvTiming:
         usage = self.usage()
@@ -269,9 +265,11 @@ class RequestContext:
 
     def _phases(self, choice: ChoiceState, end_s: float) -> PhaseSeconds:
         """Return the phases of this request with one of its choices, which has ended last."""
-        trace = choice.trace
-        respond = [] if choice.finish is None else [Span("respond", trace.last_s)]
-        return divide([*self._spans, *trace.spans, *respond], end_s, trace.prefill_stats, trace.decode_stats)
+        return divide(self._spans_with(choice), end_s, choice.trace.prefill_stats, choice.trace.decode_stats)
+
+    def _spans_with(self, choice: ChoiceState) -> list[Span]:
+        respond = [] if choice.finish is None else [Span("respond", choice.trace.last_s)]
+        return [*self._spans, *choice.trace.spans, *respond]
 
     def end(self, outcome: str | DynamoError, status: int) -> None:
         """Release all permits and bytes, and write the metrics and the log line.
@@ -299,8 +297,33 @@ class RequestContext:
         metrics.observe_phases(model=self._model, phases=phases)
         reason = (self._finishes() or code) if outcome == "ok" else code
         RECORDER.record(self.id, RecordedEvent.FINISHED, status, usage.completion_tokens, reason=reason)
+        if self._app_state.traces is not None:
+            self._app_state.traces.add(self._ended(code, status, usage, end_s))
         summary = self._summary(outcome, status, usage, _by_name(phases))
         log.info("request %s ended: %s", short_id(self.id), summary)
+
+    def _ended(self, code: str, status: int, usage: Usage, end_s: float) -> EndedRequest:
+        """Return what the request's trace is made of."""
+        last = _last_of(self.choices) if self.choices else None
+        return EndedRequest(
+            endpoint=f"POST {self._path}",
+            traceparent=self._traceparent,
+            spans=self._spans if last is None else self._spans_with(last),
+            end_s=end_s,
+            prefill=None if last is None else last.trace.prefill_stats,
+            decode=None if last is None else last.trace.decode_stats,
+            attributes={
+                "http.response.status_code": status or None,
+                "gen_ai.request.model": self._model or None,
+                "gen_ai.response.id": self.answer_id or None,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+                "dynamo_trtllm.request_id": short_id(self.id),
+                "dynamo_trtllm.prefill_instance": self._prefill_ids(),
+                "dynamo_trtllm.decode_instance": self._decode_ids(),
+            },
+            error="" if code == "ok" else code,
+        )
 
     def _summary(self, outcome: str | DynamoError, status: int, usage: Usage, phases: Mapping[str, float]) -> str:
         """Return the known facts of the request as name=value, without empty values."""

@@ -299,7 +299,7 @@ class GenerateEndpoint(Generic[B]):
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
                 add(delta)
-        for delta in pick_best_of(candidates, plan, context.likelihood):
+        for delta in pick_best_of(candidates, plan, lambda index: context.choices[index].mean_logprob):
             aggregator.push(delta)
         body = aggregator.body(context.usage(), context.extras())
         await self._adapter.on_complete(aggregator)

@@ -25,8 +25,7 @@ from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
-from dynamo_trtllm.subprocesses.child import Child, describe, spawn
-from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
+from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.process.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests

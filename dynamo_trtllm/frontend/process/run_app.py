@@ -7,10 +7,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
+from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
@@ -25,7 +26,8 @@ from dynamo_trtllm.frontend.http.app import build_app
 from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, recorder_folder
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -62,7 +64,9 @@ async def run_app(
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
-        stack.callback(_start_recorder(config))
+        folder = recorder_folder(config.recorder_dir, process_environment())
+        RECORDER.start(folder, namespace=config.namespace, kind="frontend")
+        stack.callback(RECORDER.stop)
         # Under overload this process reads an acknowledgment seconds after it arrived. A shorter timeout would count
         # the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
@@ -86,13 +90,18 @@ async def run_app(
         def not_ready() -> str | None:
             return tasks.reason or (None if process is None else process.not_ready_reason())
 
-        app = build_app(config, models, pipeline, metrics, store, not_ready)
+        traces = None
+        if config.otlp_endpoint is not None:
+            traces = TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)
+        app = build_app(config, models, pipeline, metrics, store, not_ready, traces)
         stack.push_async_callback(app.close_responses)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
-        work |= routing_work(config.namespace, plane, pipeline, breakers)
+        work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
+        if traces is not None:
+            work["traces"] = traces.run()
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await first_of(_wait_for_models(models), tasks.until_failed())
@@ -102,13 +111,6 @@ async def run_app(
         if process is not None:
             process.pipe.send_ready()
         await _until_failed(tasks, stop)
-
-
-def _start_recorder(config: FrontendConfig) -> Callable[[], None]:
-    """Record the events of this process. Return the function that ends it."""
-    folder = recorder_folder(config.recorder_dir, process_environment())
-    RECORDER.start(folder, namespace=config.namespace, kind="frontend")
-    return RECORDER.stop
 
 
 async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
@@ -136,14 +138,15 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
 
 
 def routing_work(
-    namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers
+    namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers, metrics: FrontendMetrics
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """Return the background work, by the names of its tasks, that keeps up to date what selections read."""
     work = {"pairs": prune_breakers(pipeline.view, breakers)}
     if pipeline.placement is not None:
         work["loads"] = follow_loads(plane, namespace, pipeline.view, pipeline.placement.loads)
         if pipeline.placement.prefixes is not None:
-            work["kv-events"] = PrefixFeed(pipeline.placement.prefixes, pipeline.view, plane, namespace).run()
+            feed = PrefixFeed(pipeline.placement.prefixes, pipeline.view, plane, namespace, metrics)
+            work["kv-events"] = feed.run()
     return work
 
 
@@ -169,11 +172,9 @@ async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: F
 
 
 async def _wait_for_models(models: ModelRegistry) -> None:
-    try:
+    with suppress(TimeoutError):  # the gate is opened anyway, because other models may be ready
         async with asyncio.timeout(_SETTLE_S):
             await models.wait_until_loaded()
-    except TimeoutError:
-        return  # the gate is opened anyway, because other models may be ready
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.errors import EngineFailed, TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, decode_offer, require_sizes
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, decode_offer, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlBindings,
@@ -249,26 +249,18 @@ class NixlBackend:
 
     # --- decode worker ---------------------------------------------------------------------------------------
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         """Read a transfer, see `TransferBackend.read`.
 
         A cancelled fetch returns when its read has ended, at the latest after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         facts = decode_offer(NixlOffer, offer, transfer_id, self.name)
-        require_sizes(transfer_id, facts.sizes_bytes, regions)
+        require_sizes(transfer_id, facts.sizes_bytes, to.regions)
         self._require_running("fetching KV")
-        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, regions)
+        is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
         slot = self._validity_slots.acquire()
-        request = FetchRequest(transfer_id, facts, tuple(regions), slot, deadline, on_region, is_checked)
+        request = FetchRequest(transfer_id, facts, to, slot, deadline, is_checked)
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
         step_now = facts.kind == "VRAM" and self._fetch_driver.peers.is_connected(facts)
         try:

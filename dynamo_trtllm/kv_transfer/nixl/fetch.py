@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, hashes_of
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     Descriptor,
@@ -117,10 +117,9 @@ class FetchRequest(NamedTuple):
 
     transfer_id: str
     offer: NixlOffer
-    regions: Sequence[MemoryRegion]
+    to: Destination
     slot: int
     deadline: float
-    on_region: OnRegion | None
     is_checked: bool
 
 
@@ -147,7 +146,7 @@ class FetchDriver:
         with (
             self._bindings.translated(f"KV transfer {request.transfer_id}: reading from its prefill worker failed"),
             self.peers.connected(request.offer) as peer,
-            self._registered([region for region in request.regions if region.num_bytes]),
+            self._registered([region for region in request.to.regions if region.num_bytes]),
         ):
             run = _FetchState(self._bindings, self.peers, peer, request, self._validity_slots, self._checksums)
             try:
@@ -189,7 +188,7 @@ class _FetchState:
 
     def data(self) -> PollSteps:
         """Read all regions in order. When this returns or raises, NIXL writes to none of them any more."""
-        begun, total = 0, len(self.request.regions)
+        begun, total = 0, len(self.request.to.regions)
         in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by region; None: a region without bytes
         try:
             while begun < total or in_flight:
@@ -206,7 +205,7 @@ class _FetchState:
                 yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
-        region, offer = self.request.regions[index], self.request.offer
+        region, offer = self.request.to.regions[index], self.request.offer
         if not region.num_bytes:
             return None
         use_devices([region])
@@ -245,13 +244,13 @@ class _FetchState:
             xfer.agent.release_xfer_handle(xfer.handle)
         self._moved_at = time.monotonic()
         if self.request.is_checked:
-            self._hashing.append(self.checksums.submit_all(self.request.regions[index]))
-        if self.request.on_region is not None:
-            self.request.on_region(index)
+            self._hashing.append(self.checksums.submit_all(self.request.to.regions[index]))
+        if self.request.to.on_region is not None:
+            self.request.to.on_region(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, validity = self.ready, (yield from self._read_validity())
-        self.ready = min(validity.ready, len(self.request.regions))
+        self.ready = min(validity.ready, len(self.request.to.regions))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before

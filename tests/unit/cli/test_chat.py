@@ -10,8 +10,20 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.cli.chat import HELP, Chat, main, notice_writer, only_model
-from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Kind, Screen, Shown, error_text, events
+from dynamo_trtllm.cli.chat import (
+    HELP,
+    Chat,
+    ChatFailed,
+    ChatTurn,
+    Kind,
+    Screen,
+    Shown,
+    error_text,
+    events,
+    main,
+    notice_writer,
+    only_model,
+)
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import is_color_disabled, load
 from dynamo_trtllm.errors import ConfigError

@@ -13,6 +13,7 @@ import pytest
 
 from dynamo_trtllm.cli.explain import StuckReport, timeline
 from dynamo_trtllm.cli.recording_exports import mooncake, perfetto
+from dynamo_trtllm.cli.stuck import silent_processes
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
@@ -92,6 +93,7 @@ FROZEN_PREFILL, FROZEN_DECODE = (S.RUNNING, S.FROZEN, S.RUNNING), (S.RUNNING, S.
         (said(BEGUN[:2]), "frontend 77", "--max-inflight"),
         (said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]), "frontend 77", "no worker can take it"),
         (said([*BEGUN, (4, E.RESERVING_SLOT, DECODE, 0, "")]), "decode bbb", "reservation of a slot"),
+        (said([*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, PREFILL, DECODE, "")]), "frontend 77", "pair aaa -> bbb is quar"),
         (said(SENT), "NATS", "the call has not arrived at prefill aaa"),
         (said(SENT, None), "worker aaa", "no recording on this machine"),
         (said(SENT, RECEIVED, states=FROZEN_PREFILL), "prefill aaa", "frozen"),
@@ -150,6 +152,38 @@ def test_stuck_when_a_process_was_killed_and_no_request_waits_then_it_is_named_a
     report = StuckReport.of(Recordings([process("decode", [], DECODE, S.KILLED)]), 10.0)
     assert report.text().splitlines()[0] == "process 77, decode bbb: it was killed or crashed"
     assert report.exit_status == 0
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_stuck_when_a_worker_waits_for_etcd_then_it_is_named_and_holds_the_request_without_a_worker(
+    is_lost: bool,
+) -> None:
+    waiting: Events = [*BEGUN[:2], (3, E.WAITING_FOR_WORKERS, 0, 0, "")]
+    awaits: Events = [(1, E.CONNECTION_AWAITED, 0, 0, "etcd"), (2, E.CONNECTED, 0, 0, "etcd")]
+    lost = E.CONNECTION_LOST if is_lost else E.CONNECTION_AWAITED
+    again: Events = [(9, lost, 0, 0, "etcd"), (10, E.CONNECTION_LOST, 0, 0, "nats")]
+    frontend = process("frontend", waiting)
+    assert not silent_processes(Recordings([process("decode", awaits, DECODE, key=0)]))
+    report = StuckReport.of(Recordings([frontend, process("decode", [*awaits, *again], DECODE, key=0)]), 10.0)
+    unanswered = "decode bbb: etcd has not answered it for 60 s"
+    assert report.text().splitlines()[:2] == [
+        f"process 77, {unanswered}",
+        f"request {KEY:016x}: silent for 60.0 s, held by etcd: no worker can take it: a role has no worker, and "
+        f"{unanswered}",
+    ]
+
+
+@pytest.mark.parametrize(("ahead_s", "side"), [(90, "ahead of"), (-90, "behind")])
+def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(ahead_s: int, side: str) -> None:
+    one = process("decode", [], DECODE)
+    now_ns = time.time_ns()
+    assert not silent_processes(Recordings([dated(one, now_ns)]))
+    (found,) = silent_processes(Recordings([dated(one, now_ns + ahead_s * 10**9)]))
+    assert found.reason.startswith(f"its date is 90 s {side} that of this command")
+
+
+def dated(one: ProcessRecording, epoch_ns: int) -> ProcessRecording:
+    return dataclasses.replace(one, header=one.header._replace(alive_ns=time.monotonic_ns(), alive_epoch_ns=epoch_ns))
 
 
 def test_stuck_when_json_is_wanted_then_the_same_facts() -> None:

@@ -270,12 +270,6 @@ def test_to_argv_when_read_back_then_the_config_is_the_same():
     assert load(WorkerConfig, prog="w", description="d", argv=argv, environ={}) == WorkerConfig(**values)
 
 
-def test_to_argv_when_a_field_is_positional_then_it_comes_last_and_reads_back():
-    argv = to_argv(LaunchConfig, {"deployment": "d.yaml", "log_level": "debug"})
-    assert argv == ["--log-level=debug", "d.yaml"]
-    assert load(LaunchConfig, prog="l", description="d", argv=argv, environ={}).log_level == "debug"
-
-
 def test_exit_with_when_called_then_one_line_and_status_two(capsys):
     with pytest.raises(SystemExit) as stop:
         exit_with("worker", ConfigError("wrong\nvalue"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.external.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError

@@ -10,7 +10,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.gpu import Gpu, GpuMemory, count_visible, list_gpus, memory_free_bytes, visible_gpus
 
 H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
-B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
+B200 = ("NVIDIA B200", (10, 0), 180 << 30, "GPU-bbbb-2")
 RTX = ("NVIDIA RTX PRO 6000", (12, 0), 96 << 30, "GPU-aabb-3")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.engines.external.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.errors import ConfigError
 
 PACKAGE = LibraryPackage(

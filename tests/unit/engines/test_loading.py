@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_trtllm.engines.external import loading as external
-from dynamo_trtllm.engines.external.loading import EngineLoader, run_in_daemon_thread
+from dynamo_trtllm.engines.external import engine as external
+from dynamo_trtllm.engines.external.engine import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.errors import EngineFailed
 from tests.waiting import SOON_S
 

@@ -12,7 +12,6 @@ from dynamo_trtllm.frontend.http.admission import (
     SMALL_BODY_BYTES,
     BodyBudget,
     ConcurrencyLimiter,
-    DecayingRate,
     PlanningTime,
 )
 
@@ -137,27 +136,6 @@ async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_per
     await asyncio.gather(first, return_exceptions=True)
     await second
     assert (limiter.in_use, limiter.queued) == (1, 0)
-
-
-def test_rate_when_steady_then_it_is_what_came_per_second() -> None:
-    rate = DecayingRate(10.0)
-    for tick in range(200):
-        rate.note(tick / 4, 2)
-    assert rate.per_s(50.0) == pytest.approx(8.0, rel=0.05)
-
-
-def test_rate_when_young_then_it_is_not_underrated() -> None:
-    rate = DecayingRate(10.0)
-    for tick in range(8):
-        rate.note(tick / 4, 1)
-    assert rate.per_s(2.0) == pytest.approx(4.0, rel=0.1)
-
-
-def test_rate_when_nothing_comes_any_more_then_it_falls() -> None:
-    rate = DecayingRate(10.0)
-    assert rate.per_s(5.0) == 0.0
-    rate.note(0.0, 10)
-    assert rate.per_s(1.0) > 2 * rate.per_s(20.0) > 0
 
 
 @pytest.mark.parametrize(

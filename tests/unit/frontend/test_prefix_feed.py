@@ -13,7 +13,7 @@ from dynamo_trtllm import kv_events
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.kv_events import BlocksStored, KvBlock, KvEventPublisher, kv_events_subject
 from dynamo_trtllm.messages import GenerateRequest, Role, Sampling, token_ids
-from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ClusterView
@@ -44,7 +44,7 @@ class Frontend:
         self.plane = plane
         self.view = ClusterView()
         self.known = KnownPrefixes()
-        self.feed = PrefixFeed(self.known, self.view, self.plane, "dynamo", pause_s=pause_s)
+        self.feed = PrefixFeed(self.known, self.view, self.plane, "dynamo", FrontendMetrics(), pause_s=pause_s)
         self.num_lost = 0  # of the next messages
 
     async def worker(self, instance_id: int) -> Publisher:

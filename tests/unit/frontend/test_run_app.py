@@ -12,6 +12,7 @@ from dynamo_trtllm.frontend.fleet import pair_probe
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.process.run_app import follow_loads, placement_of, prune_breakers, routing_work
 from dynamo_trtllm.messages import LoadReport, Role, encode
+from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.router.load import FleetLoad
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, PairState
@@ -108,7 +109,10 @@ async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_
 ) -> None:
     config, plane, breakers = FrontendConfig(**settings), InprocPlane(), PairBreakers()
     pipeline = Pipeline(ClusterView(), plane, None, breakers, placement_of(config))
-    tasks = {name: asyncio.create_task(each) for name, each in routing_work("ns", plane, pipeline, breakers).items()}
+    tasks = {
+        name: asyncio.create_task(each)
+        for name, each in routing_work("ns", plane, pipeline, breakers, FrontendMetrics()).items()
+    }
     assert set(tasks) == work
     pipeline.view.add(make_instance(1))
     await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.http_server.errors import TABLE, to_response
+from dynamo_trtllm.http_server.errors import STATUS, to_response
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -19,9 +19,9 @@ def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
 
 @pytest.mark.parametrize("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"])
 def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
-    assert cls in TABLE
+    assert cls in STATUS
     told = to_response(cls("change this"))
-    assert told.status == TABLE[cls].status
+    assert told.status == STATUS[cls]
     assert told.body["error"]["code"] == cls.code
     assert ("Retry-After" in told.headers) == (told.status in (429, 503))
 
@@ -34,15 +34,15 @@ def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -
         for status in re.findall(r"\d{3}", statuses)
         for code in re.findall(r"`(\w+)`", " ".join(rest))
     }
-    leaves = [cls for cls in TABLE if cls is InvalidRequest or not cls.__subclasses__()]
-    wanted = {(TABLE[cls].status, cls.code) for cls in leaves if cls is not ConfigError}  # one that ends the start
+    leaves = [cls for cls in STATUS if cls is InvalidRequest or not cls.__subclasses__()]
+    wanted = {(STATUS[cls], cls.code) for cls in leaves if cls is not ConfigError}  # one that ends the start
     assert wanted <= listed
 
 
 def test_retryable_classes_then_no_client_error_but_429() -> None:
-    for cls in TABLE:
+    for cls in STATUS:
         if cls.retryable:
-            assert TABLE[cls].status >= 500 or cls is Overloaded
+            assert STATUS[cls] >= 500 or cls is Overloaded
 
 
 def test_subclass_without_a_row_then_its_parents() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import Destination, FetchLimits, MemoryRegion, OnRegion, fetch, first_deadline
-from dynamo_trtllm.messages import KvTransferParams
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferIdentity, first_deadline
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
 from tests.instances import make_transfer_params
 
 
@@ -34,15 +36,7 @@ class Slow:
 
     async def unpublish(self, transfer_id: str) -> None: ...
 
-    async def read(
-        self,
-        transfer_id: str,
-        offer: bytes,
-        regions: Sequence[MemoryRegion],
-        *,
-        timeout_s: float,
-        on_region: OnRegion | None = None,
-    ) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         self.given_s = timeout_s
         if self.error is not None:
             raise self.error
@@ -54,8 +48,15 @@ def kv_params(expires_in_s: float) -> KvTransferParams:
     return msgspec.structs.replace(make_transfer_params("t1"), expires_at=time.time() + expires_in_s)
 
 
-def within(deadline_in_s: float, timeout_s: float) -> FetchLimits:
-    return FetchLimits(time.time() + deadline_in_s, timeout_s)
+async def fetch(backend: Any, expires_in_s: float, *, deadline_in_s: float, timeout_s: float) -> None:
+    params, deadline = kv_params(expires_in_s), time.time() + deadline_in_s
+    sampling = Sampling(max_tokens=1)
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids(), sampling=sampling, deadline=deadline, kv_params=params
+    )
+    identity = TransferIdentity("torch", 1, "m", params.layout, {}, transport="slow")
+    transfers = KvTransfers(backend, identity, ttl_s=60, timeout_s=timeout_s)
+    await transfers.fetch(request, params, b"", Destination([]))
 
 
 @pytest.mark.parametrize(
@@ -71,19 +72,19 @@ async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
 ) -> None:
     backend = Slow(TransferTimeout("late"))
     with pytest.raises(error, match=said) as caught:
-        await fetch(backend, kv_params(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
+        await fetch(backend, expiry_s, deadline_in_s=deadline_s, timeout_s=timeout_s)
     assert type(caught.value) is error
     assert 0.5 < backend.given_s <= 1
 
 
 async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
     with pytest.raises(TransferFailed):
-        await fetch(Slow(TransferFailed("gone")), kv_params(9), b"", Destination([]), within(9, 9))
+        await fetch(Slow(TransferFailed("gone")), 9, deadline_in_s=9, timeout_s=9)
 
 
 async def test_fetch_when_all_is_well_then_the_backend_had_the_time_that_was_left() -> None:
     backend = Slow()
-    await fetch(backend, kv_params(9), b"", Destination([]), within(9, 3))
+    await fetch(backend, 9, deadline_in_s=9, timeout_s=3)
     assert backend.given_s == 3
 
 
@@ -93,9 +94,9 @@ async def test_fetch_when_no_time_is_left_then_the_backend_is_not_asked(
 ) -> None:
     backend = Slow()
     with pytest.raises(error):
-        await fetch(backend, kv_params(expiry_s), b"", Destination([]), within(deadline_s, 9))
+        await fetch(backend, expiry_s, deadline_in_s=deadline_s, timeout_s=9)
     assert backend.given_s == 0
 
 
 def test_bound_when_the_clock_of_the_prefill_host_is_behind_then_no_time_is_left() -> None:
-    assert first_deadline(kv_params(-100), within(9, 9), time.time()).left_s < 0
+    assert first_deadline(kv_params(-100), time.time() + 9, 9).left_s < 0

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dynamo_trtllm.launch.console import Console, next_line
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 
 
 class Terminal(io.StringIO):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
-from dynamo_trtllm.launch import demo, main
+from dynamo_trtllm.launch import main
 from dynamo_trtllm.launch.launcher import DeploymentStatus
 from dynamo_trtllm.launch.plan import processes
-from dynamo_trtllm.subprocesses.supervisor import RunFailed
+from dynamo_trtllm.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import answering, http
 
 STATS = {
@@ -31,7 +31,7 @@ def answer(**stats):
 
 
 def test_report_when_answer_came_then_all_that_happened_is_named():
-    text = demo.report(answer(), "m", {"a1": "prefill", "b2": "decode-2"})
+    text = main.sample_report(answer(), "m", {"a1": "prefill", "b2": "decode-2"})
     for part in ("Think.", "Two lines.", "prefill (instance a1)", "decode-2 (instance b2)", "12,345 bytes over tcp"):
         assert part in text
     assert "250 ms" in text
@@ -40,36 +40,36 @@ def test_report_when_answer_came_then_all_that_happened_is_named():
 
 
 def test_report_when_nobody_prefilled_and_no_rate_is_known_then_it_says_so():
-    text = demo.report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {})
+    text = main.sample_report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {})
     assert "prefill by: none" in text
     assert "tokens/s" not in text
     assert "a worker of another deployment (instance c3)" in text
 
 
 def test_report_when_the_engine_is_a_mock_then_it_says_that_the_text_is_random():
-    assert "random" in demo.report(answer(), "m", {}, is_mock=True)
-    assert "random" not in demo.report(answer(), "m", {})
+    assert "random" in main.sample_report(answer(), "m", {}, is_mock=True)
+    assert "random" not in main.sample_report(answer(), "m", {})
 
 
-@pytest.mark.parametrize(("model", "question"), [("smollm2", "What is the capital of France?"), ("m", demo.PROMPT)])
+@pytest.mark.parametrize(("model", "question"), [("smollm2", "What is the capital of France?"), ("m", main.PROMPT)])
 def test_question_then_the_model_can_answer_it_and_the_answer_is_the_same_each_time(model, question):
-    sent = demo.body(model)
+    sent = main.sample_request(model)
     assert (sent["temperature"], sent["messages"][0]["content"]) == (0, question)
-    assert f"question:   {question}" in demo.report(answer(), model, {})
+    assert f"question:   {question}" in main.sample_report(answer(), model, {})
 
 
 def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
-    words = shlex.split(demo.next_step("localhost:8000", "tiny-gpt-oss").splitlines()[-1])
+    words = shlex.split(main.next_step("localhost:8000", "tiny-gpt-oss").splitlines()[-1])
     assert words[:3] == ["curl", "-N", "localhost:8000/v1/chat/completions"]
     sent = json.loads(words[-1])
-    assert sent == demo.body("tiny-gpt-oss") | {"stream": True}
+    assert sent == main.sample_request("tiny-gpt-oss") | {"stream": True}
     assert sent["max_tokens"] == 200
 
 
 async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
     not_yet, now = http(503, '{"reason": "loading"}'), http(200, '{"status": "ready"}')
     with answering(not_yet, now, http(200, json.dumps(answer()))) as port:
-        assert await demo.ask(f"localhost:{port}", "m") == answer()
+        assert await main.ask_sample(f"localhost:{port}", "m") == answer()
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ async def test_ask_when_the_model_is_ready_later_then_the_answer_comes():
     ],
 )
 async def test_ask_when_it_fails_then_the_reason_is_given(monkeypatch, answers, why):
-    monkeypatch.setattr(demo, "_MODEL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(demo, "_ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(main, "_MODEL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(main, "_ANSWER_TIMEOUT_S", 0.3)
     with answering(*answers) as port, pytest.raises(RunFailed, match=why):
-        await demo.ask(f"127.0.0.1:{port}", "m")
+        await main.ask_sample(f"127.0.0.1:{port}", "m")
 
 
 class Supervised:

@@ -17,7 +17,7 @@ from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.readiness_checks import NotYet
 from dynamo_trtllm.network.listening import bind
-from dynamo_trtllm.subprocesses.supervisor import BAD_CONFIG, RunFailed
+from dynamo_trtllm.subprocesses import BAD_CONFIG, RunFailed
 from tests.unit.launch.launcher_helpers import (
     ALL,
     KILLED,

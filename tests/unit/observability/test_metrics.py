@@ -47,7 +47,7 @@ def test_itl_when_tokens_come_together_then_each_counts():
 
 def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_a_label_each():
     metrics, placed = FrontendMetrics(), {255: 1}
-    metrics.watch(choices=float, queued=float, body_bytes=float, placed=lambda: placed)
+    metrics.watch(choices=float, queued=float, body_bytes=float, placed_requests=lambda: placed)
     assert samples(metrics.render())["placed_requests", (("worker", "ff"),)] == 1
     placed = {number: number for number in range(1000, 1000 + MOST_WORKERS + 9)}
     found = {key: value for key, value in samples(metrics.render()).items() if key[0] == "placed_requests"}

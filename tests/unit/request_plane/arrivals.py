@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.request_plane.frames import StreamDemux, StreamReceiver
@@ -27,7 +28,10 @@ class Arrivals(StreamReceiver):
             del event  # its traceback refers to this frame
 
 
+NUMBERS = itertools.count(1)
+
+
 def opened(inbox: StreamDemux) -> tuple[int, Arrivals]:
-    number, arrivals = inbox.next_number(), Arrivals()
-    inbox.add(number, arrivals)
+    number, arrivals = next(NUMBERS), Arrivals()
+    inbox[number] = arrivals
     return number, arrivals

@@ -199,7 +199,7 @@ async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on
     gone, stays = await bench.begun(2)
     bench.feed(*(gone.frame() for _ in range(3 * PER_TURN)), stays.frame())
     gone.arrivals.cancel()
-    bench.inbox.close(gone.stream)
+    del bench.inbox[gone.stream]
     taken = bench.tokens_of(gone)
     bench.feed(gone.frame(), stays.frame())
     await bench.in_turns()

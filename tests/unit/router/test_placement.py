@@ -67,9 +67,9 @@ def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest
     placement.loads.on_report(report(1003, kv_blocks_used=998), 0.0)  # without space for the request
     found = selected(placement, view_of(3, 3))
     assert pair(found) == (2, 1001)
-    assert found.prefill_costs == Costs(300, 600)
+    assert found.prefill_costs == Costs(1000, 1300)
     assert found.decode_costs == Costs(244, 372)
-    assert tuple(map(Costs.unpacked, found.recorded())) == (Costs(300, 600), Costs(244, 372))
+    assert tuple(map(Costs.unpacked, found.recorded())) == (Costs(1000, 1300), Costs(244, 372))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_no
     placed.prefilled()
     found = placement.select(view, request(), NONE_OPEN, now + 0.1)
     assert found is not None
-    assert (found.decode.id, found.decode_costs) == (2001, Costs(200, 200 + 100 + 256))
+    assert (found.decode.id, found.decode_costs) == (2001, Costs(900, 900 + 100 + 256))
     placement.loads.remove(2001)
     assert placement.loads.requests() == {2002: 1}
 
@@ -178,20 +178,22 @@ def caching(view: ModelView, tokens: Mapping[int, int]) -> KnownPrefixes:
     return known
 
 
-def test_select_when_caches_have_the_prompt_then_the_saved_tokens_count_against_the_queue() -> None:
+def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eight_that_wait() -> None:
     view = view_of(3, 3)
     known = caching(view, {2: 512, 3: 256, 1003: 64})
     placement = Placement("kv", known)
     assert pair(selected(placement, view, 1000)) == (2, 1003)
-    placement.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
+    placement.loads.on_report(report(2, queued_prefill_tokens=8 * 256 - 1), 0.0)
+    assert pair(selected(placement, view, 1000)) == (2, 1003)
+    placement.loads.on_report(report(2, 2, queued_prefill_tokens=8 * 256 + 1), 0.0)
     found = selected(placement, view, 1000)
     assert pair(found) == (3, 1003)
-    assert found.prefill_costs == Costs(744, 788)
+    assert found.prefill_costs == Costs(8 * 744, 8 * 744 + 1)
     placed = placement.start(found, request(1000), 0.0)
     assert placement.loads.of(3).own.prefill_tokens == 744
-    assert selected(placement, view, 1000).prefill_costs == Costs(752, 788)  # it is going to have all full blocks
+    assert selected(placement, view, 1000).prefill_costs == Costs(744 + 8 * 8, 8 * 744 + 1)  # it will have all blocks
     placed.end()
-    assert selected(placement, view, 1000).prefill_costs == Costs(8, 788)
+    assert selected(placement, view, 1000).prefill_costs == Costs(8 * 8, 8 * 744 + 1)
     ignoring = Placement("kv", known, overlap_credit=0.0)
     ignoring.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
     ignoring.loads.on_report(report(3, queued_prefill_tokens=1), 0.0)

@@ -11,8 +11,8 @@ import sys
 import psutil
 import pytest
 
-from dynamo_trtllm.subprocesses import child as child_module
-from dynamo_trtllm.subprocesses.child import Child, spawn
+from dynamo_trtllm import subprocesses as child_module
+from dynamo_trtllm.subprocesses import Child, spawn
 from tests.waiting import SOON_S
 
 LEAVES_ONE_BEHIND = """

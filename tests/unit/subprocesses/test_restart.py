@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.config.deployment import RestartConfig
-from dynamo_trtllm.subprocesses.child import describe
-from dynamo_trtllm.subprocesses.supervisor import RunFailed, decide
+from dynamo_trtllm.subprocesses import RunFailed, decide, describe
 
 CONFIG = RestartConfig(max_restarts=2, window_s=10)
 

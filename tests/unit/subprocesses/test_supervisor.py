@@ -13,11 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import psutil
 import pytest
 
+from dynamo_trtllm import subprocesses as child
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.subprocesses import child
-from dynamo_trtllm.subprocesses.child import Child, spawn
-from dynamo_trtllm.subprocesses.supervisor import RunFailed, Supervisor
+from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, spawn
 from tests.waiting import SOON_S
 
 DRAINS = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print(flush=True); signal.pause()"

@@ -1,11 +1,10 @@
-"""Convert items of the Responses API to the conversation that a renderer takes, and build item ids. Pure.
+"""Convert items of the Responses API to the conversation that a renderer takes. Pure.
 
 A normalized item is the JSON object that `input_items` lists.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
@@ -16,36 +15,8 @@ from dynamo_trtllm.api.responses import (
     ReasoningItem,
 )
 from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.generation.responses.response_store import input_id
 from dynamo_trtllm.tokenization.base import Message, ToolCall
-
-PREFIX: Final = "resp_"
-FRONTEND_ID_CHARS: Final = 8
-_RESPONSE: Final = re.compile(r"resp_[0-9a-f]{40}")
-_ITEM: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{40})[io][0-9a-f]{4,}")
-
-
-def is_response_id(text: str) -> bool:
-    return _RESPONSE.fullmatch(text) is not None
-
-
-def frontend_id_of(response_id: str) -> str:
-    """Return the id of the frontend that created the response."""
-    return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
-
-
-def response_of(item_id: str) -> str | None:
-    """Return the id of the response to which an item belongs; None if it is not an item id of this server."""
-    match = _ITEM.fullmatch(item_id)
-    return None if match is None else PREFIX + match.group(1)
-
-
-def input_id(kind: str, response_id: str, index: int) -> str:
-    return f"{kind}_{response_id.removeprefix(PREFIX)}i{index:04x}"
-
-
-def output_id(kind: str, response_id: str, index: int) -> str:
-    return f"{kind}_{response_id.removeprefix(PREFIX)}o{index:04x}"
-
 
 Item: TypeAlias = dict[str, Any]
 
@@ -54,20 +25,12 @@ _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", 
 
 def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem) -> Item:
     """Return the item as it is stored and listed. `named` adds an id if it has none."""
-    match item:
-        case MessageItem():
-            return _message(item)
-        case FunctionOutputItem():
-            output = {"output": "\n".join(item.output)}
-        case _:
-            output = {}
+    if isinstance(item, MessageItem):
+        part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
+        content = [{**part, "text": text} for text in item.content]
+        return {"id": item.id, "type": "message", "role": item.role, "status": "completed", "content": content}
+    output = {"output": "\n".join(item.output)} if isinstance(item, FunctionOutputItem) else {}
     return item.model_dump() | {"status": item.status or "completed"} | output
-
-
-def _message(item: MessageItem) -> Item:
-    part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
-    content = [{**part, "text": text} for text in item.content]
-    return {"id": item.id, "type": "message", "role": item.role, "status": "completed", "content": content}
 
 
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
@@ -124,7 +87,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             case "reasoning":
                 if turn.content or turn.calls:
                     messages += turn.take()
-                turn.reasoning.append(_thought(item))
+                turn.reasoning.append(_said(item["content"] or item["summary"]))
             case "function_call":
                 if item["status"] == "incomplete" and item["call_id"] not in answered:
                     continue  # the call was cut off and never made
@@ -133,23 +96,18 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
             case "message" if item["role"] == "assistant":
                 if turn.calls:
                     messages += turn.take()
-                turn.content.append(_said(item))
+                turn.content.append(_said(item["content"]))
             case "message":
                 messages += turn.take()
-                messages.append(Message(role=item["role"], content=_said(item)))
+                messages.append(Message(role=item["role"], content=_said(item["content"])))
             case _:
                 messages += turn.take()
                 messages.append(_result(item, called))
     return messages + turn.take()
 
 
-def _thought(item: Item) -> str:
-    """Return the text of a reasoning item, or its summary if there is no text."""
-    return "\n".join(part["text"] for part in item["content"] or item["summary"])
-
-
-def _said(item: Item) -> str:
-    return "\n".join(part["text"] for part in item["content"])
+def _said(parts: Iterable[Item]) -> str:
+    return "\n".join(part["text"] for part in parts)
 
 
 def _result(item: Item, called: set[str]) -> Message:

@@ -13,7 +13,7 @@ import orjson
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import tool_call_id
 from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs
-from dynamo_trtllm.frontend.generation.responses.items import output_id
+from dynamo_trtllm.frontend.generation.responses.response_store import output_id
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
@@ -163,34 +163,6 @@ class OutputBuilder:
 
     def finish(self, status: str) -> list[OutputEvent]:
         """Close the open item with `status`: "completed", or "incomplete" if it was cut off."""
-        return self._close(status)
-
-    def items(self, status: str) -> list[Item]:
-        """Return all items so far. An open item gets `status`."""
-        return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
-
-    def _text(self, kind: _TextKind, text: str) -> list[OutputEvent]:
-        opened, events = self._open, []
-        if not isinstance(opened, _TextItem) or opened.kind is not kind:
-            events = self._close("completed")
-            index = len(self._done)
-            opened = self._open = _TextItem(kind, output_id(kind.prefix, self._response_id, index), index)
-            events += opened.start()
-        events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
-        return events
-
-    def _call(self, delta: ToolCallDelta) -> list[OutputEvent]:
-        events = []
-        if delta.name is not None:
-            events = self._close("completed")
-            self._open = _CallItem(self._response_id, len(self._done), delta.name)
-            events += self._open.start()
-        assert isinstance(self._open, _CallItem)  # the deltas of a call are consecutive
-        if delta.arguments:
-            events.append(self._open.arguments(delta.arguments))
-        return events
-
-    def _close(self, status: str) -> list[OutputEvent]:
         if self._open is None:
             return []
         events: list[OutputEvent] = []
@@ -202,25 +174,45 @@ class OutputBuilder:
         self._open = None
         return events
 
+    def items(self, status: str) -> list[Item]:
+        """Return all items so far. An open item gets `status`."""
+        return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
+
+    def _text(self, kind: _TextKind, text: str) -> list[OutputEvent]:
+        opened, events = self._open, []
+        if not isinstance(opened, _TextItem) or opened.kind is not kind:
+            events = self.finish("completed")
+            index = len(self._done)
+            opened = self._open = _TextItem(kind, output_id(kind.prefix, self._response_id, index), index)
+            events += opened.start()
+        events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
+        return events
+
+    def _call(self, delta: ToolCallDelta) -> list[OutputEvent]:
+        events = []
+        if delta.name is not None:
+            events = self.finish("completed")
+            self._open = _CallItem(self._response_id, len(self._done), delta.name)
+            events += self._open.start()
+        assert isinstance(self._open, _CallItem)  # the deltas of a call are consecutive
+        if delta.arguments:
+            events.append(self._open.arguments(delta.arguments))
+        return events
+
     def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Return the waiting log-probabilities as in chat, but with [] for unknown bytes: null is not allowed here."""
         if not self._logprobs:
             return []
-        taken = _logprobs(self._logprobs, self._renderer)
+        tokens: list[dict[str, Any]] = chat_logprobs(self._logprobs, self._renderer)["content"]
+        for token in tokens:
+            for each in (token, *token["top_logprobs"]):
+                each["bytes"] = each["bytes"] or []
         self._logprobs.clear()
-        return taken
+        return tokens
 
 
 def _event(kind: str, index: int, **fields: Any) -> Event:
     return {"type": f"response.{kind}", "output_index": index, **fields}
-
-
-def _logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any]]:
-    """Return log-probabilities as in chat, but with [] for unknown bytes, because this API does not allow null."""
-    tokens: list[dict[str, Any]] = chat_logprobs(logprobs, renderer)["content"]
-    for token in tokens:
-        for each in (token, *token["top_logprobs"]):
-            each["bytes"] = each["bytes"] or []
-    return tokens
 
 
 def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

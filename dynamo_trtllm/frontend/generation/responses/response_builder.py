@@ -247,7 +247,7 @@ def _echo(meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> di
         "store": body.store,
         "temperature": sampling.temperature,
         "text": {"format": _format(body), "verbosity": "medium"},
-        "tool_choice": _tool_choice(body),
+        "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
         "tools": [tool.model_dump() for tool in body.tools],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
@@ -262,11 +262,6 @@ def _format(body: ResponseRequest) -> dict[str, Any]:
     if isinstance(wanted, JsonSchemaFormat):
         return {"type": wanted.type, "name": wanted.name, "schema": wanted.schema_, "strict": True}
     return {"type": wanted.type}
-
-
-def _tool_choice(body: ResponseRequest) -> str | dict[str, Any]:
-    choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedTool | ResponsesAllowedTools) else choice
 
 
 class ResponsesAdapter:

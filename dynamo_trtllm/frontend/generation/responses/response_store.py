@@ -1,4 +1,4 @@
-"""Store responses by id, each with all items of its conversation.
+"""Store responses by id, each with all items of its conversation, and build the ids of responses and items.
 
 Deleting or evicting a response therefore does not break later responses of the same conversation.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -15,13 +16,6 @@ import msgspec
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
-from dynamo_trtllm.frontend.generation.responses.items import (
-    FRONTEND_ID_CHARS,
-    PREFIX,
-    frontend_id_of,
-    is_response_id,
-    response_of,
-)
 from dynamo_trtllm.messages import decode
 from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
@@ -32,6 +26,35 @@ _CLOSE_S: Final = 5.0  # longest wait for pending writes when the frontend exits
 _PENDING_BYTES: Final = 64 << 20  # limit of pending writes; beyond it, a response waits for its own write
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
 MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
+
+
+PREFIX: Final = "resp_"
+FRONTEND_ID_CHARS: Final = 8
+_RESPONSE: Final = re.compile(r"resp_[0-9a-f]{40}")
+_ITEM: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{40})[io][0-9a-f]{4,}")
+
+
+def is_response_id(text: str) -> bool:
+    return _RESPONSE.fullmatch(text) is not None
+
+
+def frontend_id_of(response_id: str) -> str:
+    """Return the id of the frontend that created the response."""
+    return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response to which an item belongs; None if it is not an item id of this server."""
+    match = _ITEM.fullmatch(item_id)
+    return None if match is None else PREFIX + match.group(1)
+
+
+def input_id(kind: str, response_id: str, index: int) -> str:
+    return f"{kind}_{response_id.removeprefix(PREFIX)}i{index:04x}"
+
+
+def output_id(kind: str, response_id: str, index: int) -> str:
+    return f"{kind}_{response_id.removeprefix(PREFIX)}o{index:04x}"
 
 
 def store_limits(config: FrontendConfig) -> StoreLimits:

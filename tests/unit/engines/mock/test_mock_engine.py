@@ -16,7 +16,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.args import mock_info
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from dynamo_trtllm.streams import as_stream
 from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, prompt_of, started, tokens
@@ -49,18 +49,18 @@ class GatedCarrier(LoopbackBackend):
         await self._pass("withdraw")
         await super().unpublish(transfer_id)
 
-    async def read(self, transfer_id: str, offer: bytes, regions: Sequence[MemoryRegion], **named: Any) -> None:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
         self.fetches += 1
         await self._pass("fetch")
-        await super().read(transfer_id, offer, regions, **named)
+        await super().read(transfer_id, offer, to, timeout_s=timeout_s)
 
 
 class DamagingCarrier(LoopbackBackend):
     """Delivers other bytes than were offered."""
 
-    async def read(self, transfer_id: str, offer: bytes, regions: Sequence[MemoryRegion], **named: Any) -> None:
-        await super().read(transfer_id, offer, regions, **named)
-        for region in regions:
+    async def read(self, transfer_id: str, offer: bytes, to: Destination, *, timeout_s: float) -> None:
+        await super().read(transfer_id, offer, to, timeout_s=timeout_s)
+        for region in to.regions:
             ctypes.memset(region.address, 1, region.num_bytes)
 
 

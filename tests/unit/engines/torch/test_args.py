@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.torch.args import torch_args
+from dynamo_trtllm.engines.arguments import engine_arguments
+from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.errors import ConfigError
 
 
@@ -19,19 +20,18 @@ def config(**values: Any) -> WorkerConfig:
 def test_args_when_set_in_three_places_then_override_beats_flag_beats_yaml(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text("max_batch_size: 2\nmax_num_tokens: 100\nprefill_chunk_tokens: 64\n")
-    args = torch_args(
-        config(
-            extra_engine_args=path, max_batch_size=3, max_num_tokens=200, override_engine_args={"max_num_tokens": 300}
-        )
+    given = config(
+        extra_engine_args=path, max_batch_size=3, max_num_tokens=200, override_engine_args={"max_num_tokens": 300}
     )
+    args = engine_arguments(given, TorchArgs, "torch")
     assert (args.max_batch_size, args.max_num_tokens, args.prefill_chunk_tokens) == (3, 300, 64)
 
 
 @pytest.mark.parametrize("flag", ["tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"])
 def test_args_when_a_flag_needs_several_devices_then_refused_by_name(flag: str) -> None:
     with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
-        torch_args(config(**{flag: 2}))
-    assert torch_args(config(**{flag: 1})).max_batch_size == 16
+        engine_arguments(config(**{flag: 2}), TorchArgs, "torch")
+    assert engine_arguments(config(**{flag: 1}), TorchArgs, "torch").max_batch_size == 16
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_args_when_a_flag_needs_several_devices_then_refused_by_name(flag: str) 
 )
 def test_args_when_a_key_or_value_is_wrong_then_config_error_names_it(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        torch_args(config(override_engine_args=given))
+        engine_arguments(config(override_engine_args=given), TorchArgs, "torch")

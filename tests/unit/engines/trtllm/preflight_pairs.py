@@ -11,8 +11,7 @@ from dynamo_trtllm.engines.checkpoint import SHAPES
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.preflight import Load, RoleFacts
-from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
+from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, known_gpu
 from dynamo_trtllm.messages import Role
 
 GPT_OSS = SHAPES["gpt-oss-120b"]

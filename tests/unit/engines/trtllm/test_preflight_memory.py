@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.checkpoint import SHAPES, weight_bytes
-from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, memory_table
-from dynamo_trtllm.engines.trtllm.preflight.facts import GPUS, known_gpu, links_of
-from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
+from dynamo_trtllm.engines.trtllm.preflight.facts import GPUS, Load, known_gpu, links_of
+from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table, transfer_s
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, facts

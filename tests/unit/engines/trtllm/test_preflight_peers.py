@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.preflight import check_peers
-from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_RULES
+from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_RULES, check_peers
 from dynamo_trtllm.messages import Instance, KvLayout, Role
 from tests.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts

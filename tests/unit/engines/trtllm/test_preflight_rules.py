@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.preflight import Load, check_pair, check_role
-from dynamo_trtllm.engines.trtllm.preflight.checks import PAIR_RULES, WORKER_RULES
+from dynamo_trtllm.engines.trtllm.preflight.checks import PAIR_RULES, WORKER_RULES, check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.facts import Load
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, LOAD, facts
 

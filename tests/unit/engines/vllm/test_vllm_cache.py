@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
-from dynamo_trtllm.engines.vllm.compilation.cache import CompileLock, cache_folders
+from dynamo_trtllm.engines.vllm.compilation import CompileLock, cache_folders
 from dynamo_trtllm.errors import ConfigError
 from tests.waiting import SOON_S
 

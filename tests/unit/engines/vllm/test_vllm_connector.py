@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.vllm.settings import SideChannel, extra_config
+from dynamo_trtllm.engines.vllm.transfers import SideChannel, extra_config
 from tests.fakes_path import fake_vllm
 
 WINDOW = 128

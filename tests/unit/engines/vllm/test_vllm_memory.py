@@ -11,6 +11,7 @@ import pytest
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, explain_oom
 from dynamo_trtllm.errors import EngineFailed
+from tests.fakes_path import fake_vllm
 
 GIB = 1 << 30
 TAKEN, FREE = (31 * GIB, 140 * GIB), (139 * GIB, 140 * GIB)
@@ -67,19 +68,11 @@ def vendor() -> VllmBindings:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 
-    arguments = SimpleNamespace(create_engine_config=lambda: None)
-    nothing: Any = None
-    return VllmBindings(
-        version="0",
-        config=nothing,
-        engine_args=lambda **_: arguments,
-        async_llm=SimpleNamespace(from_vllm_config=fail),
-        sampling_params=nothing,
-        structured_outputs=nothing,
-        delta=nothing,
-        dead=RuntimeError,
-        logger_base=object,
-    )
+    with fake_vllm():
+        bindings = VllmBindings()
+    bindings.engine_args = lambda **_: SimpleNamespace(create_engine_config=lambda: None)
+    bindings.async_llm = SimpleNamespace(from_vllm_config=fail)
+    return bindings
 
 
 @pytest.mark.parametrize(

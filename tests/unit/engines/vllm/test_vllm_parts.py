@@ -17,12 +17,11 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
-from dynamo_trtllm.engines.external.library_package import LibraryPackage
+from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, settings, step_times, transfers
+from dynamo_trtllm.engines.vllm import bindings, compilation, step_times, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import PEER_RULES, WORKER_RULES, VllmFacts, findings, vllm_args
-from dynamo_trtllm.engines.vllm.compilation import kernels
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 from dynamo_trtllm.engines.vllm.library import VllmOutputCursor
@@ -142,18 +141,18 @@ def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None
 
 
 def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
-    host, port = settings.choose("127.0.0.1", 2, {})
+    host, port = transfers.choose_side_channel("127.0.0.1", 2, {})
     assert host == "127.0.0.1"
     for each in (port, port + 1):
         socket.create_server((host, each)).close()
-    theirs = {settings.HOST: "10.1.2.3", settings.PORT: "65534"}
-    assert settings.choose("127.0.0.1", 2, theirs) == ("10.1.2.3", 65534)
+    theirs = {transfers.HOST: "10.1.2.3", transfers.PORT: "65534"}
+    assert transfers.choose_side_channel("127.0.0.1", 2, theirs) == ("10.1.2.3", 65534)
 
 
 @pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
 def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
-    with pytest.raises(ConfigError, match=settings.PORT):
-        settings.choose("127.0.0.1", 2, {settings.PORT: port})
+    with pytest.raises(ConfigError, match=transfers.PORT):
+        transfers.choose_side_channel("127.0.0.1", 2, {transfers.PORT: port})
 
 
 # --- warm-up -----------------------------------------------------------------------------------------------
@@ -174,19 +173,19 @@ def parts(limit: int, captured: list[int], *, is_eager: bool = False, device: st
 def test_token_counts_when_the_model_is_gpt_oss_then_they_have_all_that_compiled_a_kernel_in_a_simulation() -> None:
     """The simulation ran Triton's own launch code with these counts; 3000 random steps afterwards compiled nothing."""
     simulated = {16383, 16351, 16255, 15935, 15932, 15920, 2079, 2076, 2064, 1839, 1836, 1824, 1055, 1052, 1040}
-    counts = kernels.token_counts(SHAPES["gpt-oss-120b"], parts(16384, CAPTURED))
+    counts = compilation.token_counts(SHAPES["gpt-oss-120b"], parts(16384, CAPTURED))
     assert simulated | {935, 932, 928} <= set(counts)
     assert len(counts) < 30
-    assert not set(kernels.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(range(513))
+    assert not set(compilation.token_counts(SHAPES["gpt-oss-120b"], parts(8192, CAPTURED))) & set(range(513))
 
 
 def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too() -> None:
     model = SHAPES["gpt-oss-120b"]
-    assert min(kernels.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
-    assert kernels.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
-    assert kernels.token_counts(model, parts(16384, CAPTURED, ranks=2)) == []
+    assert min(compilation.token_counts(model, parts(16384, CAPTURED, is_eager=True))) == 1
+    assert compilation.token_counts(model, parts(16384, CAPTURED, device="cpu")) == []
+    assert compilation.token_counts(model, parts(16384, CAPTURED, ranks=2)) == []
     dense = replace(model, num_experts=0)
-    assert kernels.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
+    assert compilation.token_counts(dense, parts(16384, CAPTURED)) == [16383, 8191, 4095, 2047]
 
 
 # --- statistics --------------------------------------------------------------------------------------------

@@ -1,1 +1,0 @@
-"""When and where vLLM's kernels are compiled."""

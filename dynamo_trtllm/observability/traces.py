@@ -1,0 +1,172 @@
+"""Export a trace of each request to an OpenTelemetry collector, Jaeger or Tempo: OTLP over HTTP, encoded as JSON.
+
+A trace is made when its request has ended, from the phases that are known then: a root span of the request and a span
+per phase. Workers take no part, because they report their phases to the frontend. Nothing waits for the collector: a
+queue of limited length separates it from the requests, and traces that do not fit are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from dynamo_trtllm import __version__
+from dynamo_trtllm.messages import PhaseTimings
+from dynamo_trtllm.observability.metrics import FRONTEND, PHASES, Span, divide
+
+log = logging.getLogger(__name__)
+
+_MOST_QUEUED: Final = 2048  # traces
+_MOST_SENT: Final = 128  # in one message
+_EVERY_S = 1.0
+_TIMEOUT_S = 2.0
+_WARN_EVERY_S = 60.0
+_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
+_SERVER, _INTERNAL, _ERROR = 2, 1, 2  # kinds of spans, and the status of a failed one
+
+
+class EndedRequest(NamedTuple):
+    """What a trace is made of. Times are of `time.monotonic()`."""
+
+    endpoint: str
+    traceparent: str | None  # header of the client
+    spans: Sequence[Span]
+    end_s: float
+    prefill: PhaseTimings | None  # of the last attempt
+    decode: PhaseTimings | None
+    attributes: Mapping[str, str | int | None]  # None: unknown
+    error: str  # error code, or "cancelled"; "" if it succeeded
+
+
+class TraceExporter:
+    """The queue of traces, and the task that sends them.
+
+    Args:
+        endpoint: base URL of the collector, as in OTEL_EXPORTER_OTLP_ENDPOINT.
+        namespace: namespace of the deployment.
+        sample_ratio: share of the requests with a trace, from 0 to 1. A client that sends `traceparent` decides for
+            its own requests.
+    """
+
+    def __init__(self, endpoint: str, namespace: str, sample_ratio: float = 1.0) -> None:
+        self._url = f"{endpoint.rstrip('/')}/v1/traces"
+        self._namespace = namespace
+        self._sample_ratio = sample_ratio
+        self._queue: deque[tuple[str, str, EndedRequest]] = deque()  # with ids of the trace and of its parent span
+        self._num_dropped = 0
+        self._warned_at_s = -_WARN_EVERY_S
+
+    def add(self, request: EndedRequest) -> None:
+        """Queue the trace of a request that has ended, if the request is sampled."""
+        parent = _PARENT.fullmatch(request.traceparent or "")
+        if parent is not None:
+            trace_id, parent_id, is_sampled = parent[1], parent[2], bool(int(parent[3], 16) & 1)
+        else:
+            trace_id, parent_id = secrets.token_hex(16), ""
+            is_sampled = int(trace_id[16:], 16) < self._sample_ratio * (1 << 64)
+        if is_sampled and len(self._queue) < _MOST_QUEUED:
+            self._queue.append((trace_id, parent_id, request))
+        else:
+            self._num_dropped += is_sampled
+
+    async def run(self) -> None:
+        """Send traces until cancelled, and then the remaining ones."""
+        try:
+            while True:
+                await asyncio.sleep(_EVERY_S)
+                await self._send_all()
+        finally:
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        while self._queue:
+            sent = [self._queue.popleft() for _ in range(min(_MOST_SENT, len(self._queue)))]
+            try:
+                await asyncio.to_thread(self._send, sent)
+            except Exception as exc:  # noqa: BLE001 - of a library and another product; requests go on in any case
+                self._num_dropped += len(sent)
+                self._warn(f"traces can't be sent to {self._url}: {exc}")
+                return
+        if self._num_dropped:
+            self._warn(f"{self._url} does not take traces as fast as requests end")
+
+    def _warn(self, reason: str) -> None:
+        if time.monotonic() - self._warned_at_s >= _WARN_EVERY_S:
+            log.warning("%s; %d traces were dropped", reason, self._num_dropped)
+            self._warned_at_s, self._num_dropped = time.monotonic(), 0
+
+    def _send(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> None:
+        """Send traces, in a thread. Raise an exception if the collector does not take them."""
+        from urllib.request import ProxyHandler, Request, build_opener  # only processes with traces need it
+
+        body = orjson.dumps(self._message(traces))
+        request = Request(self._url, body, {"Content-Type": "application/json"})
+        with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT_S) as response:
+            response.read()
+
+    def _message(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> dict[str, Any]:
+        """Return the traces as an ExportTraceServiceRequest, with a resource per role."""
+        offset_s = time.time() - time.monotonic()
+        by_role: dict[str, list[dict[str, Any]]] = {}
+        for trace_id, parent_id, request in traces:
+            root_id = secrets.token_hex(8)
+            root = _span(trace_id, parent_id, request.endpoint, (request.spans[0].begin_s, request.end_s), offset_s)
+            root |= {"spanId": root_id, "kind": _SERVER, "attributes": _attributes(request.attributes)}
+            if request.error:
+                root["status"] = {"code": _ERROR, "message": request.error}
+            by_role.setdefault(FRONTEND, []).append(root)
+            for role, phase, begin_s, end_s in phase_intervals(request):
+                child = _span(trace_id, root_id, phase, (begin_s, end_s), offset_s)
+                by_role.setdefault(role, []).append(child)
+        return {"resourceSpans": [self._resource(role, spans) for role, spans in by_role.items()]}
+
+    def _resource(self, role: str, spans: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {"service.name": f"dynamo_trtllm.{role}", "service.namespace": self._namespace}
+        scope = {"name": "dynamo_trtllm", "version": __version__}
+        return {
+            "resource": {"attributes": _attributes(names | {"service.version": __version__})},
+            "scopeSpans": [{"scope": scope, "spans": spans}],
+        }
+
+
+def phase_intervals(request: EndedRequest) -> Iterator[tuple[str, str, float, float]]:
+    """Yield role, name, begin and end of each phase. They are adjacent; a worker's phases are in their usual order."""
+    ends_s = [*(span.begin_s for span in request.spans[1:]), request.end_s]
+    has_migrated = any(span.phase == "migration" for span in request.spans)
+    reported = (None, None) if has_migrated else (request.prefill, request.decode)
+    for span, end_s in zip(request.spans, ends_s, strict=True):
+        parts = divide([span], end_s, *reported)
+        begin_s = span.begin_s
+        for role, phase in sorted(parts, key=lambda part: _ORDER.get(part[1], len(_ORDER))):
+            yield role, phase, begin_s, begin_s + parts[role, phase]
+            begin_s += parts[role, phase]
+
+
+def _span(trace_id: str, parent_id: str, name: str, interval: tuple[float, float], offset_s: float) -> dict[str, Any]:
+    begin_ns, end_ns = (str(int((seconds + offset_s) * 1e9)) for seconds in interval)
+    return {
+        "traceId": trace_id,
+        "spanId": secrets.token_hex(8),
+        "parentSpanId": parent_id,
+        "name": name,
+        "kind": _INTERNAL,
+        "startTimeUnixNano": begin_ns,
+        "endTimeUnixNano": end_ns,
+    }
+
+
+def _attributes(values: Mapping[str, str | int | None]) -> list[dict[str, Any]]:
+    return [
+        {"key": key, "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)}}
+        for key, value in values.items()
+        if value is not None
+    ]

@@ -1,1 +1,0 @@
-"""Child processes: start and stop one, keep several running, and find free ports for them."""

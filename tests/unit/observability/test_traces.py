@@ -1,0 +1,177 @@
+"""Traces of requests, as a collector of OpenTelemetry receives them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm.messages import PhaseTimings, Role
+from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.observability import traces as module
+from dynamo_trtllm.observability.metrics import Span
+from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, phase_intervals
+from tests.memory_http import asgi
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+
+class Collector:
+    """A collector that keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.received: list[dict[str, Any]] = []
+        received = self.received
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/json")
+                received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: object) -> None:
+                """Write no log."""
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Return all spans, each with the name of its service."""
+        return [
+            span | {"service": resource["resource"]["attributes"][0]["value"]["stringValue"]}
+            for message in self.received
+            for resource in message["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+        ]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,))
+    thread.start()
+    yield made
+    made.server.shutdown()
+    thread.join()
+    made.server.server_close()
+
+
+async def flush(exporter: TraceExporter) -> None:
+    """Let the exporter send its queue, as at the end of a process."""
+    task = asyncio.create_task(exporter.run())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def chat(exporter: TraceExporter, script: list[Any], headers: dict[str, str]) -> httpx.Response:
+    served = FakeFrontend(ScriptedPipeline(script), traces=exporter)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test") as client:
+        return await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+
+
+def ended(traceparent: str | None) -> EndedRequest:
+    spans = [
+        Span("tokenize", 10.0),
+        Span("prefill", 11.0, Role.PREFILL),
+        Span("decode", 12.0, Role.DECODE),
+        Span("respond", 14.0),
+    ]
+    prefill = PhaseTimings(queue_s=0.25, prefill_s=0.5, more={"queue.slots": 0.25})
+    decode = PhaseTimings(decode_queue_s=0.5)
+    return EndedRequest("POST /v1/completions", traceparent, spans, 14.5, prefill, decode, {}, "")
+
+
+def test_intervals_when_workers_report_then_they_are_adjacent_and_of_their_roles() -> None:
+    assert list(phase_intervals(ended(None))) == [
+        ("frontend", "tokenize", 10.0, 11.0),
+        ("prefill", "send", 11.0, 11.25),
+        ("prefill", "queue", 11.25, 11.5),
+        ("prefill", "prefill", 11.5, 12.0),
+        ("decode", "decode_wait", 12.0, 12.5),
+        ("decode", "decode", 12.5, 14.0),
+        ("frontend", "respond", 14.0, 14.5),
+    ]
+
+
+async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases_continue_it(
+    collector: Collector,
+) -> None:
+    exporter = TraceExporter(collector.url, "dynamo", sample_ratio=0.0)
+    begun_ns = time.time_ns()
+    response = await chat(exporter, [chunk("ok"), stop()], {"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    assert response.status_code == 200
+    await flush(exporter)
+    root, *phases = sorted(collector.spans(), key=lambda span: span["kind"], reverse=True)
+    assert (root["traceId"], root["parentSpanId"], root["name"]) == (TRACE, PARENT, "POST /v1/chat/completions")
+    assert root["service"] == "dynamo_trtllm.frontend"
+    assert "status" not in root
+    attributes = {each["key"]: each["value"] for each in root["attributes"]}
+    assert attributes["gen_ai.request.model"] == {"stringValue": MODEL}
+    assert attributes["http.response.status_code"] == {"intValue": "200"}
+    assert attributes["gen_ai.response.id"] == {"stringValue": response.json()["id"]}
+    assert {(span["traceId"], span["parentSpanId"]) for span in phases} == {(TRACE, root["spanId"])}
+    assert {"receive", "tokenize", "select", "respond"} <= {span["name"] for span in phases}
+    assert len({span["spanId"] for span in phases}) == len(phases)
+    begin, end = int(root["startTimeUnixNano"]), int(root["endTimeUnixNano"])
+    assert begin == pytest.approx(begun_ns, abs=60e9)
+    took = sum(int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]) for span in phases)
+    assert took == pytest.approx(end - begin, abs=10_000)
+
+
+async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_span(collector: Collector) -> None:
+    exporter = TraceExporter(f"{collector.url}/", "dynamo")
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(asgi(FakeFrontend(ScriptedPipeline([]), traces=exporter).app)),
+        base_url="http://test",
+    ) as client:
+        await client.post("/v1/chat/completions", json=CHAT | {"model": "other"})
+    await flush(exporter)
+    (root,) = [span for span in collector.spans() if not span["parentSpanId"]]
+    assert root["status"] == {"code": 2, "message": "model_not_found"}
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "ratio", "count"),
+    [
+        (f"00-{TRACE}-{PARENT}-00", 1.0, 0),
+        (f"00-{TRACE}-{PARENT}-01", 0.0, 1),
+        (None, 0.0, 0),
+        (None, 1.0, 1),
+        (f"00-{'0' * 32}-{PARENT}-01", 0.0, 0),
+        (f"ff-{TRACE}-{PARENT}-01", 0.0, 0),
+        ("garbage", 1.0, 1),
+    ],
+)
+async def test_trace_when_it_is_sampled_then_it_is_sent(
+    collector: Collector, traceparent: str | None, ratio: float, count: int
+) -> None:
+    exporter = TraceExporter(collector.url, "dynamo", ratio)
+    exporter.add(ended(traceparent))
+    await flush(exporter)
+    assert len([span for span in collector.spans() if span["kind"] == 2]) == count
+
+
+async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queue_stays_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_MOST_QUEUED", 3)
+    exporter = TraceExporter(f"http://127.0.0.1:{free_ports()}", "dynamo")
+    for _ in range(5):
+        assert (await chat(exporter, [chunk("ok"), stop()], {})).status_code == 200
+    await flush(exporter)
+    (warning,) = [line for line in caplog.messages if "traces" in line]
+    assert warning.endswith("; 5 traces were dropped")
