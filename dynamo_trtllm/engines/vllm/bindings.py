@@ -1,6 +1,7 @@
 """Import vLLM and bind the names that the engine uses; build the engine, and explain failed starts.
 
-Measure the steps of its scheduler. Importing this module does not import vLLM. `VllmBindings` does, so the environment must be set before it.
+It also measures the steps of vLLM's scheduler. Importing this module does not import vLLM.
+`VllmBindings` does, so the environment must be set before it.
 """
 
 from __future__ import annotations

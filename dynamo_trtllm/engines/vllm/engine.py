@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.request_checks import end_ids
 from dynamo_trtllm.engines.vllm import compilation, transfers
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_zmq
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_zmq, step_of
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
