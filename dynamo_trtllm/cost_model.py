@@ -171,6 +171,13 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             for terms, fit in self.fits().values()
         )
 
+    @property
+    def token_s(self) -> float:
+        """Seconds per prompt token in a full step; without these, per request in a decode step of 32. 0: not known."""
+        if self.prefill is not None and self.step_tokens:
+            return self.prefill.predict(prefill_features(0, 0, self.step_tokens, 0.0)) / self.step_tokens
+        return 0.0 if self.decode is None else self.decode.predict(decode_features(32, 32 * 1024)) / 32
+
     def fits(self) -> dict[str, tuple[Sequence[str], Fit | None]]:
         """Return by name what the coefficients of a fit stand for, and the fit."""
         return {

@@ -86,6 +86,7 @@ class InstanceLoad:
     report: LoadReport | None = None
     reported_at: float = -math.inf
     cost: CostModel | None = None  # the last one that was reported
+    token_s: float = 0.0  # seconds per token, to compare instances of one role; 0: not known
 
     def place(self, prefill_tokens: int, kv_tokens: int) -> Share:
         """Count a part of a request, which is going to be sent to the instance."""
@@ -112,6 +113,7 @@ class FleetLoad:
         load = self.of(report.instance_id)
         if report.cost is not None and report.cost != load.cost:
             load.cost = report.cost if report.cost.is_valid else None
+            load.token_s = 0.0 if load.cost is None else load.cost.token_s
         if load.report is not None and report.number <= load.report.number:
             return
         load.report, load.reported_at = report, now

@@ -24,6 +24,7 @@ MOST_COMPARED: Final = 16  # instances of a role that are all compared
 # made the time to first token no shorter.
 _SAMPLE = 4
 _DEEPEST = 2  # those that are compared because of their caches
+_SLOWER: Final = 1.5  # instances that take so many times as long per token as the fastest one cost more
 _MOST_COST = (1 << 32) - 1  # recorded
 
 
@@ -164,11 +165,19 @@ class Placement:
         self, instances: Sequence[Instance], prompt_tokens: int, overlaps: PrefixOverlaps | None, now: float
     ) -> list[Candidate]:
         get, number, credit = self.loads.get, self._random, self._overlap_credit
-        ranked = []
+        ranked, paces = [], []
         for instance in instances:
+            load = get(instance.id)
             overlap = 0 if overlaps is None else int(credit * overlaps.get(instance.id))
-            cost = instance_cost(get(instance.id), instance, prompt_tokens, overlap, now)
+            cost = instance_cost(load, instance, prompt_tokens, overlap, now)
             ranked.append((cost, number(), instance))
+            paces.append(load.token_s)
+        fastest = min(paces, default=0.0)
+        if 0 < _SLOWER * fastest < max(paces):  # 0: that of one is not known
+            ranked = [
+                (int(cost * pace / fastest) if pace > _SLOWER * fastest else cost, tie, instance)
+                for (cost, tie, instance), pace in zip(ranked, paces, strict=True)
+            ]
         ranked.sort()
         return ranked
 

@@ -210,10 +210,14 @@ def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_
     assert idle > 25  # a tenth of the workers gets the requests of a half: of six at random, one is often idle
 
 
-def simulated_ttfts(choose: Callable[[FleetLoad, GenerateRequest, float, int], Instance], seed: int) -> list[float]:
+def simulated_ttfts(
+    choose: Callable[[FleetLoad, GenerateRequest, float, int], Instance], seed: int, *, with_costs: bool = False
+) -> list[float]:
     """Serve requests of different lengths for 30 s on four prefill workers, one of them slow. Return the TTFTs."""
     draw, rates = random.Random(seed), {1: 10_000.0, 2: 10_000.0, 3: 10_000.0, 4: 2500.0}  # tokens per second
     loads, free_at = FleetLoad(), dict.fromkeys(rates, 0.0)
+    for id_, rate in rates.items() if with_costs else ():
+        loads.on_report(report(id_, 0, cost=cost_model(1 / rate, 0.0)), 0.0)
     ends: list[tuple[float, int, Any]] = []
     ttfts, now, count = [], 0.0, 0
     while now < 30.0:
@@ -249,7 +253,10 @@ def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_rou
 
     placement = Placement("least-loaded", seed=1)
     by_load, by_turn = simulated_ttfts(least, 1), simulated_ttfts(in_turn, 1)
-    assert 3 * by_load[len(by_load) * 99 // 100] < by_turn[len(by_turn) * 99 // 100]
+    p99_by_load, p99_by_turn = by_load[len(by_load) * 99 // 100], by_turn[len(by_turn) * 99 // 100]
+    assert 3 * p99_by_load < p99_by_turn
+    by_time = simulated_ttfts(least, 1, with_costs=True)
+    assert by_time[len(by_time) * 99 // 100] < 0.9 * p99_by_load
 
 
 def cost_model(token_s: float, call_s: float) -> CostModel:
