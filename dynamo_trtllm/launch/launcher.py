@@ -33,6 +33,30 @@ _LONGEST_LINE_BYTES = 1 << 20
 _LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
 
 
+class ProcessRecord(msgspec.Struct, kw_only=True):
+    """One frontend or worker of a launched deployment, as it runs now."""
+
+    name: str
+    role: str  # frontend, or the role of a worker
+    engine: str = ""
+    model: str = ""
+    host: str
+    port: int  # of /ready, /health and /metrics
+    pid: int
+    instance_id: str = ""  # of a worker that has been ready, hexadecimal
+
+
+class LaunchRecord(msgspec.Struct, kw_only=True):
+    """What a running launcher has started. `dynamo-trtllm status` reads it."""
+
+    pid: int
+    namespace: str
+    etcd: str = ""
+    nats: str = ""
+    processes: list[ProcessRecord] = msgspec.field(default_factory=list)
+    ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
+
+
 class ManagedProcess(Child):
     """One run of a process, with its output. Create it on the event loop, in the main thread (see `spawn`)."""
 
@@ -43,8 +67,15 @@ class ManagedProcess(Child):
         process = spawn(argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
-        self.port = port
-        self.instance_id = ""  # of a worker that has been ready, hexadecimal
+        self.record = ProcessRecord(
+            name=spec.name,
+            role=str(spec.role or spec.name),
+            engine=spec.engine or "",
+            model=spec.model,
+            host=spec.host,
+            port=port,
+            pid=self.pid,
+        )
         self.stop_rank = 1 if spec.is_frontend else 0  # workers drain while the frontend still streams their output
         self._on_line = on_line
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
@@ -79,30 +110,6 @@ class DeploymentStatus:
 
     frontend: str | None = None  # HOST:PORT
     names: dict[str, str] = field(default_factory=dict)  # instance id (hexadecimal) -> process name
-
-
-class ProcessRecord(msgspec.Struct, kw_only=True):
-    """One frontend or worker of a launched deployment, as it runs now."""
-
-    name: str
-    role: str  # frontend, or the role of a worker
-    engine: str = ""
-    model: str = ""
-    host: str
-    port: int  # of /ready, /health and /metrics
-    pid: int
-    instance_id: str = ""  # of a worker that has been ready, hexadecimal
-
-
-class LaunchRecord(msgspec.Struct, kw_only=True):
-    """What a running launcher has started. `dynamo-trtllm status` reads it."""
-
-    pid: int
-    namespace: str
-    etcd: str = ""
-    nats: str = ""
-    processes: list[ProcessRecord] = msgspec.field(default_factory=list)
-    ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
 
 
 def launch_records() -> list[LaunchRecord]:
@@ -213,18 +220,18 @@ class Launcher:
         self._dependents.notify_changed()
         # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
         # says nothing about the configuration, so the process is restarted.
-        lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
+        lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.record.port)
         process.is_status_2_final = not lost_port
 
     def _write_record(self) -> None:
         """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
-        running = {process.instance_id for process in self._processes.values()}
+        running = {process.record.instance_id for process in self._processes.values()}
         record = LaunchRecord(
             pid=os.getpid(),
             namespace=self._deployment.namespace,
             etcd=self._environ[ADDRESS_VARIABLES["etcd"]],
             nats=self._environ[ADDRESS_VARIABLES["nats"]],
-            processes=[_process_record(process) for process in self._processes.values()],
+            processes=[process.record for process in self._processes.values()],
             ended_instances=[each for each in self.deployment_status.names if each not in running],
         )
         assert self._record_path is not None
@@ -248,7 +255,7 @@ class Launcher:
         """Return the configured port, or a free port that no process of this launcher uses."""
         if spec.port:
             return spec.port
-        given = {process.port for process in self._processes.values()}
+        given = {process.record.port for process in self._processes.values()}
         while (port := free_ports(host=spec.host)) in given:
             pass
         return port
@@ -257,16 +264,16 @@ class Launcher:
         spec, limit_s = process.spec, self._deployment.ready_timeout_s
         try:
             on_wait = partial(self._console.report_phase, spec.name)
-            answer = await until(partial(ready, spec.host, process.port), limit_s, on_wait)
+            answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
         process.is_ready = True
         self._dependents.notify_changed()
         if spec.is_frontend:
-            self.deployment_status.frontend = reachable(f"{spec.host}:{process.port}")
+            self.deployment_status.frontend = reachable(f"{spec.host}:{process.record.port}")
             self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")
         else:
-            process.instance_id = answer.instance_id
+            process.record.instance_id = answer.instance_id
             self.deployment_status.names[answer.instance_id] = spec.name
             self._write_record()
             self._report_ready(spec.name, began, f"as instance {answer.instance_id}")
@@ -276,20 +283,6 @@ class Launcher:
 
     def _report_ready(self, name: str, began: float, where: str) -> None:
         self._console.report_ready(name, time.monotonic() - began, where)
-
-
-def _process_record(process: ManagedProcess) -> ProcessRecord:
-    spec = process.spec
-    return ProcessRecord(
-        name=spec.name,
-        role=str(spec.role or spec.name),
-        engine=spec.engine or "",
-        model=spec.model,
-        host=spec.host,
-        port=process.port,
-        pid=process.pid,
-        instance_id=process.instance_id,
-    )
 
 
 def _check_port(spec: ProcessSpec) -> None:
