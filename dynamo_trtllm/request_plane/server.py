@@ -374,7 +374,10 @@ class EndpointServer:
         elif self._load is not None:
             self._load_reported[inbox] = False
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
-            return self._load()
+            try:
+                return self._load()
+            except Exception:  # noqa: BLE001 - logged; the frames go without it
+                log.exception("the load of this worker can't be read")
         return None
 
     def _load_time_over(self, inbox: str) -> None:
