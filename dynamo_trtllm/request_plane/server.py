@@ -376,7 +376,7 @@ class EndpointServer:
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
             try:
                 return self._load()
-            except Exception:  # noqa: BLE001 - logged; the frames go without it
+            except Exception:  # the frames go without it
                 log.exception("the load of this worker can't be read")
         return None
 
