@@ -148,7 +148,7 @@ class EngineWork(NamedTuple):
     decode_requests: int = 0
     context_tokens: int = 0  # of the decode requests
     queued_tokens: int = 0  # prompt tokens that wait for prefill or are in it
-    queued_requests: int = 0  # whose tokens they are, as far as known
+    queued_requests: int = 0  # of these, those that have not begun
 
 
 class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -200,9 +200,9 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         fit, decoding, context, queued = self.prefill, work.decode_requests, work.context_tokens, work.queued_tokens
         if fit is None or not self.step_tokens:
             return None
-        seconds = 0.0
-        if queued > 0:
-            current = min(queued, self.step_tokens)
+        others, seconds = work.queued_requests, 0.0
+        current = min(queued // (others + 1), self.step_tokens)  # of the step that runs: of a request that has begun
+        if current > 0:
             seconds += fit.predict(prefill_features(decoding, context, current, 0.0)) / 2
             queued -= current
         elif decoding and self.decode is not None:
@@ -212,7 +212,6 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             seconds += steps * fit.predict(prefill_features(decoding, context, self.step_tokens, 0.0))
         if rest:
             seconds += fit.predict(prefill_features(decoding, context, rest, 0.0))
-        others = work.queued_requests
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         if others:
             pairs += queued * (queued / others) / 2

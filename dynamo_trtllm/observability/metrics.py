@@ -385,11 +385,7 @@ class WorkerMetrics:
                     self._labelled("cost_seconds", kind, term).set(seconds)
 
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
-        """Return the metrics in the Prometheus text format (CONTENT_TYPE).
-
-        Args:
-            engine: statistics of the engine by name; None: leave its metrics unchanged.
-        """
+        """Return the metrics as `FrontendMetrics.render` does. `engine`: its statistics by name; None: unchanged."""
         for name, value in (engine or {}).items():
             if name == "kv_checksum_mismatches":
                 self._metrics["kv_checksum_mismatches_total"].inc(value - self._mismatches)

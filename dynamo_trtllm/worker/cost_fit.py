@@ -345,5 +345,5 @@ class CostFit:
             kind: Hashable = tokens.bit_length()
             self._judge("first_token", self.kv_transfer.add(call_features(tokens, 0.0), kind, call.seconds))
         elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
-            kind = tokens.bit_length(), work.queued_tokens.bit_length()
+            kind = int(1e4 * steps_s).bit_length(), work.queued_tokens > 0
             self._judge("first_token", self.call.add(call_features(tokens, steps_s), kind, call.seconds))

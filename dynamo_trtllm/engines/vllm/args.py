@@ -88,6 +88,7 @@ _NOT_DRIVEN = (
 _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
 CONNECTOR = "dynamo_trtllm.engines.vllm.connector"
+SCHEDULER = "dynamo_trtllm.engines.vllm.bindings.MeasuredScheduler"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
 
 
@@ -150,6 +151,8 @@ def _own(config: WorkerConfig) -> Source:
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S},
         }
+    else:  # else the connector measures the scheduler's steps
+        values["scheduler_cls"] = SCHEDULER
     if config.publish_kv_events:
         values["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "zmq"}
     return Source(values, _ADAPTER)

@@ -1,15 +1,19 @@
 """Import vLLM and bind the names that the engine uses; build the engine, and explain failed starts.
 
-Importing this module does not import vLLM. `VllmBindings` does, so the environment must be set before it.
+It also measures the steps of vLLM's scheduler. Importing this module does not import vLLM.
+`VllmBindings` does, so the environment must be set before it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu, schema
 from dynamo_trtllm.engines.external.library import LibraryPackage, construct
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
@@ -216,3 +220,91 @@ def kv_transfer_group() -> Any:
 def _short(exc: BaseException) -> str:
     """Return the first 400 characters of an error text in one line, or the name of its class."""
     return " ".join(str(exc).split())[:400] or type(exc).__name__
+
+
+# --- steps: in vLLM's engine process, which reports neither the time of a step nor what it computed -----------------
+
+_KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
+_SCHED = "vllm.v1.core.sched"
+_BEGUN = "dynamo_begun_s"
+_Composition = tuple[int, int, int, float]  # the fields of a `StepSample` after its time
+
+
+def measure_steps(scheduler: Any) -> None:
+    """Make a scheduler class measure its steps. Repeated calls are allowed.
+
+    A step begins when it is scheduled and the one before it has ended: with asynchronous scheduling, vLLM schedules a
+    step while the one before runs. The time is sent with vLLM's own statistics.
+    """
+    if hasattr(scheduler, "dynamo_last_s"):
+        return
+    schedule, update, make_stats = scheduler.schedule, scheduler.update_from_output, scheduler.make_stats
+    scheduler.dynamo_last_s = 0.0  # the end of the last step
+    scheduler.dynamo_composition = 0, 0, 0, 0.0  # of the step that was scheduled last
+    scheduler.dynamo_sample = None
+
+    @functools.wraps(schedule)
+    def measured_schedule(self: Any, *args: Any, **keywords: Any) -> Any:
+        begun_s = time.monotonic()
+        output = schedule(self, *args, **keywords)
+        self.dynamo_composition = composition = _composition(self, output)
+        setattr(output, _BEGUN, (begun_s, composition))
+        return output
+
+    @functools.wraps(update)
+    def measured_update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        now = time.monotonic()
+        begun_s, composition = getattr(scheduler_output, _BEGUN, (now, (0, 0, 0, 0.0)))
+        if composition[0] or composition[2]:
+            self.dynamo_sample = [now - max(begun_s, self.dynamo_last_s), *composition]
+        self.dynamo_last_s = now
+        return update(self, scheduler_output, model_runner_output)
+
+    @functools.wraps(make_stats)
+    def stats_with_step(self: Any, *args: Any, **keywords: Any) -> Any:
+        stats, sample = make_stats(self, *args, **keywords), self.dynamo_sample
+        if stats is not None and sample is not None:
+            stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), _KEY: sample}
+            self.dynamo_sample = None
+        return stats
+
+    scheduler.schedule, scheduler.update_from_output = measured_schedule, measured_update
+    scheduler.make_stats = stats_with_step
+
+
+class MeasuredScheduler:
+    """The scheduler that vLLM would take, with measured steps. vLLM creates it by this name."""
+
+    def __new__(cls, vllm_config: Any, **parts: Any) -> Any:
+        """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own does not apply."""
+        is_async = vllm_config.scheduler_config.async_scheduling
+        measure_steps(PACKAGE.find("Scheduler", f"{_SCHED}.scheduler"))
+        name, module = ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
+        return PACKAGE.find(name, f"{_SCHED}.{module}")(vllm_config=vllm_config, **parts)
+
+
+def _composition(scheduler: Any, output: Any) -> _Composition:
+    """Return what a step computes. Most steps give the requests of the step before one more token each."""
+    counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+    decoding, context, tokens, _ = scheduler.dynamo_composition
+    is_same = total == len(counts) == decoding and not tokens
+    if is_same and not (output.finished_req_ids or output.scheduled_new_reqs or output.preempted_req_ids):
+        return decoding, context + decoding, 0, 0.0
+    decoding = context = tokens = 0
+    pairs = 0.0
+    for request_id, count in counts.items():
+        request = scheduler.requests[request_id]
+        before = request.num_computed_tokens - count
+        if count == 1 or before >= request.num_prompt_tokens:
+            decoding += 1
+            context += before
+        else:
+            tokens += count
+            pairs += count * (before + count / 2)
+    return decoding, context, tokens, pairs
+
+
+def step_of(stats: Any) -> StepSample | None:
+    """Return the step that vLLM's `SchedulerStats` report, if they do."""
+    values = (getattr(stats, "kv_connector_stats", None) or {}).get(_KEY)
+    return None if values is None else StepSample(*values)

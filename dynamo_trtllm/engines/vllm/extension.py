@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.vllm import compilation
-from dynamo_trtllm.engines.vllm.step_times import measure_steps
 
 _SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
 # MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is 2.9 if all values are
@@ -196,5 +195,3 @@ if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this modu
     compilation.loosen_kernels()
     compilation.hash_without_path()
     compilation.compile_once()
-    if "vllm.v1.engine.core" in sys.modules:  # with one rank, the engine process is the worker process, too
-        measure_steps(importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler)

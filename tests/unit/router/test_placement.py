@@ -269,8 +269,8 @@ def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv
     expected = placement.start(first, request(), 7.0).expected
     assert expected is not None
     assert expected[0] == 7.0
-    # Two prompts of 100 tokens were sent since the report of 500. Half of them are computed already.
-    assert expected[1].seconds == pytest.approx(0.01 + 0.035 + 0.01 + 0.02)
+    # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which is half over.
+    assert expected[1].seconds == pytest.approx(0.01 + 0.0233 / 2 + 0.0467 + 0.01 + 0.02)
     step = predicted_step_s(placement.loads.get(1001), 100, 7.0)
     assert step is not None
     assert step.seconds == pytest.approx(0.01 + 0.001 * (2 + 3 + 1))

@@ -129,9 +129,9 @@ def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_fro
         tokens, queued = rnd.randint(10, 500), rnd.randint(0, 1000)
         current = min(queued, 100)
         took_s = 0.005 + 0.01 * (rnd.random() * (current > 0) + -(-(queued - current + tokens) // 100))
-        work = EngineWork(0, 0, queued, 1)
+        work = EngineWork(0, 0, queued)
         fit.take([], [CallSample(took_s, tokens, 0, work)])
-    predicted = fit.model.first_token(250, 0, EngineWork(0, 0, 800, 1))
+    predicted = fit.model.first_token(250, 0, EngineWork(0, 0, 800))
     assert predicted is not None
     assert predicted.seconds == pytest.approx(0.005 + 0.005 + 0.1, rel=0.05)
     assert predicted.low_s < 0.11 < predicted.high_s

@@ -19,13 +19,12 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, compilation, step_times, transfers
+from dynamo_trtllm.engines.vllm import bindings, compilation, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import PEER_RULES, WORKER_RULES, VllmFacts, findings, vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 from dynamo_trtllm.engines.vllm.library import VllmOutputCursor
-from dynamo_trtllm.engines.vllm.step_times import measure_steps, step_of
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser
 from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import (
@@ -229,15 +228,15 @@ class PlannedScheduler:
 def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_and_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measure_steps(PlannedScheduler)
-    measure_steps(PlannedScheduler)
+    bindings.measure_steps(PlannedScheduler)
+    bindings.measure_steps(PlannedScheduler)
     scheduler, clock = PlannedScheduler(), iter([1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
-    monkeypatch.setattr(step_times.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(bindings.time, "monotonic", lambda: next(clock))
     for name, prompt in (("a", 100), ("b", 30)):
         scheduler.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=0)
     first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)  # the second while the first one runs
-    seen = [step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
-    seen += [step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
+    seen = [bindings.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
+    seen += [bindings.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
     assert seen == [
         StepSample(1.5, 0, 0, 60, 1800.0),
         StepSample(0.5, 0, 0, 70, 40 * 80 + 450.0),
