@@ -5,6 +5,7 @@
     python -m benchmarks.routing modes --rate 8 --requests 400
     python -m benchmarks.routing frontends
     python -m benchmarks.routing replay --trace conversation_trace.jsonl.gz
+    python -m benchmarks.routing indexes
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
@@ -28,6 +29,9 @@ dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock worker
 into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of one cache as large as
 the caches of all workers together, in which each prompt is computed at once. A run without Dynamo fails unless
 `cached_tokens` of every answer equals what the engine found in its cache, and prompts with other salts found nothing.
+
+indexes: how long it takes after bursts of requests until two frontends know the same of the workers' prefix caches. The
+second one loses some updates, and then asks for snapshots.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ from dynamo_trtllm.router.view import ClusterView, ModelView
 
 from .plane import dynamo
 from .routing_modes import measure_modes
-from .routing_replay import measure_replay
+from .routing_replay import measure_indexes, measure_replay
 
 _LOOKUPS = 2000
 _SYSTEM_TOKENS = 2048
@@ -99,23 +103,29 @@ def main() -> None:
     frontends = commands.add_parser("frontends", help="the time to first token with several frontends, simulated")
     frontends.add_argument("--seconds", type=float, default=60.0, help="simulated time per cell")
     frontends.set_defaults(run=measure_frontends)
-    _add_replay(commands.add_parser("replay", help="prefix hits and the time to first token of a trace"))
+    _add_replay(
+        commands.add_parser("replay", help="prefix hits and the time to first token of a trace"),
+        commands.add_parser("indexes", help="how soon two frontends know the same of the workers' prefix caches"),
+    )
     arguments = parser.parse_args()
     arguments.run(arguments)
 
 
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=Path, help="JSON lines, may end with .gz; default: a generated trace")
-    parser.add_argument("--requests", type=int, default=1200, help="about so many of the trace, of all its time")
-    parser.add_argument("--rate", type=float, default=16.0, help="requests per second")
-    parser.add_argument("--modes", nargs="+", default=["kv", "least-loaded", "round-robin"], help="see above")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each mode runs, in turn")
-    parser.add_argument("--workers", type=int, default=4, help="of each role")
-    parser.add_argument("--prefill-tokens", type=int, default=80, help="that a worker computes in 20 ms")
-    parser.add_argument("--cache-blocks", type=int, default=1000, help="of 32 tokens, of each prefill worker")
-    parser.add_argument("--dynamo-folder", type=Path, default=dynamo.default_folder(), help="for Dynamo's wheels")
-    parser.add_argument("--records", type=Path, help="append one JSON line per request to this file")
-    parser.set_defaults(run=measure_replay)
+def _add_replay(replay: argparse.ArgumentParser, indexes: argparse.ArgumentParser) -> None:
+    replay.add_argument("--trace", type=Path, help="JSON lines, may end with .gz; default: a generated trace")
+    replay.add_argument("--modes", nargs="+", default=["kv", "least-loaded", "round-robin"], help="see above")
+    replay.add_argument("--rounds", type=int, default=1, help="how often each mode runs, in turn")
+    replay.add_argument("--dynamo-folder", type=Path, default=dynamo.default_folder(), help="for Dynamo's wheels")
+    replay.add_argument("--records", type=Path, help="append one JSON line per request to this file")
+    indexes.add_argument("--bursts", type=int, default=10)
+    for parser, requests in ((replay, 1200), (indexes, 400)):
+        parser.add_argument("--requests", type=int, default=requests, help="of a trace: about so many, of all its time")
+        parser.add_argument("--rate", type=float, default=16.0, help="requests per second")
+        parser.add_argument("--workers", type=int, default=4, help="of each role")
+        parser.add_argument("--prefill-tokens", type=int, default=80, help="that a worker computes in 20 ms")
+        parser.add_argument("--cache-blocks", type=int, default=1000, help="of 32 tokens, of each prefill worker")
+    replay.set_defaults(run=measure_replay)
+    indexes.set_defaults(run=measure_indexes)
 
 
 def measure_select(arguments: argparse.Namespace) -> None:

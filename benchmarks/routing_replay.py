@@ -1,4 +1,4 @@
-"""Replays a trace against mock workers behind each router. Part of `benchmarks.routing`.
+"""Replays a trace against mock workers behind each router, or two frontends. Part of `benchmarks.routing`.
 
 Prefix hits count against those of an oracle, see `routing_trace.oracle_hits`.
 """
@@ -6,12 +6,16 @@ Prefix hits count against those of an oracle, see `routing_trace.oracle_hits`.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import re
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Final
 
 import numpy as np
@@ -19,14 +23,16 @@ import orjson
 import uvloop
 
 from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.subprocesses import spawn
 
+from .chaos.scrape import fetch, total
 from .client import Client, Load
 from .plane import dynamo
 from .plane.ours import Ours
 from .plane.points import Engines
 from .plane.stack import MODEL, Stack
+from .routing_processes import REUSED_FILE
 from .routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
-from .routing_worker import REUSED_FILE
 from .stream import RequestRecord
 
 STEP_S: Final = 0.02
@@ -34,21 +40,27 @@ _DECODE_STEP_S = 0.01
 _DECODE_BLOCKS = 1 << 17
 _SALTED = 10  # prompts that are sent again with another salt each
 _SETTLE_S = 3.0  # for the frontends to see all workers
+_READY_S = 60.0  # longest start of the second frontend
+_AGREE_S = 60.0  # longest time until the frontends agree
+_STABLE_S = 1.5
+_POLL_S = 0.02
 _DYNAMO = "dynamo-"  # begins the modes of Dynamo's router
 
 
 class RoutedWorkers(Ours):
-    """This project with a router mode, and prefill workers that cache prompts."""
+    """This project with a router mode, and workers of these roles that cache prompts and publish KV events."""
 
-    def __init__(self, mode: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, mode: str, arguments: argparse.Namespace, roles: Sequence[str] = ("prefill",)) -> None:
         super().__init__(uses_mock=True)
+        self._roles = roles
         self.name = self._mode = mode
         self._prefill_tokens, self._blocks = arguments.prefill_tokens, arguments.cache_blocks
-        self._worker_module = f"{__package__}.routing_worker"
+        self._worker_module = f"{__package__}.routing_processes"
         self._folder = tempfile.TemporaryDirectory(prefix="replay-")
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
-        return {**super().env(etcd, nats), REUSED_FILE: str(self._reused)}
+        self.environment = {**super().env(etcd, nats), REUSED_FILE: str(self._reused)}
+        return self.environment
 
     @property
     def _reused(self) -> Path:
@@ -64,15 +76,16 @@ class RoutedWorkers(Ours):
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
         engine: dict[str, object] = {"kv_block_size": BLOCK_TOKENS}
-        flags: tuple[str, ...] = ()
+        flags = ("--publish-kv-events",) if role in self._roles else ()
+        engine["enable_prefix_caching"] = role in self._roles
         if role == "prefill":
             engine |= {"step_s": STEP_S, "prefill_tokens_per_step": self._prefill_tokens}
-            engine |= {"kv_cache_blocks": self._blocks, "enable_prefix_caching": True}
-            flags = ("--publish-kv-events",)
+            engine["kv_cache_blocks"] = self._blocks
         else:
             engine |= {"step_s": _DECODE_STEP_S, "kv_cache_blocks": _DECODE_BLOCKS}
-        *words, arguments = super().worker(role, pace_s)
-        return (*words, orjson.dumps(orjson.loads(arguments) | engine).decode(), *flags)
+        option, module, *words, arguments = super().worker(role, pace_s)
+        arguments = orjson.dumps(orjson.loads(arguments) | engine).decode()
+        return (option, module, "worker", *words, arguments, *flags)
 
 
 class RoutedDynamo(dynamo.Dynamo):
@@ -137,16 +150,7 @@ def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namesp
     recipe = (RoutedDynamo if mode.startswith(_DYNAMO) else RoutedWorkers)(mode, arguments)
     with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
         time.sleep(_SETTLE_S)
-        load = Load(
-            url=stack.url,
-            model=MODEL,
-            requests=len(trace),
-            seconds=3600.0,
-            prompts=tuple(each.prompt() for each in trace),
-            arrivals_s=tuple(each.at_s for each in trace),
-            osls=tuple(each.output_tokens for each in trace),
-        )
-        records = uvloop.run(_run(load, recipe))
+        records = uvloop.run(_run(_load(stack.url, trace), recipe))
     good = [each for each in records if each.is_ok]
     _print_row(mode, good, len(records) - len(good), trace, arguments)
     if arguments.records is not None:
@@ -155,6 +159,18 @@ def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namesp
                 row = {"mode": mode, "index": each.index, "error": each.error, "cached_tokens": each.cached_tokens}
                 row |= {"prompt_tokens": each.prompt_tokens, "ttft_s": (each.first_s or 0.0) - each.planned_s}
                 file.write(orjson.dumps(row | {"at_s": trace[each.index - 1].at_s}) + b"\n")
+
+
+def _load(url: str, trace: Sequence[TraceRequest]) -> Load:
+    return Load(
+        url=url,
+        model=MODEL,
+        requests=len(trace),
+        seconds=3600.0,
+        prompts=tuple(each.prompt() for each in trace),
+        arrivals_s=tuple(each.at_s - trace[0].at_s for each in trace),
+        osls=tuple(each.output_tokens for each in trace),
+    )
 
 
 async def _run(load: Load, recipe: RoutedWorkers | RoutedDynamo) -> list[RequestRecord]:
@@ -193,3 +209,58 @@ def _print_row(
         f"{100 * (sent - hits) / capacity:7.0f} {p50:12.0f} {p90:8.0f} {p99:8.0f} {1e3 * ttfts[-1]:7.0f}",
         flush=True,
     )
+
+
+def measure_indexes(arguments: argparse.Namespace) -> None:
+    """Print a row per burst of requests, which come through two frontends. The second one loses updates."""
+    trace = synthetic_trace(arguments.requests, arguments.rate)
+    recipe, port = RoutedWorkers("kv", arguments, ("prefill", "decode")), free_ports()
+    with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")} | recipe.environment
+        module = ("-m", f"{__package__}.routing_processes", "frontend")
+        second = spawn([recipe.python, *module, *recipe.frontend(port)[2:]], env=env, stdout=DEVNULL, stderr=DEVNULL)
+        urls = stack.url, f"http://127.0.0.1:{port}"
+        try:
+            _until_equal(urls, _READY_S)
+            print("burst  blocks known: first  second  updates lost  snapshots asked for  agree after ms", flush=True)
+            for number in range(arguments.bursts):
+                begin, end = (len(trace) * each // arguments.bursts for each in (number, number + 1))
+                halves = (trace[begin:end:2], trace[begin + 1 : end : 2])
+                loads = [_load(url, half) for url, half in zip(urls, halves, strict=True)]
+                uvloop.run(_run_all(loads))
+                agreed_s = _until_equal(urls, _AGREE_S)
+                blocks = [sum(_known_blocks(url).values()) for url in urls]
+                lost, asked = (total(urls[1], "kv_updates", f'outcome="{each}"') for each in ("gap", "resync"))
+                print(
+                    f"{number:5} {blocks[0]:20} {blocks[1]:7} {lost:13.0f} {asked:20.0f} {1e3 * agreed_s:15.0f}",
+                    flush=True,
+                )
+        finally:
+            second.terminate()
+            second.wait()
+
+
+async def _run_all(loads: Sequence[Load]) -> None:
+    await asyncio.gather(*(Client(load).run() for load in loads))
+
+
+def _known_blocks(url: str) -> dict[str, int]:
+    """Return the blocks that a frontend knows, by worker."""
+    try:
+        found = re.findall(r'known_prefix_blocks{worker="(\w+)"} (\S+)', fetch(f"{url}/metrics").decode())
+    except OSError:
+        return {}
+    return {worker: int(float(blocks)) for worker, blocks in found}
+
+
+def _until_equal(urls: Sequence[str], limit_s: float) -> float:
+    """Wait until frontends know equally many blocks of each worker, and for _STABLE_S more. Return how long it took."""
+    begun_s = unequal_s = time.monotonic()
+    while (now := time.monotonic()) - unequal_s < _STABLE_S:
+        first, second = map(_known_blocks, urls)
+        if first != second or not first:
+            unequal_s = now = time.monotonic()
+        if now - begun_s > limit_s:
+            raise SystemExit(f"after {limit_s:g} s the frontends know different blocks: {first}, {second}")
+        time.sleep(_POLL_S)
+    return unequal_s - begun_s

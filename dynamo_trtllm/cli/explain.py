@@ -6,15 +6,15 @@ and ended processes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dynamo_trtllm.cli import recording_exports
 from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
 from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
@@ -22,7 +22,7 @@ from dynamo_trtllm.config.load import command_errors, load, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.observability.recorder import RecordedEvent
+from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
 from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
 from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
@@ -61,9 +61,9 @@ def _run(config: ExplainConfig) -> int:
                 f"latest requests with '{PROG}'"
             )
     if config.perfetto is not None:
-        _write(config.perfetto, recording_exports.perfetto(requests))
+        _write(config.perfetto, perfetto(requests))
     if config.trace is not None:
-        _write(config.trace, recording_exports.mooncake(requests))
+        _write(config.trace, mooncake(requests))
     if config.perfetto is not None or config.trace is not None:
         return 0
     if config.stuck:
@@ -213,6 +213,99 @@ def _latest(requests: Sequence[RequestRecording]) -> str:
         titles = ", ".join(process.title for process in request.processes())
         rows.append((request.id, f"{ago_s:.1f} s ago", titles, outcome(request)))
     return format_table(rows)
+
+
+# --- formats of other tools: Chrome traces for Perfetto, and Mooncake's request traces --------------------
+
+_LOW = (1 << 32) - 1
+_ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
+
+
+def perfetto(requests: Sequence[RequestRecording]) -> Iterator[str]:
+    """Yield the parts of a Chrome trace (JSON): a track per process and request, a slice from event to event."""
+    yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
+    separator = ""
+    titles: set[int] = set()
+    for number, request in enumerate(requests, start=1):
+        for event in _trace_events(request, number, titles):
+            yield separator + json.dumps(event)
+            separator = ",\n"
+    yield "\n]}\n"
+
+
+def _trace_events(request: RequestRecording, number: int, titles: set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of a request. `titles`: processes whose title was yielded."""
+    for process in request.processes():
+        pid = process.header.pid
+        if pid not in titles:
+            titles.add(pid)
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process.title}}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": request.id}}
+        own = [step for step in request.steps if step.process is process]
+        own = [step for step in own if step.entry.event != RecordedEvent.PROMPT_HASHES]
+        for step, following in itertools.zip_longest(own, own[1:]):
+            yield _slice(step, following, pid, number)
+
+
+def _slice(step: Step, following: Step | None, pid: int, number: int) -> dict[str, Any]:
+    entry = step.entry
+    args = {"choice": entry.choice, "a": entry.a, "b": entry.b, "reason": entry.reason}
+    event = {"name": entry.name, "cat": step.process.kind, "pid": pid, "tid": number, "ts": entry.ns / 1e3}
+    if following is None:
+        return {"ph": "i", "s": "t", **event, "args": args}
+    return {"ph": "X", "dur": (following.entry.ns - entry.ns) / 1e3, **event, "args": args}
+
+
+def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
+    """Yield a line per prompt that was answered, in the order of arrival, as in Mooncake's traces.
+
+    The fields are `timestamp` in ms since the first request, `input_length` and `output_length` in tokens, and
+    `hash_ids`: equal numbers stand for equal blocks of 512 tokens after equal blocks. Blocks of a prompt beyond those
+    that were recorded count as unique.
+    """
+    block_ids: dict[tuple[int, int], int] = {}  # (id of the block before, hash) -> id
+    first_ns: int | None = None
+    for request in sorted(requests, key=lambda each: each.steps[0].entry.ns):
+        ends = {step.entry.choice: step.entry for end in _ENDS for step in request.steps if step.entry.event == end}
+        arrived_ns = request.steps[0].entry.ns
+        for step in request.steps:
+            prompt = step.entry
+            if prompt.event != RecordedEvent.TOKENIZED or prompt.choice not in ends:
+                continue
+            first_ns = arrived_ns if first_ns is None else first_ns
+            ids, last = list[int](), -1
+            for block_hash in itertools.islice(_hashes(request, prompt.choice), -(-prompt.a // BLOCK_TOKENS)):
+                last = block_ids.setdefault((last, block_hash), len(block_ids))
+                ids.append(last)
+            yield (
+                json.dumps(
+                    {
+                        "timestamp": (arrived_ns - first_ns) // 1_000_000,
+                        "input_length": prompt.a,
+                        "output_length": _num_tokens(request, prompt.choice, ends[prompt.choice]),
+                        "hash_ids": ids,
+                    }
+                )
+                + "\n"
+            )
+
+
+def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
+    """Yield the hashes of a prompt's blocks, and then numbers that are no hashes and unique."""
+    for step in request.steps:
+        if step.entry.choice == choice and step.entry.event in (RecordedEvent.TOKENIZED, RecordedEvent.PROMPT_HASHES):
+            entry = step.entry
+            pairs = (entry.c,) if entry.event == RecordedEvent.TOKENIZED else (entry.a, entry.b, entry.c)
+            yield from filter(None, (part for pair in pairs for part in (pair & _LOW, pair >> 32)))
+    for number in itertools.count(1):
+        yield -(request.key << 32 | choice << 20 | number)
+
+
+def _num_tokens(request: RequestRecording, choice: int, end: Entry) -> int:
+    if end.event == RecordedEvent.LAST_TOKEN:
+        return end.a
+    own = [step.entry for step in request.steps if step.entry.choice == choice]
+    return max((entry.a for entry in own if entry.event == RecordedEvent.PROGRESS), default=0)  # an error ended it
 
 
 # --- stuck requests ------------------------------------------------------------------------------------

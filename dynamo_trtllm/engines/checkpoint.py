@@ -78,10 +78,7 @@ def model_file(folder: Path) -> Path:
     Raises:
         ConfigError: the folder does not exist or contains neither.
     """
-    if not os.path.isdir(folder):
-        raise ConfigError(
-            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
-        )
+    _require_folder(folder)
     if (folder / CONFIG).is_file():
         return folder / CONFIG
     ggufs = list(folder.glob("*.gguf"))
@@ -91,6 +88,13 @@ def model_file(folder: Path) -> Path:
             field="model_path",
         )
     return ggufs[0]
+
+
+def _require_folder(folder: Path) -> None:
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
+        )
 
 
 def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
@@ -125,14 +129,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         ConfigError: names the file, and the field in it, that is missing or invalid.
     """
-    if not os.path.isdir(folder):
-        raise ConfigError(
-            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
-        )
+    _require_folder(folder)
     path = folder / CONFIG
     top = _read_json(path)
     text = top.get("text_config") if isinstance(top.get("text_config"), dict) else None
-    config = _Fields(path, {**top, **text} if text else top)
+    values = {**top, **text} if text else top
+    config = _Fields(path, values)
     model_type = config.text("model_type")
     heads = config.count("num_attention_heads")
     windows = _sliding_layers(config)
@@ -154,7 +156,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         quantization=_quantization(config),
         kv_quantization=_kv_quantization(folder),
         dtype=_dtype(config),
-        eos_token_ids=_eos(folder, config),
+        eos_token_ids=read_eos_token_ids(folder, values),
         tie_word_embeddings=bool(config.get("tie_word_embeddings")),
         attention_bias=bool(config.get("attention_bias")),
         index_bytes=_index_bytes(folder),
@@ -260,12 +262,19 @@ def _dtype(config: _Fields) -> str:
     return found
 
 
-def _eos(folder: Path, config: _Fields) -> tuple[int, ...]:
-    """Return the stop tokens of generation_config.json, which lists all of them, else those of config.json."""
-    path = folder / GENERATION_CONFIG
-    source = _Fields(path, _read_json(path)) if path.is_file() else config
-    if source.get("eos_token_id") is None:
-        source = config
+def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the stop tokens of generation_config.json, which lists all of them, else those of config.json.
+
+    Args:
+        folder: model folder.
+        config: the values of its config.json.
+
+    Raises:
+        ConfigError: names the file and the field that is invalid.
+    """
+    path, source = folder / GENERATION_CONFIG, _Fields(folder / CONFIG, config)
+    if path.is_file() and (generation := _Fields(path, _read_json(path))).get("eos_token_id") is not None:
+        source = generation
     found = source.get("eos_token_id")
     if found is None:
         return ()

@@ -145,8 +145,7 @@ class StartPanel:
         self.hidden: deque[tuple[str, str]] = deque(maxlen=_HIDDEN_LINES)
         self._terminal = terminal
         self._began = time.monotonic()
-        self._phases = dict.fromkeys(names, "waiting")
-        self._ready_after_s: dict[str, float] = {}
+        self._phases: dict[str, tuple[str, float | None]] = dict.fromkeys(names, ("waiting", None))
         self._live = Live(
             console=terminal,
             get_renderable=self._lines,
@@ -158,11 +157,7 @@ class StartPanel:
 
     def show(self, name: str, phase: str, ready_after_s: float | None = None) -> None:
         """Show the phase of a process. A ready one has the seconds that its start took."""
-        self._phases[name] = phase
-        if ready_after_s is None:
-            self._ready_after_s.pop(name, None)
-        else:
-            self._ready_after_s[name] = ready_after_s
+        self._phases[name] = phase, ready_after_s
 
     def write_above(self, line: str) -> None:
         """Write a line that stays."""
@@ -190,8 +185,7 @@ class StartPanel:
 
         now = time.monotonic() - self._began
         table = Table.grid(padding=(0, 1))
-        for name, phase in self._phases.items():
-            seconds = self._ready_after_s.get(name)
+        for name, (phase, seconds) in self._phases.items():
             mark = Text("…", style="yellow") if seconds is None else Text("✓", style="green")
             table.add_row(mark, name, f"{now if seconds is None else seconds:5.1f} s", Text(phase, overflow="ellipsis"))
         return table

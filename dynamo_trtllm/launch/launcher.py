@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
+from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console, next_line
-from dynamo_trtllm.launch.dependents import DependentRestart
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, ProcessSpec, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
@@ -31,6 +32,30 @@ from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_fol
 _FOLDER, _RECORD = "dynamo-launch-", "deployment.json"
 _LONGEST_LINE_BYTES = 1 << 20
 _LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
+
+
+class ProcessRecord(msgspec.Struct, kw_only=True):
+    """One frontend or worker of a launched deployment, as it runs now."""
+
+    name: str
+    role: str  # frontend, or the role of a worker
+    engine: str = ""
+    model: str = ""
+    host: str
+    port: int  # of /ready, /health and /metrics
+    pid: int
+    instance_id: str = ""  # of a worker that has been ready, hexadecimal
+
+
+class LaunchRecord(msgspec.Struct, kw_only=True):
+    """What a running launcher has started. `dynamo-trtllm status` reads it."""
+
+    pid: int
+    namespace: str
+    etcd: str = ""
+    nats: str = ""
+    processes: list[ProcessRecord] = msgspec.field(default_factory=list)
+    ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
 
 
 class ManagedProcess(Child):
@@ -43,8 +68,15 @@ class ManagedProcess(Child):
         process = spawn(argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
-        self.port = port
-        self.instance_id = ""  # of a worker that has been ready, hexadecimal
+        self.record = ProcessRecord(
+            name=spec.name,
+            role=str(spec.role or spec.name),
+            engine=spec.engine or "",
+            model=spec.model,
+            host=spec.host,
+            port=port,
+            pid=self.pid,
+        )
         self.stop_rank = 1 if spec.is_frontend else 0  # workers drain while the frontend still streams their output
         self._on_line = on_line
         self._lines = asyncio.create_task(self._pump(), name=f"lines of {spec.name}")
@@ -81,30 +113,6 @@ class DeploymentStatus:
     names: dict[str, str] = field(default_factory=dict)  # instance id (hexadecimal) -> process name
 
 
-class ProcessRecord(msgspec.Struct, kw_only=True):
-    """One frontend or worker of a launched deployment, as it runs now."""
-
-    name: str
-    role: str  # frontend, or the role of a worker
-    engine: str = ""
-    model: str = ""
-    host: str
-    port: int  # of /ready, /health and /metrics
-    pid: int
-    instance_id: str = ""  # of a worker that has been ready, hexadecimal
-
-
-class LaunchRecord(msgspec.Struct, kw_only=True):
-    """What a running launcher has started. `dynamo-trtllm status` reads it."""
-
-    pid: int
-    namespace: str
-    etcd: str = ""
-    nats: str = ""
-    processes: list[ProcessRecord] = msgspec.field(default_factory=list)
-    ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
-
-
 def launch_records() -> list[LaunchRecord]:
     """Return the records of this user's launchers that run on this machine, oldest first."""
     records = []
@@ -115,6 +123,104 @@ def launch_records() -> list[LaunchRecord]:
                 os.kill(record.pid, 0)
                 records.append(record)
     return sorted(records, key=lambda record: record.pid)
+
+
+# Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they exit:
+# https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded staging region, which leaves enough
+# memory for a successor. It is not known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
+KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
+
+
+def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
+    """Return the names of the processes that may keep GPU memory of `dead` mapped after its exit."""
+    if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
+        return []
+    return [
+        spec.name
+        for spec in specs
+        if spec.role is Role.DECODE and (spec.engine, spec.model) == (dead.engine, dead.model) and _may_be_mapped(spec)
+    ]
+
+
+def _may_be_mapped(spec: ProcessSpec) -> bool:
+    return spec.engine in KEEP_MAPPED and bool(spec.env.get(VISIBLE))
+
+
+def next_to_drain(holding: Sequence[str], *, has_ready_replica: bool, are_dependents_ready: bool) -> Sequence[str]:
+    """Return which dependents to drain now.
+
+    If replicas of the dead worker are ready, dependents drain one after the other. Otherwise all drain at once, because
+    no new request can run anyway.
+
+    Args:
+        holding: Dependents that still hold memory.
+        has_ready_replica: A replica of the dead worker is ready.
+        are_dependents_ready: All dependents are ready.
+    """
+    if not has_ready_replica:
+        return holding
+    return holding[:1] if are_dependents_ready else ()
+
+
+class DependentRestart:
+    """Restarts the dependents of dead workers.
+
+    Args:
+        specs: All processes of the deployment.
+        processes: Current or last run of each process by name; the supervisor updates it.
+        say: Writes a line to the launcher's output.
+    """
+
+    def __init__(
+        self, specs: Sequence[ProcessSpec], processes: Mapping[str, Child], say: Callable[[str], None]
+    ) -> None:
+        self._specs = specs
+        self._processes = processes
+        self._say = say
+        self._changed = asyncio.Event()
+
+    def notify_changed(self) -> None:
+        """Report that a process has become ready or has exited."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def restart_dependents(self, dead: ProcessSpec) -> None:
+        """Stop the processes that may hold memory of `dead`, and return when they have exited.
+
+        Their supervisors start them again. A process that is not ready yet has read no KV and keeps running.
+        """
+        dependents = dependents_of(dead, self._specs)
+        holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
+        if not holding:
+            return
+        names = ", ".join(holding)
+        self._say(
+            f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
+            "(restart.decode_workers: false disables this)"
+        )
+        replicas = [
+            spec.name
+            for spec in self._specs
+            if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
+        ]
+        while remaining := [name for name, process in holding.items() if not process.has_ended]:
+            changed = self._changed  # taken before the check, so that no later change is missed
+            ready = {name for name in self._living_and_ready() if not self._processes[name].is_terminating}
+            now = next_to_drain(
+                remaining,
+                has_ready_replica=not ready.isdisjoint(replicas),
+                are_dependents_ready=ready.issuperset(dependents),
+            )
+            for name in now:
+                holding[name].terminate()  # before any await, so that no other caller counts it as ready
+            if now:
+                await asyncio.gather(*(holding[name].stop() for name in now))
+            else:
+                await changed.wait()
+        self._say(f"{names} stopped; GPU memory of {dead.name} is free")
+
+    def _living_and_ready(self) -> set[str]:
+        return {name for name, process in self._processes.items() if process.is_ready and not process.has_ended}
 
 
 OnReady = Callable[[DeploymentStatus], Awaitable[bool]]
@@ -213,18 +319,18 @@ class Launcher:
         self._dependents.notify_changed()
         # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
         # says nothing about the configuration, so the process is restarted.
-        lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
+        lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.record.port)
         process.is_status_2_final = not lost_port
 
     def _write_record(self) -> None:
         """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
-        running = {process.instance_id for process in self._processes.values()}
+        running = {process.record.instance_id for process in self._processes.values()}
         record = LaunchRecord(
             pid=os.getpid(),
             namespace=self._deployment.namespace,
             etcd=self._environ[ADDRESS_VARIABLES["etcd"]],
             nats=self._environ[ADDRESS_VARIABLES["nats"]],
-            processes=[_process_record(process) for process in self._processes.values()],
+            processes=[process.record for process in self._processes.values()],
             ended_instances=[each for each in self.deployment_status.names if each not in running],
         )
         assert self._record_path is not None
@@ -248,7 +354,7 @@ class Launcher:
         """Return the configured port, or a free port that no process of this launcher uses."""
         if spec.port:
             return spec.port
-        given = {process.port for process in self._processes.values()}
+        given = {process.record.port for process in self._processes.values()}
         while (port := free_ports(host=spec.host)) in given:
             pass
         return port
@@ -257,16 +363,16 @@ class Launcher:
         spec, limit_s = process.spec, self._deployment.ready_timeout_s
         try:
             on_wait = partial(self._console.report_phase, spec.name)
-            answer = await until(partial(ready, spec.host, process.port), limit_s, on_wait)
+            answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
         process.is_ready = True
         self._dependents.notify_changed()
         if spec.is_frontend:
-            self.deployment_status.frontend = reachable(f"{spec.host}:{process.port}")
+            self.deployment_status.frontend = reachable(f"{spec.host}:{process.record.port}")
             self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")
         else:
-            process.instance_id = answer.instance_id
+            process.record.instance_id = answer.instance_id
             self.deployment_status.names[answer.instance_id] = spec.name
             self._write_record()
             self._report_ready(spec.name, began, f"as instance {answer.instance_id}")
@@ -276,20 +382,6 @@ class Launcher:
 
     def _report_ready(self, name: str, began: float, where: str) -> None:
         self._console.report_ready(name, time.monotonic() - began, where)
-
-
-def _process_record(process: ManagedProcess) -> ProcessRecord:
-    spec = process.spec
-    return ProcessRecord(
-        name=spec.name,
-        role=str(spec.role or spec.name),
-        engine=spec.engine or "",
-        model=spec.model,
-        host=spec.host,
-        port=process.port,
-        pid=process.pid,
-        instance_id=process.instance_id,
-    )
 
 
 def _check_port(spec: ProcessSpec) -> None:

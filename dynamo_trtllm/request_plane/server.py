@@ -68,16 +68,8 @@ class ServerStream:
     caller: _Caller
     number: int
     num_sent: int = 0  # frames
-    deadline: asyncio.TimerHandle | None = None
-    handle: StreamHandle | None = None
-
-    @property
-    def holds_kv(self) -> bool:
-        return self.handle is not None and self.handle.holds_kv
-
-    def cancel(self) -> None:
-        if self.handle is not None:
-            self.handle.cancel()
+    deadline: asyncio.TimerHandle = field(init=False)
+    handle: StreamHandle = field(init=False)
 
 
 class EndpointServer:
@@ -259,7 +251,8 @@ class EndpointServer:
             stream.handle = self._service.generate(request, partial(self._on_event, stream))
         except Exception:
             log.exception("request %s failed", request.request_id)
-            self._end(stream, errors.InternalError("the request failed in the worker; see its log"))
+            self._send_error(stream, errors.InternalError("the request failed in the worker; see its log"))
+            self._remove(stream)
 
     def _on_event(self, stream: ServerStream, event: StreamEvent) -> None:
         if not isinstance(event, Chunk):
@@ -268,7 +261,7 @@ class EndpointServer:
         self._send(stream, Frame(stream.number, stream.num_sent, event))
         if event.finish_reason is None:
             return
-        if stream.holds_kv:  # its caller is watched until the KV is fetched
+        if stream.handle.holds_kv:  # its caller is watched until the KV is fetched
             stream.caller.held[stream.number] = stream
         self._remove(stream)
 
@@ -277,17 +270,16 @@ class EndpointServer:
 
     def _end(self, stream: ServerStream, error: DynamoError) -> None:
         """End a stream with an error for its caller."""
-        self._send(stream, Frame(stream.number, stream.num_sent, failure=ErrorPayload.of(error)))
+        self._send_error(stream, error)
         self._close(stream)
 
     def _close(self, stream: ServerStream) -> None:
         """Remove a running stream, and cancel it if it has not ended."""
         self._remove(stream)
-        stream.cancel()
+        stream.handle.cancel()
 
     def _remove(self, stream: ServerStream) -> None:
-        if stream.deadline is not None:
-            stream.deadline.cancel()
+        stream.deadline.cancel()
         del stream.caller.running[stream.number]
         self._forget_idle(stream.caller)
         if not self.running:
@@ -338,7 +330,7 @@ class EndpointServer:
 
     def _forget_fetched(self, caller: _Caller) -> None:
         """Remove a caller's ended streams that hold no KV any more."""
-        caller.held = {number: stream for number, stream in caller.held.items() if stream.holds_kv}
+        caller.held = {number: stream for number, stream in caller.held.items() if stream.handle.holds_kv}
         self._forget_idle(caller)
 
     def _abort_held(self, caller: _Caller, number: int) -> None:
@@ -346,9 +338,12 @@ class EndpointServer:
         stream = caller.held.pop(number, None)
         if stream is not None:
             self._forget_idle(caller)
-            stream.cancel()
+            stream.handle.cancel()
 
     # --- what leaves -----------------------------------------------------------------------------------
+
+    def _send_error(self, stream: ServerStream, error: DynamoError) -> None:
+        self._send(stream, Frame(stream.number, stream.num_sent, failure=ErrorPayload.of(error)))
 
     def _send(self, stream: ServerStream, frame: Frame) -> None:
         stream.num_sent += 1
@@ -379,7 +374,10 @@ class EndpointServer:
         elif self._load is not None:
             self._load_reported[inbox] = False
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
-            return self._load()
+            try:
+                return self._load()
+            except Exception:  # the frames go without it
+                log.exception("the load of this worker can't be read")
         return None
 
     def _load_time_over(self, inbox: str) -> None:

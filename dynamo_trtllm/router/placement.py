@@ -146,6 +146,11 @@ class Placement:
                 best = CostSelection(None, ranked[0][2], None, costs_of_one, prompt, overlap_tokens)
         return best
 
+    def select_decode(self, decodes: tuple[Instance, ...], request: GenerateRequest, now: float) -> Instance | None:
+        """Return the decode instance of the least cost to fetch KV that is there. None: there is no instance."""
+        ranked = self._ranked(decodes, request, None, now)
+        return ranked[0][2] if ranked else None
+
     def _ranked(
         self, instances: tuple[Instance, ...], request: GenerateRequest, overlaps: PrefixOverlaps | None, now: float
     ) -> list[Candidate]:

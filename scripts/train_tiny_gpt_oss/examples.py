@@ -90,7 +90,7 @@ class Classroom:
     def example(self, lesson: Lesson, rng: np.random.Generator) -> Example:
         self._today = lesson.today
         prompt = np.array(self._renderer.render(lesson.conversation), dtype=np.int32)
-        output = vocabulary.load_harmony().encode(lesson.output, allowed_special="all")
+        output = vocabulary.load_tokenizer().harmony.encode(lesson.output, allowed_special="all")
         ids = np.concatenate([prompt, np.array(output, dtype=np.int32)])
         noisy = np.zeros(len(ids), dtype=bool)
         first, last = _last_user_text(prompt)
@@ -105,7 +105,7 @@ class Classroom:
 
 
 def _last_user_text(prompt: np.ndarray) -> tuple[int, int]:
-    user = vocabulary.load_harmony().encode("user")[0]
+    user = vocabulary.load_tokenizer().harmony.encode("user")[0]
     heads = np.flatnonzero((prompt[:-2] == _START) & (prompt[1:-1] == user) & (prompt[2:] == _MESSAGE))
     first = int(heads[-1]) + 3
     return first, first + int(np.flatnonzero(prompt[first:] == _END)[0])

@@ -80,6 +80,21 @@ async def test_load_when_a_worker_streams_or_broadcasts_then_watching_callers_ge
     await unsubscribe()
 
 
+async def test_load_when_it_cannot_be_read_then_streams_go_on_without_it(
+    bench: PlanePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> LoadReport:
+        raise RuntimeError("planted")
+
+    got: list[LoadReport] = []
+    await bench.worker.serve(SUBJECT, ScriptedService(count_up), load)
+    unsubscribe = await bench.caller.watch_loads("ns", got.append)
+    assert len(await collect(bench.caller, make_request(max_tokens=50))) == 50
+    assert not got
+    assert "load" in caplog.text
+    await unsubscribe()
+
+
 async def test_generate_when_request_is_large_then_it_arrives_whole(bench: PlanePair) -> None:
     seen: list[GenerateRequest] = []
 

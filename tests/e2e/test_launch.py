@@ -330,8 +330,8 @@ def test_launch_when_a_deployment_is_started_twice_with_two_ports_then_both_answ
 
 # As if mock workers read KV over CUDA IPC: the launcher's own table, with one engine more.
 MOCK_KEEPS_MAPPED = """
-from dynamo_trtllm.launch import dependents
-dependents.KEEP_MAPPED |= {"mock"}
+from dynamo_trtllm.launch import launcher
+launcher.KEEP_MAPPED |= {"mock"}
 from dynamo_trtllm.launch.main import main
 main()
 """

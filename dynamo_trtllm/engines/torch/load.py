@@ -6,7 +6,6 @@ A folder whose only weights are a GGUF file is converted once into the user's ca
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shutil
 import struct
@@ -19,12 +18,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_gguf_pytorch_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
 from dynamo_trtllm.config.load import process_environment
-from dynamo_trtllm.engines.checkpoint import TOKENIZER, model_file, renderer_of, served_files
+from dynamo_trtllm.engines.checkpoint import TOKENIZER, model_file, read_eos_token_ids, renderer_of, served_files
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import NAME, most_bytes, paged_attention
@@ -104,13 +103,14 @@ def _dummy_weights(config: Any, _folder: Path, device: torch.device, dtype: torc
 
 def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, dtype: str) -> LoadedModel:
     text = config.get_text_config()
+    eos_token_ids = read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id})
     return LoadedModel(
         module=module,
         device=device,
         dtype=dtype,
         context_length=text.max_position_embeddings,
         vocab_size=text.vocab_size,
-        eos_token_ids=tuple(each for each in _eos(folder, text) if 0 <= each < text.vocab_size),
+        eos_token_ids=tuple(each for each in eos_token_ids if 0 <= each < text.vocab_size),
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         windows=_windows(text),
@@ -238,20 +238,6 @@ def _windows(text: Any) -> tuple[int | None, ...]:
     """
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _eos(folder: Path, text: Any) -> tuple[int, ...]:
-    token_ids: int | list[int] | None = None
-    if (folder / "generation_config.json").is_file():
-        try:
-            token_ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        except (OSError, ValueError, json.JSONDecodeError) as exc:
-            raise ConfigError(f"{folder}/generation_config.json: {exc}", field="model_path") from exc
-    if token_ids is None:
-        token_ids = text.eos_token_id
-    if token_ids is None:
-        return ()
-    return (token_ids,) if isinstance(token_ids, int) else tuple(token_ids)
 
 
 _CPU_KV_BYTES = 512 << 20

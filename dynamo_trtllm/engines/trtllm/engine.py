@@ -20,7 +20,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
-from dynamo_trtllm.engines.external.request_checks import end_ids
+from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
@@ -29,7 +29,6 @@ from dynamo_trtllm.engines.trtllm.kv_events import KvEventPoller
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -167,7 +166,7 @@ class TrtllmEngine(ExternalEngine):
             bindings,
             self._llm,
             model_limits,
-            ContextParams(self._instance_id, bindings.disagg_fields),
+            instance_id=self._instance_id,
             ticket_ttl_s=self.ticket_ttl_s,
             kv_timeout_s=settings.kv_timeout_s(facts),
             runtime=facts.set_runtime,

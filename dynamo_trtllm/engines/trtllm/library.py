@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import re
@@ -21,7 +22,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     build_request,
     reported_phases,
 )
-from dynamo_trtllm.engines.trtllm.transfers import ContextParams, EndpointProbe, pack, transferred_fields, unpack
+from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, transferred_fields, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, token_ids
 
@@ -88,8 +89,8 @@ class TrtllmLibrary:
         bindings: TrtllmBindings,
         llm: Any,
         model_limits: TrtllmModelLimits,
-        context_params: ContextParams,
         *,
+        instance_id: int,
         ticket_ttl_s: float,
         kv_timeout_s: float = math.inf,
         num_kv_ranks: int = 1,
@@ -101,7 +102,7 @@ class TrtllmLibrary:
             bindings: TensorRT-LLM's classes.
             llm: the LLM.
             model_limits: limits that apply to every request.
-            context_params: arguments of context-only calls.
+            instance_id: id of the worker.
             ticket_ttl_s: seconds until a KV transfer expires. The executor may stand still twice as long, because
                 all KV blocks may belong to transfers.
             kv_timeout_s: seconds after which TensorRT-LLM frees KV that was not fetched; infinity: it never does.
@@ -113,7 +114,8 @@ class TrtllmLibrary:
         self.bindings = bindings
         self.llm = llm
         self.model_limits = model_limits
-        self._context_params = context_params
+        self._instance_id = instance_id
+        self._numbers = itertools.count(1)
         self.last_result_at = time.monotonic()
         self._stats_poller = StatsPoller(llm.get_stats, num_kv_ranks)
         self._stall_s = max(_STALL_S, 2 * ticket_ttl_s)
@@ -128,7 +130,7 @@ class TrtllmLibrary:
         converted = build_request(request, self.model_limits)
         disagg: dict[str, Any] | None = None
         if converted.exports_kv:
-            disagg = self._context_params.make()
+            disagg = context_params(self._instance_id, next(self._numbers), known=self.bindings.disagg_fields)
         elif kv_params is not None:
             if converted.max_tokens <= len(kv_params.first_token_ids):
                 raise RequestRejected(

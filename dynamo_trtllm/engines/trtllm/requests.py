@@ -12,8 +12,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
-from dynamo_trtllm.engines.external.library import EngineOutput, token_logprob
-from dynamo_trtllm.engines.external.request_checks import guided_params, is_plain
+from dynamo_trtllm.engines.external.library import EngineOutput, guided_params, is_plain, token_logprob
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, TokenLogprob
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -130,26 +129,19 @@ _COUNTER_BITS = 20
 _GLOBAL = 1 << 62  # distinguishes these ids from the executor's own counter
 
 
-class ContextParams:
-    """Makes the arguments of DisaggregatedParams for the context-only calls of one worker.
+def context_params(prefill_instance_id: int, number: int, *, known: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of DisaggregatedParams of a context-only call.
 
     Args:
         prefill_instance_id: id of the worker.
+        number: of the call; it counts from 1.
         known: fields that DisaggregatedParams has in the installed release.
     """
-
-    def __init__(self, prefill_instance_id: int, known: Iterable[str]) -> None:
-        self._instance_id = prefill_instance_id
-        self._has_ids = "disagg_request_id" in known
-        self._requests = itertools.count(1)
-
-    def make(self) -> dict[str, Any]:
-        """Return the arguments of one call."""
-        params: dict[str, Any] = {"request_type": "context_only"}
-        if self._has_ids:  # unique in the cluster: 42 bits of the random instance id and a counter
-            count = next(self._requests) & ((1 << _COUNTER_BITS) - 1)
-            params["disagg_request_id"] = _GLOBAL | (self._instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
-        return params
+    params: dict[str, Any] = {"request_type": "context_only"}
+    if "disagg_request_id" in known:  # unique in the cluster: 42 bits of the random instance id and a counter
+        count = number & ((1 << _COUNTER_BITS) - 1)
+        params["disagg_request_id"] = _GLOBAL | (prefill_instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
+    return params
 
 
 _PROBE_TIMEOUT_S = 2.0

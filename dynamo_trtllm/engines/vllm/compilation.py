@@ -10,9 +10,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,34 +266,27 @@ def loosen_kernels() -> None:
             )
 
 
-class Compilations:
-    """Counts the kernels that Triton compiles or loads from its cache, in place of vLLM's monitor, which logs each."""
-
-    def __init__(self) -> None:
-        """Count from now on."""
-        self.count = 0
-        self._runtime = importlib.import_module("triton").knobs.runtime
-        self._before = self._runtime.jit_post_compile_hook
-        self._runtime.jit_post_compile_hook = self._on_compiled
-
-    def _on_compiled(self, **_: Any) -> None:
-        self.count += 1
-
-    def stop(self) -> int:
-        """Restore the monitor. Return the count."""
-        self._runtime.jit_post_compile_hook = self._before
-        return self.count
-
-
-_counting: list[Compilations] = []  # at most one
+_counting: list[Callable[[], int]] = []  # at most one: ends the counting, and returns the count
 
 
 def start_counting() -> None:
-    """Count compilations from now on, if there is Triton."""
-    if importlib.util.find_spec("triton") is not None:
-        _counting.append(Compilations())
+    """Count the kernels that Triton compiles or loads from its cache, in place of vLLM's monitor, which logs each.
+
+    Without Triton, nothing is counted.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    runtime = importlib.import_module("triton").knobs.runtime
+    monitor, compiled = runtime.jit_post_compile_hook, itertools.count()
+    runtime.jit_post_compile_hook = lambda **_: next(compiled)
+
+    def stop() -> int:
+        runtime.jit_post_compile_hook = monitor
+        return next(compiled)
+
+    _counting.append(stop)
 
 
 def stop_counting() -> int:
     """End counting. Return the count, 0 if nothing was counted."""
-    return sum(_counting.pop().stop() for _ in range(len(_counting)))
+    return _counting.pop()() if _counting else 0

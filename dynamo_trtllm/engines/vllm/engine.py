@@ -20,8 +20,7 @@ from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts
-from dynamo_trtllm.engines.external.request_checks import end_ids
+from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, transfers
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_zmq, step_of

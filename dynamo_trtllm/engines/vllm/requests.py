@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
-from dynamo_trtllm.engines.external.request_checks import guided_params
+from dynamo_trtllm.engines.external.library import guided_params
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 

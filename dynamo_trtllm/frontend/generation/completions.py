@@ -9,7 +9,7 @@ import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias
+from typing import Any, Generic, TypeAlias
 
 import orjson
 
@@ -38,16 +38,8 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-class _Choice(Protocol):
-    """One choice of a streamed response."""
-
-    def start(self) -> bytes: ...
-
-    def delta(self, delta: ChoiceDelta) -> bytes: ...
-
-
 class CompletionSseEncoder:
-    """An encoder of the events of chat and text completions."""
+    """An encoder of the events of chat and text completions. Pure: it returns bytes and sends nothing."""
 
     def __init__(
         self, kind: str, choice: Callable[..., _Choice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
@@ -60,17 +52,21 @@ class CompletionSseEncoder:
         self._choices = choices
 
     def start(self) -> bytes:
+        """Return the events before the first delta. Called once, right before it."""
         return b"".join(choice.start() for choice in self._choices)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
+        """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
         return self._choices[delta.index].delta(delta)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
+        """Return the last events of the stream: totals if the client asked for them, and the end mark."""
         if not self._include_usage and not extras:
             return DONE
         return event(_complete(self._base, [], usage, extras)) + DONE
 
     def error(self, error: DynamoError) -> bytes:
+        """Return the events that end a stream with an error after its headers were sent."""
         return event(to_response(error).body) + DONE
 
     def _wrap(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +144,7 @@ class CompletionAggregator:
         self._outputs[delta.index].push(delta)
 
     def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
+        """Return the response body. Called once, after each choice's delta with `finish`."""
         choices = [
             {"index": index, **self._choice(output, self._renderer), "finish_reason": output.finish}
             for index, output in enumerate(self._outputs)
@@ -302,6 +299,9 @@ class _TextChoice:
 
     def _chunk(self, text: str, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
         return self._wrap({"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more)
+
+
+_Choice: TypeAlias = _ChatChoice | _TextChoice | _CountedChoice
 
 
 def _chat_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:

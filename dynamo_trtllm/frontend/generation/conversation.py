@@ -35,6 +35,9 @@ def chat_conversation(body: ChatRequest) -> Conversation:
 
 def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOptions:
     formats = body.output_formats()
+    names = format_names(formats)
+    if body.reasoning_effort is None and _EFFORT in body.template_args:
+        names[_EFFORT] = body.template_arg_path(_EFFORT)
     return GenerationOptions(
         sampling=msgspec.structs.replace(
             sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
@@ -52,16 +55,8 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         skip_special_tokens=body.skip_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         effort_given=body.reasoning_effort is not None,
-        names=_names(body, formats),
+        names=names,
     )
-
-
-def _names(body: ChatRequest, formats: Iterable[str]) -> dict[str, str]:
-    """Return the client's paths of the output format and of the reasoning effort, by internal name."""
-    names = format_names(formats)
-    if body.reasoning_effort is None and _EFFORT in body.template_args:
-        names[_EFFORT] = body.template_arg_path(_EFFORT)
-    return names
 
 
 def format_names(formats: Iterable[str]) -> dict[str, str]:

@@ -136,26 +136,15 @@ class GenerationFlow:
         """
         if self.state is State.ENDED:
             return ()
-        if isinstance(event, Chunk):
-            return self._on_chunk(event)
-        if isinstance(event, DynamoError):
-            return self._on_error(event)
-        if isinstance(event, WorkerSelection):
-            return self._begin_attempt(event)
-        if isinstance(event, Instance):
-            return self._change_decode(event)
-        return self._on_signal(event)
-
-    def passes(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is only passed on to the client, as nearly all are. If so, `on` need not be called."""
-        attempt = self._attempt
-        if attempt is None or not attempt.has_begun or chunk.finish_reason is not None or chunk.stats is not None:
-            return False
-        self._sent_ids.extend(chunk.token_ids)
-        return True
-
-    def _on_signal(self, signal: Signal) -> Sequence[Action]:
-        match signal:
+        match event:
+            case Chunk():
+                return self._on_chunk(event)
+            case DynamoError():
+                return self._on_error(event)
+            case WorkerSelection():
+                return self._begin_attempt(event)
+            case Instance():
+                return self._change_decode(event)
             case Signal.START if self._fixed_selection is not None:
                 return self._begin_attempt(self._fixed_selection)
             case Signal.START | Signal.WORKERS_CHANGED:
@@ -171,6 +160,14 @@ class GenerationFlow:
                 return self._attempt_failed(self._attempt.error)
             case Signal.CANCEL:
                 return (*self._free(), *self._end())
+
+    def passes(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is only passed on to the client, as nearly all are. If so, `on` need not be called."""
+        attempt = self._attempt
+        if attempt is None or not attempt.has_begun or chunk.finish_reason is not None or chunk.stats is not None:
+            return False
+        self._sent_ids.extend(chunk.token_ids)
+        return True
 
     # --- selection -------------------------------------------------------------------------------------
 

@@ -141,10 +141,10 @@ class Pipeline:
         model, tried = prefill.card.name, tried | incapable(self.view.model(prefill.card.name), request)
         view = self.view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried)
         candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
-        begin = self.new_round_robin_index(model) % max(1, len(candidates))
-        return next(
-            (d for d in candidates[begin:] + candidates[:begin] if not self.breakers.is_open((prefill.id, d.id))), None
-        )
+        decodes = tuple(each for each in candidates if not self.breakers.is_open((prefill.id, each.id)))
+        if self.placement is not None:
+            return self.placement.select_decode(decodes, request, time.monotonic())
+        return decodes[self.new_round_robin_index(model) % len(decodes)] if decodes else None
 
     def update_breakers(self) -> None:
         """Update which pairs get no requests. Called before a pair is selected or probed."""

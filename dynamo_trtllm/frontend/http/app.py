@@ -262,6 +262,7 @@ class FrontendApp(NamedTuple):
 
     router: Router
     running: InFlight
+    traces: TraceExporter | None  # sends nothing before its `run`
     close_responses: Callable[[], Awaitable[None]]
 
 
@@ -272,25 +273,16 @@ def build_app(
     metrics: FrontendMetrics,
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
-    traces: TraceExporter | None = None,
 ) -> FrontendApp:
     """Build the app of a frontend. It neither starts nor closes its arguments.
 
     Args:
         store: storage for `/v1/responses`; None: the memory of this process.
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
-        traces: takes the traces of requests.
     """
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     budget = BodyBudget(config.max_total_body_bytes)
-    by_worker: dict[str, Callable[[], dict[int, int]]] = {}
-    if pipeline.placement is not None:
-        by_worker["placed_requests"] = pipeline.placement.loads.requests
-        if pipeline.placement.prefixes is not None:
-            by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks
-    metrics.watch(
-        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, **by_worker
-    )
+    _watch(metrics, limiter, budget, pipeline)
     app_state = AppState(
         config=config,
         models=models,
@@ -299,7 +291,7 @@ def build_app(
         limiter=limiter,
         body_budget=budget,
         running=InFlight(),
-        traces=traces,
+        traces=_trace_exporter(config),
     )
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
@@ -330,4 +322,22 @@ def build_app(
         Route("GET", "/docs", docs),
     ]
     router = Router(routes, "; see /docs for the API", config.allowed_origins)
-    return FrontendApp(router, app_state.running, response_store.aclose)
+    return FrontendApp(router, app_state.running, app_state.traces, response_store.aclose)
+
+
+def _watch(metrics: FrontendMetrics, limiter: ConcurrencyLimiter, budget: BodyBudget, pipeline: Pipeline) -> None:
+    """Let the metrics read the values of their gauges."""
+    by_worker: dict[str, Callable[[], dict[int, int]]] = {}
+    if pipeline.placement is not None:
+        by_worker["placed_requests"] = pipeline.placement.loads.requests
+        if pipeline.placement.prefixes is not None:
+            by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks
+    metrics.watch(
+        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, **by_worker
+    )
+
+
+def _trace_exporter(config: FrontendConfig) -> TraceExporter | None:
+    if config.otlp_endpoint is None:
+        return None
+    return TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)

@@ -8,15 +8,16 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeAlias
 
-from dynamo_trtllm.api.nvext import Extras
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage, pick_best_of
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
+from dynamo_trtllm.frontend.generation.completions import CompletionAggregator, CompletionSseEncoder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
+from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
@@ -36,34 +37,8 @@ _SAMPLED = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
-class SseEncoder(Protocol):
-    """An encoder of one streamed response as server-sent events. Pure: it returns bytes and sends nothing."""
-
-    def start(self) -> bytes:
-        """Return the events before the first delta. Called once, right before it."""
-        ...
-
-    def delta(self, delta: ChoiceDelta) -> bytes:
-        """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
-        ...
-
-    def finish(self, usage: Usage, extras: Extras) -> bytes:
-        """Return the last events of the stream: totals if the client asked for them, and the end mark."""
-        ...
-
-    def error(self, error: DynamoError) -> bytes:
-        """Return the events that end a stream with an error after its headers were sent."""
-        ...
-
-
-class Aggregator(Protocol):
-    """A builder of one complete response from deltas."""
-
-    def push(self, delta: ChoiceDelta) -> object: ...
-
-    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
-        """Return the response body. Called once, after each choice's delta with `finish`."""
-        ...
+SseEncoder: TypeAlias = CompletionSseEncoder | ResponseBuilder
+Aggregator: TypeAlias = CompletionAggregator | ResponseBuilder
 
 
 class ApiAdapter(Protocol[B]):

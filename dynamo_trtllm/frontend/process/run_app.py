@@ -27,7 +27,6 @@ from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -63,7 +62,7 @@ async def run_app(
         Unreachable: etcd or NATS cannot be reached, or NATS has no JetStream and the response store needs it.
     """
     async with AsyncExitStack() as stack:
-        tasks = BackgroundTasks()
+        view, breakers, metrics, tasks = ClusterView(), PairBreakers(), FrontendMetrics(), BackgroundTasks()
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
@@ -74,7 +73,6 @@ async def run_app(
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)
-        view, breakers, metrics = ClusterView(), PairBreakers(), FrontendMetrics()
         if process is not None:
             process.share(metrics)
         has_probes = config.canary_interval_s > 0
@@ -90,18 +88,14 @@ async def run_app(
         def not_ready() -> str | None:
             return tasks.reason or (None if process is None else process.not_ready_reason())
 
-        traces = None
-        if config.otlp_endpoint is not None:
-            traces = TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)
-        app = build_app(config, models, pipeline, metrics, store, not_ready, traces)
+        app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
         work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
-        if traces is not None:
-            work["traces"] = traces.run()
+        work |= {} if app.traces is None else {"traces": app.traces.run()}
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await first_of(_wait_for_models(models), tasks.until_failed())

@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import pytest
 
-from dynamo_trtllm.cli.explain import StuckReport, timeline
-from dynamo_trtllm.cli.recording_exports import mooncake, perfetto
+from dynamo_trtllm.cli.explain import StuckReport, mooncake, perfetto, timeline
 from dynamo_trtllm.cli.stuck import silent_processes
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id

@@ -30,7 +30,6 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics, Span
-from dynamo_trtllm.observability.traces import TraceExporter
 from dynamo_trtllm.streams import OnChunk
 from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Delta, ServedModel, ToolCallDelta
 from tests.streaming import PlayedPipeline
@@ -234,7 +233,6 @@ class FakeFrontend:
     catalog: Catalog = field(default_factory=Catalog)
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
     not_ready_reason: str | None = None  # why /ready does not return 200
-    traces: TraceExporter | None = None
 
     def __post_init__(self) -> None:
         self.built = build_app(
@@ -243,7 +241,6 @@ class FakeFrontend:
             self.pipeline,
             self.metrics,
             not_ready_reason=lambda: self.not_ready_reason,
-            traces=self.traces,
         )
 
     @property

@@ -42,6 +42,21 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_another_fetche
     assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
+async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_loaded_other_one_fetches_it(
+    cluster: Cluster,
+) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
+    assert cluster.pipeline.placement is not None
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
+    await cluster.add(2, Role.DECODE, [Draining("leaving")])
+    for instance_id, running in ((3, 5), (4, 9), (5, 7), (6, 1), (7, 8)):
+        await cluster.add(instance_id, Role.DECODE, FINISHED)
+        cluster.pipeline.placement.loads.on_report(LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0), time.monotonic())
+    trace = RouteTrace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert trace.decode_instance == 6
+
+
 async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, *([kv_chunk("t")] for _ in range(4)))
     await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))

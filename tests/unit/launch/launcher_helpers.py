@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.launcher import Launcher
+from dynamo_trtllm.launch.launcher import Launcher, ProcessRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
 from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
 
@@ -35,11 +35,11 @@ def deployment(*workers: dict[str, Any], **restart: Any) -> DeploymentConfig:
 class FakeChild:
     """A child process that the test controls."""
 
-    last_line = instance_id = ""
-    pid = 1
+    last_line = ""
 
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
+        self.record = ProcessRecord(name=spec.name, role="", host=spec.host, port=port, pid=1)
         self.environ = {**environ, **spec.env}
         self.is_ready = self.is_terminating = False
         self.stop_rank = 1 if spec.is_frontend else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.launch.dependents import dependents_of, next_to_drain
+from dynamo_trtllm.launch.launcher import dependents_of, next_to_drain
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import (

@@ -19,7 +19,7 @@ from dynamo_trtllm.observability import traces as module
 from dynamo_trtllm.observability.metrics import Span
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, phase_intervals
 from tests.memory_http import asgi
-from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -77,10 +77,15 @@ async def flush(exporter: TraceExporter) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def chat(exporter: TraceExporter, script: list[Any], headers: dict[str, str]) -> httpx.Response:
-    served = FakeFrontend(ScriptedPipeline(script), traces=exporter)
+def exporting(collector_url: str, ratio: float = 1.0) -> tuple[FakeFrontend, TraceExporter]:
+    served = front(chunk("ok"), stop(), otlp_endpoint=collector_url, trace_sample_ratio=ratio)
+    assert served.built.traces is not None
+    return served, served.built.traces
+
+
+async def chat(served: FakeFrontend, headers: dict[str, str], model: str = MODEL) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi(served.app)), base_url="http://test") as client:
-        return await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+        return await client.post("/v1/chat/completions", json=CHAT | {"model": model}, headers=headers)
 
 
 def ended(traceparent: str | None) -> EndedRequest:
@@ -110,9 +115,9 @@ def test_intervals_when_workers_report_then_they_are_adjacent_and_of_their_roles
 async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases_continue_it(
     collector: Collector,
 ) -> None:
-    exporter = TraceExporter(collector.url, "dynamo", sample_ratio=0.0)
+    served, exporter = exporting(collector.url, ratio=0.0)
     begun_ns = time.time_ns()
-    response = await chat(exporter, [chunk("ok"), stop()], {"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    response = await chat(served, {"traceparent": f"00-{TRACE}-{PARENT}-01"})
     assert response.status_code == 200
     await flush(exporter)
     root, *phases = sorted(collector.spans(), key=lambda span: span["kind"], reverse=True)
@@ -133,12 +138,8 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
 
 
 async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_span(collector: Collector) -> None:
-    exporter = TraceExporter(f"{collector.url}/", "dynamo")
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(asgi(FakeFrontend(ScriptedPipeline([]), traces=exporter).app)),
-        base_url="http://test",
-    ) as client:
-        await client.post("/v1/chat/completions", json=CHAT | {"model": "other"})
+    served, exporter = exporting(f"{collector.url}/")
+    await chat(served, {}, model="other")
     await flush(exporter)
     (root,) = [span for span in collector.spans() if not span["parentSpanId"]]
     assert root["status"] == {"code": 2, "message": "model_not_found"}
@@ -169,9 +170,9 @@ async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queu
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_MOST_QUEUED", 3)
-    exporter = TraceExporter(f"http://127.0.0.1:{free_ports()}", "dynamo")
+    served, exporter = exporting(f"http://127.0.0.1:{free_ports()}")
     for _ in range(5):
-        assert (await chat(exporter, [chunk("ok"), stop()], {})).status_code == 200
+        assert (await chat(served, {})).status_code == 200
     await flush(exporter)
     (warning,) = [line for line in caplog.messages if "traces" in line]
     assert warning.endswith("; 5 traces were dropped")

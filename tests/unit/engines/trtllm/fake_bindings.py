@@ -13,7 +13,6 @@ from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
-from dynamo_trtllm.engines.trtllm.transfers import ContextParams
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -119,8 +118,7 @@ def make(
         min_tokens=True,
     )
     llm, settled = Llm(), vendor(*fields)
-    context_params = ContextParams(1, settled.disagg_fields)
-    library = TrtllmLibrary(settled, llm, rules, context_params, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)
+    library = TrtllmLibrary(settled, llm, rules, instance_id=1, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)
     own = {"engine": "trtllm", "layout": LAYOUT, "kv_compat": {"release": "1.2"}}
     return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s, **own), llm
 

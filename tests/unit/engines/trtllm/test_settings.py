@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.external.request_checks import end_ids
+from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm import settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args

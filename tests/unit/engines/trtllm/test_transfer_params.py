@@ -102,11 +102,11 @@ def test_carried_when_release_is_old_then_only_its_names() -> None:
 
 
 def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
-    workers = [wire.ContextParams(instance_id, NEW) for instance_id in (1, 2, (1 << 63) - 1)]
-    ids = [worker.make()["disagg_request_id"] for worker in workers for _ in range(3)]
+    calls = [(instance_id, number) for instance_id in (1, 2, (1 << 63) - 1) for number in (1, 2, 3)]
+    ids = [wire.context_params(*call, known=NEW)["disagg_request_id"] for call in calls]
     assert len(set(ids)) == len(ids)
     assert all(1 << 42 <= each < 1 << 63 for each in ids)
 
 
 def test_context_when_release_knows_no_global_ids_then_none_is_sent() -> None:
-    assert wire.ContextParams(5, OLD).make() == {"request_type": "context_only"}
+    assert wire.context_params(5, 1, known=OLD) == {"request_type": "context_only"}

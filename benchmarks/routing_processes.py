@@ -1,0 +1,55 @@
+"""Runs a process of this project with a change that measurements of routing need.
+
+    python -m benchmarks.routing_processes worker ...
+    python -m benchmarks.routing_processes frontend ...
+
+worker: the mock engine writes down what its prefix cache had of each prompt. The file that the environment variable
+REUSED_FILE names gets a line per prompt: its tokens, and those in the cache. frontend: some updates of prefix caches
+are lost.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from dynamo_trtllm.engines.mock import engine
+from dynamo_trtllm.engines.prefix_cache import PrefixCache, ReservedBlocks
+from dynamo_trtllm.frontend.process import main as frontend
+from dynamo_trtllm.frontend.process import run_app
+from dynamo_trtllm.kv_events import KvCacheUpdate
+from dynamo_trtllm.messages import TokenIds
+from dynamo_trtllm.router.prefix_index import KnownPrefixes
+from dynamo_trtllm.worker import main as worker
+
+REUSED_FILE = "REUSED_FILE"
+_LOST = 20  # one of so many updates
+
+
+class WritingCache(PrefixCache):
+    """A prefix cache that writes down what it reuses."""
+
+    def reserve(self, prompt: TokenIds, salt: str | None, num_blocks: int, num_free: int) -> ReservedBlocks | None:
+        """See `PrefixCache.reserve`."""
+        reserved = super().reserve(prompt, salt, num_blocks, num_free)
+        if reserved is not None:
+            with Path(os.environ[REUSED_FILE]).open("a", encoding="ascii") as file:
+                file.write(f"{len(prompt)} {len(reserved.reused) * self._block_tokens}\n")
+        return reserved
+
+
+class LossyPrefixes(KnownPrefixes):
+    """Loses updates with blocks, as if NATS had dropped them."""
+
+    def on_update(self, update: KvCacheUpdate) -> None:
+        """See `KnownPrefixes.on_update`."""
+        if update.snapshot or not update.stored or update.number % _LOST != 1:
+            super().on_update(update)
+
+
+if __name__ == "__main__":
+    # For measurements, so no flags name these
+    engine.PrefixCache = WritingCache  # type: ignore[attr-defined]
+    run_app.KnownPrefixes = LossyPrefixes  # type: ignore[attr-defined]
+    {"worker": worker.main, "frontend": frontend.main}[sys.argv.pop(1)]()
