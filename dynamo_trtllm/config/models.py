@@ -88,6 +88,11 @@ examples, one prefill and one decode worker of the same model:
     warm_up_budget_s: NonNegativeFloat = option(ENGINE, 120.0)
     """Maximum seconds of the warm-up before the worker registers, in which kernels are compiled. A step that runs then
     is finished. 0: only one request."""
+    expected_step_ms: PositiveFloat | None = option(ENGINE, None)
+    """Expected milliseconds of a decode step, for predictions until the worker has measured enough steps. Default:
+    none, or what the mock engine's arguments say."""
+    expected_prefill_rate: PositiveFloat | None = option(ENGINE, None)
+    """Expected prompt tokens per second of prefill, for the same."""
     max_num_tokens: PositiveInt | None = option(ENGINE, None)
     """Maximum tokens in one engine step."""
     max_batch_size: PositiveInt | None = option(ENGINE, None)

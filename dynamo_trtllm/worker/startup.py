@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.discovery.base import Added, Discovery, Synced
 from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding, HasPreflight, HasProgress
 from dynamo_trtllm.engines.checkpoint import CONFIG, read_sampling_defaults, renderer_of
@@ -197,3 +198,14 @@ def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk
     with path.open("rb") as file:
         file.seek(offset)
         return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=path.stat().st_size)
+
+
+def cost_prior(config: WorkerConfig, info: EngineInfo) -> CostModel:
+    """Return what is known of the time of steps before they are measured: from flags, else from the engine."""
+    known = info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens)
+    step_s, decode, prefill = (config.expected_step_ms or 0.0) / 1000, known.decode, known.prefill
+    if config.expected_step_ms is not None:
+        decode = linear_decode_fit(step_s)
+    if config.expected_prefill_rate is not None:
+        prefill = linear_prefill_fit(step_s, 1 / config.expected_prefill_rate)
+    return msgspec.structs.replace(known, decode=decode, prefill=prefill)

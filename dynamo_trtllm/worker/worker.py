@@ -21,7 +21,6 @@ from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import CostModel
 from dynamo_trtllm.demo_models import locate, resolve
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
@@ -236,7 +235,7 @@ class Worker:
             metrics=self._metrics,
             max_leaked_kv_fraction=config.max_leaked_kv_fraction,
             kv_events=kv_events,
-            cost_prior=info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens),
+            cost_prior=startup.cost_prior(config, info),
         )
         serving = await plane.serve(instance.subject, service, service.load_report)
         stack.push_async_callback(serving.aclose)
