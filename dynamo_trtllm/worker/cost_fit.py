@@ -27,8 +27,8 @@ from dynamo_trtllm.cost_model import (
     call_features,
 )
 
-_MOST_KINDS = 20  # of steps; those that were seen last
-_PER_KIND = 16  # samples
+_MOST_KINDS = 24  # of steps; those that were seen last
+_PER_KIND = 12  # samples
 _WARM_UP = 4  # samples to ignore at first
 _MIN_SAMPLES = 24  # after which the fit replaces the prior
 _RATIOS = 256  # of measured to predicted times
@@ -335,8 +335,7 @@ class CostFit:
             return
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        pairs = int(step.attention_pairs)
-        kind = tokens.bit_length(), requests.bit_length(), context.bit_length() // 2, pairs.bit_length() // 2
+        kind = tokens.bit_length(), requests.bit_length() // 2
         self._judge("prefill_step", self.prefill.add(step.features, kind, step.seconds))
 
     def _take_call(self, call: CallSample) -> None:
