@@ -200,6 +200,9 @@ def file_chunk(files: Mapping[str, Path], sha256: str, offset: int) -> FileChunk
         return FileChunk(data=file.read(FILE_CHUNK_BYTES), total_bytes=path.stat().st_size)
 
 
+_STEP_TOKENS = 8192  # prompt tokens per step of an engine that does not report its limit
+
+
 def cost_prior(config: WorkerConfig, info: EngineInfo) -> CostModel:
     """Return what is known of the time of steps before they are measured: from flags, else from the engine."""
     known = info.cost_prior or CostModel(step_tokens=info.limits.max_num_tokens)
@@ -208,4 +211,5 @@ def cost_prior(config: WorkerConfig, info: EngineInfo) -> CostModel:
         decode = linear_decode_fit(step_s)
     if config.expected_prefill_rate is not None:
         prefill = linear_prefill_fit(step_s, 1 / config.expected_prefill_rate)
-    return msgspec.structs.replace(known, decode=decode, prefill=prefill)
+    step_tokens = known.step_tokens or (0 if prefill is None else _STEP_TOKENS)
+    return msgspec.structs.replace(known, decode=decode, prefill=prefill, step_tokens=step_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -172,3 +173,8 @@ def test_cost_prior_when_flags_are_set_then_they_override_what_the_engine_says()
     assert other.prefill is not None
     assert other.prefill.predict(StepSample(0.0, 0, 0, 500).features) == pytest.approx(0.508)
     assert other.step_tokens == own.step_tokens
+    silent = replace(info, cost_prior=None)  # does not report the tokens of a step either
+    assert cost_prior(WorkerConfig(model_path="m"), silent) == CostModel()
+    predicted = CostFit(cost_prior(flags, silent)).model.first_token(500, 0, WORK)
+    assert predicted is not None
+    assert predicted.seconds == pytest.approx(0.508)
