@@ -27,11 +27,9 @@ class DynamoError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init_subclass__(cls, code: str | None = None, retryable: bool | None = None) -> None:
-        if code is not None:
-            cls.code = code
-            CLASSES[code] = cls
-        if retryable is not None:
-            cls.retryable = retryable
+        cls.code = cls.code if code is None else code
+        cls.retryable = cls.retryable if retryable is None else retryable
+        CLASSES.setdefault(cls.code, cls)
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         message = mask_credentials(shorten(message, MESSAGE_CHARS))
