@@ -28,12 +28,14 @@ from dynamo_trtllm.subprocesses import spawn
 from .chaos.scrape import fetch, total
 from .client import Client, Load
 from .plane import dynamo
+from .plane.measure import busy_seconds
 from .plane.ours import Ours
 from .plane.points import Engines
 from .plane.stack import MODEL, Stack
 from .routing_processes import REUSED_FILE
 from .routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
 from .stream import RequestRecord
+from .summary import ProcessMeter
 
 STEP_S: Final = 0.02
 _DECODE_STEP_S = 0.01
@@ -150,9 +152,15 @@ def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namesp
     recipe = (RoutedDynamo if mode.startswith(_DYNAMO) else RoutedWorkers)(mode, arguments)
     with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
         time.sleep(_SETTLE_S)
+        meter, busy_s, begun_s = ProcessMeter({"own": os.getpid()}), busy_seconds(), time.monotonic()
+        meter.start()
         records = uvloop.run(_run(_load(stack.url, trace), recipe))
+        wall_s = time.monotonic() - begun_s
+        own = meter.costs(wall_s=wall_s, tokens=0, requests=0)["own"]["cores"]
+        cores = own, max(0.0, (busy_seconds() - busy_s) / wall_s - own)
     good = [each for each in records if each.is_ok]
     _print_row(mode, good, len(records) - len(good), trace, arguments)
+    print(f"{'':<20} CPU cores: {cores[0]:.2f}, used by other processes: {cores[1]:.2f}", flush=True)
     if arguments.records is not None:
         with arguments.records.open("ab") as file:
             for each in records:
