@@ -212,9 +212,11 @@ def _print_row(
     capacity = arguments.workers * arguments.prefill_tokens / STEP_S * trace[-1].at_s
     ttfts = sorted(each.first_s - each.planned_s for each in good if each.first_s is not None) or [0.0]
     p50, p90, p99 = (1e3 * ttfts[len(ttfts) * share // 100] for share in (50, 90, 99))
+    found = f"{100 * hits / max(1, sent):7.1f} {hits / max(1, best):10.3f} {100 * (sent - hits) / capacity:7.0f}"
+    if mode.startswith(_DYNAMO):  # its answers have the count of the decode worker, which computes no prompt
+        found = f"{'-':>7} {'-':>10} {'-':>7}"
     print(
-        f"{mode:<20} {len(good):4} {failed:6} {100 * hits / max(1, sent):7.1f} {hits / max(1, best):10.3f} "
-        f"{100 * (sent - hits) / capacity:7.0f} {p50:12.0f} {p90:8.0f} {p99:8.0f} {1e3 * ttfts[-1]:7.0f}",
+        f"{mode:<20} {len(good):4} {failed:6} {found} {p50:12.0f} {p90:8.0f} {p99:8.0f} {1e3 * ttfts[-1]:7.0f}",
         flush=True,
     )
 
