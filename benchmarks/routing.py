@@ -10,7 +10,7 @@
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
 a conversation with one instance. The prefix hashes of the prompt are measured separately. The last column is a whole
-selection with --router-mode kv, with hashes and look-ups.
+selection with --router-mode kv, with look-ups of conversations and without the hashes.
 
 select: how long the selection of a pair takes with --router-mode round-robin and least-loaded, and how long a report of
 a worker's load takes.
@@ -27,8 +27,9 @@ replay: prefix hits and the time to first token with each --router-mode, of the 
 format, scaled down, or of a generated one. It starts mock workers, as many for decode as for prefill. The modes
 dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock workers; its wheels are installed from PyPI
 into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of one cache as large as
-the caches of all workers together, in which each prompt is computed at once. A run without Dynamo fails unless
-`cached_tokens` of every answer equals what the engine found in its cache, and prompts with other salts found nothing.
+the caches of all workers together, in which each prompt is computed at once. Answers of Dynamo do not say what prefill
+workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what the engine found in its
+cache, and prompts with other salts found nothing.
 
 indexes: how long it takes after bursts of requests until two frontends know the same of the workers' prefix caches. The
 second one loses some updates, and then asks for snapshots.
@@ -61,6 +62,7 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
+from dynamo_trtllm.router import placement
 from dynamo_trtllm.router.load import Share
 from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
@@ -302,6 +304,10 @@ def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> Non
         times = _lookups(known, [_prompt(ids) for ids in each], block_tokens)
         print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}", end="")
     requests = [_request([*ids, 0]) for ids in prompts["conversation"]]
+    hashes = {id(each): PromptHashes(each) for each in requests}
+    for hashed in hashes.values():
+        hashed.of(block_tokens)
+    placement.PromptHashes = lambda request: hashes[id(request)]  # type: ignore[attr-defined,assignment]
     choose = partial(_select_for_each, Placement("kv", known, seed=1), view.model("model"), requests, PairBreakers())
     times = sorted(_times(choose, _LOOKUPS))
     print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}")

@@ -28,12 +28,14 @@ from dynamo_trtllm.subprocesses import spawn
 from .chaos.scrape import fetch, total
 from .client import Client, Load
 from .plane import dynamo
+from .plane.measure import busy_seconds
 from .plane.ours import Ours
 from .plane.points import Engines
 from .plane.stack import MODEL, Stack
 from .routing_processes import REUSED_FILE
 from .routing_trace import BLOCK_TOKENS, TraceRequest, oracle_hits, read_trace, synthetic_trace
 from .stream import RequestRecord
+from .summary import ProcessMeter
 
 STEP_S: Final = 0.02
 _DECODE_STEP_S = 0.01
@@ -150,9 +152,15 @@ def _replay(mode: str, trace: Sequence[TraceRequest], arguments: argparse.Namesp
     recipe = (RoutedDynamo if mode.startswith(_DYNAMO) else RoutedWorkers)(mode, arguments)
     with Stack(recipe, free_ports(), Engines(STEP_S, arguments.workers)) as stack:
         time.sleep(_SETTLE_S)
+        meter, busy_s, begun_s = ProcessMeter({"own": os.getpid()}), busy_seconds(), time.monotonic()
+        meter.start()
         records = uvloop.run(_run(_load(stack.url, trace), recipe))
+        wall_s = time.monotonic() - begun_s
+        own = meter.costs(wall_s=wall_s, tokens=0, requests=0)["own"]["cores"]
+        cores = own, max(0.0, (busy_seconds() - busy_s) / wall_s - own)
     good = [each for each in records if each.is_ok]
     _print_row(mode, good, len(records) - len(good), trace, arguments)
+    print(f"{'':<20} CPU cores: {cores[0]:.2f}, used by other processes: {cores[1]:.2f}", flush=True)
     if arguments.records is not None:
         with arguments.records.open("ab") as file:
             for each in records:
@@ -204,9 +212,11 @@ def _print_row(
     capacity = arguments.workers * arguments.prefill_tokens / STEP_S * trace[-1].at_s
     ttfts = sorted(each.first_s - each.planned_s for each in good if each.first_s is not None) or [0.0]
     p50, p90, p99 = (1e3 * ttfts[len(ttfts) * share // 100] for share in (50, 90, 99))
+    found = f"{100 * hits / max(1, sent):7.1f} {hits / max(1, best):10.3f} {100 * (sent - hits) / capacity:7.0f}"
+    if mode.startswith(_DYNAMO):  # its answers have the count of the decode worker, which computes no prompt
+        found = f"{'-':>7} {'-':>10} {'-':>7}"
     print(
-        f"{mode:<20} {len(good):4} {failed:6} {100 * hits / max(1, sent):7.1f} {hits / max(1, best):10.3f} "
-        f"{100 * (sent - hits) / capacity:7.0f} {p50:12.0f} {p90:8.0f} {p99:8.0f} {1e3 * ttfts[-1]:7.0f}",
+        f"{mode:<20} {len(good):4} {failed:6} {found} {p50:12.0f} {p90:8.0f} {p99:8.0f} {1e3 * ttfts[-1]:7.0f}",
         flush=True,
     )
 

@@ -13,6 +13,7 @@ from dynamo_trtllm.sanitize import mask_credentials, shorten
 
 MESSAGE_CHARS: Final = 4_000
 FIELD_CHARS: Final = 200
+CLASSES: Final[dict[str, type[DynamoError]]] = {}  # of the tree, by code
 
 
 class DynamoError(Exception):
@@ -25,6 +26,11 @@ class DynamoError(Exception):
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
 
+    def __init_subclass__(cls, code: str | None = None, retryable: bool | None = None) -> None:
+        cls.code = cls.code if code is None else code
+        cls.retryable = cls.retryable if retryable is None else retryable
+        CLASSES.setdefault(cls.code, cls)
+
     def __init__(self, message: str, *, field: str | None = None) -> None:
         message = mask_credentials(shorten(message, MESSAGE_CHARS))
         super().__init__(message)
@@ -32,249 +38,171 @@ class DynamoError(Exception):
         self.field = field and shorten(field, FIELD_CHARS)  # the request or configuration field at fault, if any
 
 
-class ConfigError(DynamoError):
+CLASSES[DynamoError.code] = DynamoError
+
+
+class ConfigError(DynamoError, code="config"):
     """The configuration is invalid. The process prints the error in one line and exits with status 2."""
 
-    code = "config"
 
-
-class InternalError(DynamoError):
+class InternalError(DynamoError, code="internal"):
     """An unexpected exception, converted by a catch-all: worker service, HTTP handlers, pair probes, renderers."""
-
-    code = "internal"
 
 
 # --- the caller's fault --------------------------------------------------------------------------------
 
 
-class RequestError(DynamoError):
+class RequestError(DynamoError, code="request"):
     """The caller must change the request."""
 
-    code = "request"
 
-
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, code="invalid_request"):
     """The request is malformed, or a field has an invalid value."""
 
-    code = "invalid_request"
 
-
-class UnsupportedParameter(InvalidRequest):
+class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
     """The request has a field that is not supported. The error names the field."""
 
-    code = "unsupported_parameter"
 
-
-class ContextTooLong(RequestError):
+class ContextTooLong(RequestError, code="context_length_exceeded"):
     """Prompt plus output would exceed the model's context length."""
 
-    code = "context_length_exceeded"
 
-
-class PayloadTooLarge(RequestError):
+class PayloadTooLarge(RequestError, code="payload_too_large"):
     """A message, HTTP body or stored value is larger than its limit."""
 
-    code = "payload_too_large"
 
-
-class HeadTooLarge(RequestError):
+class HeadTooLarge(RequestError, code="head_too_large"):
     """The HTTP request line and headers are too large."""
 
-    code = "head_too_large"
 
-
-class RequestTimeout(RequestError):
+class RequestTimeout(RequestError, code="request_timeout"):
     """The client sent its request too slowly."""
 
-    code = "request_timeout"
+
+class UnsupportedMedia(RequestError, code="unsupported_media"):
+    """The content type of the request body is not supported."""
 
 
-class UnsupportedMedia(RequestError):
-    code = "unsupported_media"
+class ModelNotFound(RequestError, code="model_not_found"):
+    """No worker serves this model, or the worker that was called serves another one."""
 
 
-class ModelNotFound(RequestError):
-    code = "model_not_found"
-
-
-class ResponseNotFound(RequestError):
+class ResponseNotFound(RequestError, code="response_not_found"):
     """The response store has no response with this id, or the response has expired."""
 
-    code = "response_not_found"
 
-
-class Cancelled(RequestError):
+class Cancelled(RequestError, code="cancelled"):
     """A client cancelled this response by its id."""
-
-    code = "cancelled"
 
 
 # --- come back later -----------------------------------------------------------------------------------
 
 
-class CapacityError(DynamoError):
+class CapacityError(DynamoError, code="capacity"):
     """The request is valid, but no capacity is free. The caller may try again later."""
 
-    code = "capacity"
 
-
-class Overloaded(CapacityError):
+class Overloaded(CapacityError, code="overloaded", retryable=True):
     """A limit of a frontend or worker is reached."""
 
-    code = "overloaded"
-    retryable = True
 
-
-class Draining(CapacityError):
+class Draining(CapacityError, code="draining", retryable=True):
     """The worker is shutting down and accepts no new requests."""
 
-    code = "draining"
-    retryable = True
 
-
-class NoInstances(CapacityError):
+class NoInstances(CapacityError, code="no_instances"):
     """The model has no usable worker for a phase of the request."""
-
-    code = "no_instances"
 
 
 # --- request plane -------------------------------------------------------------------------------------
 
 
-class PlaneError(DynamoError):
-    code = "plane"
+class PlaneError(DynamoError, code="plane"):
+    """A message did not reach its receiver, or its reply did not come."""
 
 
-class Unreachable(PlaneError):
+class Unreachable(PlaneError, code="unreachable", retryable=True):
     """No process replies at the subject."""
 
-    code = "unreachable"
-    retryable = True
 
-
-class Disconnected(PlaneError):
+class Disconnected(PlaneError, code="disconnected", retryable=True):
     """The connection to the request plane is lost."""
 
-    code = "disconnected"
-    retryable = True
 
-
-class DeadlineExceeded(PlaneError):
+class DeadlineExceeded(PlaneError, code="deadline"):
     """The request's deadline passed."""
 
-    code = "deadline"
 
-
-class StreamIncomplete(PlaneError):
+class StreamIncomplete(PlaneError, code="incomplete", retryable=True):
     """Frames are missing, or a stream ended without a terminal chunk."""
 
-    code = "incomplete"
-    retryable = True
 
-
-class BadFrame(PlaneError):
+class BadFrame(PlaneError, code="bad_frame"):
     """A message can't be decoded."""
 
-    code = "bad_frame"
 
-
-class VersionMismatch(PlaneError):
+class VersionMismatch(PlaneError, code="version_mismatch", retryable=True):
     """The wire versions of frontend and worker differ by more than 1."""
-
-    code = "version_mismatch"
-    retryable = True
 
 
 # --- KV transfer: the frontend repeats the prefill call once -------------------------------------------
 
 
-class KvTransferError(DynamoError):
-    code = "handoff"
-    retryable = True
+class KvTransferError(DynamoError, code="handoff", retryable=True):
+    """The KV of a prompt did not reach the decode worker."""
 
 
-class TransferExpired(KvTransferError):
+class TransferExpired(KvTransferError, code="ticket_expired"):
     """The KV expired before it was fetched."""
 
-    code = "ticket_expired"
 
-
-class TransferMismatch(KvTransferError):
+class TransferMismatch(KvTransferError, code="ticket_mismatch"):
     """The KV transfer parameters do not fit the decode worker or the request."""
 
-    code = "ticket_mismatch"
 
-
-class TransferTimeout(KvTransferError):
+class TransferTimeout(KvTransferError, code="handoff_timeout"):
     """The KV transfer did not finish in time."""
 
-    code = "handoff_timeout"
+
+class TransferFailed(KvTransferError, code="transfer"):
+    """The transfer backend failed."""
 
 
-class TransferFailed(KvTransferError):
-    code = "transfer"
-
-
-class NonFiniteKv(TransferFailed):
+class NonFiniteKv(TransferFailed, code="non_finite_kv"):
     """The received KV contains NaN or infinity."""
-
-    code = "non_finite_kv"
 
 
 # --- engine --------------------------------------------------------------------------------------------
 
 
-class EngineError(DynamoError):
-    code = "engine"
+class EngineError(DynamoError, code="engine"):
+    """The engine did not run the request."""
 
 
-class EngineNotReady(EngineError):
+class EngineNotReady(EngineError, code="not_ready", retryable=True):
     """The engine is not started yet, or the frontend is still loading the model's files."""
 
-    code = "not_ready"
-    retryable = True
 
-
-class RequestRejected(EngineError):
+class RequestRejected(EngineError, code="engine_refused"):
     """The engine rejected this request. It continues to run other requests."""
 
-    code = "engine_refused"
 
-
-class MigrationFailed(EngineError):
+class MigrationFailed(EngineError, code="not_migratable"):
     """The stream broke and can't be continued on another worker."""
 
-    code = "not_migratable"
 
-
-class NonFinite(EngineError):
+class NonFinite(EngineError, code="non_finite", retryable=True):
     """The model's output for this request is NaN or infinite. Other requests of the engine continue."""
 
-    code = "non_finite"
-    retryable = True
 
-
-class EngineFailed(EngineError):
+class EngineFailed(EngineError, code="engine_failed", retryable=True):
     """The engine can't serve requests any more. The worker drains, deregisters and exits."""
-
-    code = "engine_failed"
-    retryable = True
-
-
-def error_classes() -> dict[str, type[DynamoError]]:
-    """Return all classes of the tree by code."""
-    classes: dict[str, type[DynamoError]] = {}
-    stack: list[type[DynamoError]] = [DynamoError]
-    while stack:
-        cls = stack.pop()
-        classes[cls.code] = cls
-        stack.extend(cls.__subclasses__())
-    return classes
 
 
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
     """Return the error for a code and message from the wire. An unknown code becomes `InternalError`."""
-    return error_classes().get(code, InternalError)(message, field=field)
+    return CLASSES.get(code, InternalError)(message, field=field)
 
 
 def install_hint(extra: str) -> str:

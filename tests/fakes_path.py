@@ -51,10 +51,10 @@ def trap_names() -> list[str]:
 def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the adapter's timeouts from seconds to milliseconds."""
     from dynamo_trtllm.engines.external import runner
-    from dynamo_trtllm.engines.trtllm import library
+    from dynamo_trtllm.engines.trtllm.polling import StatsPoller
 
-    monkeypatch.setattr(library, "_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(library, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(StatsPoller, "timeout_s", 0.05)
+    monkeypatch.setattr(StatsPoller, "pause_s", 0.01)
     monkeypatch.setattr(runner, "KV_WAIT_S", 0.5)
     monkeypatch.setattr(runner, "ANSWER_S", 0.5)
 

@@ -39,9 +39,9 @@ class Run(TypedDict):
 def run(point: Point, stack: Stack, repetition: int) -> Run:
     """Measure a point. Raise NotReady if the client fails."""
     load_average = os.getloadavg()[0]
-    begun_s, busy_s = time.monotonic(), _busy_s()
+    begun_s, busy_s = time.monotonic(), busy_seconds()
     figures = _client(point, stack)
-    wall_s, busy_s = time.monotonic() - begun_s, _busy_s() - busy_s
+    wall_s, busy_s = time.monotonic() - begun_s, busy_seconds() - busy_s
     known_s = sum(spent["cpu_s"] for spent in figures["processes"].values())
     # wall_s includes the warm-up and the figures do not; assumes the same CPU use per second
     known_s *= wall_s / figures["wall_s"]
@@ -86,6 +86,7 @@ def _client(point: Point, stack: Stack) -> LoadSummary:
     return found
 
 
-def _busy_s() -> float:
+def busy_seconds() -> float:
+    """Return the CPU time of all processes of this machine since its start."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

@@ -34,7 +34,7 @@ class Command(NamedTuple):
     group: str
     summary: str
     main: str
-    flags: str  # a class in `config.commands`; or MODULE:NAME of one, or of a function that returns the parser
+    flags: str  # a class in `config.commands`, or a function in the module of `main` that returns the parser
 
 
 COMMANDS = (
@@ -43,14 +43,8 @@ COMMANDS = (
     ),
     Command("serve", _DEPLOY, "Serve a model with settings chosen for this machine.", "launch.serve", "ServeConfig"),
     Command("launch", _DEPLOY, "Start the processes of a deployment file.", "launch.main", "LaunchConfig"),
-    Command("worker", _PROCESS, "Run one worker: an engine with a model.", "worker.main", "config.models:WorkerConfig"),
-    Command(
-        "frontend",
-        _PROCESS,
-        "Run an OpenAI-compatible HTTP frontend.",
-        "frontend.process.main",
-        "config.models:FrontendConfig",
-    ),
+    Command("worker", _PROCESS, "Run one worker: an engine with a model.", "worker.main", "WorkerConfig"),
+    Command("frontend", _PROCESS, "Run an OpenAI-compatible HTTP frontend.", "frontend.process.main", "FrontendConfig"),
     Command("chat", _USE, "Chat with a running deployment.", "cli.chat", "ChatConfig"),
     Command("status", _USE, "Show processes, health and load of a deployment.", "cli.status", "StatusConfig"),
     Command("explain", _USE, "Show the life of a request, or what is stuck.", "cli.explain", "ExplainConfig"),
@@ -62,14 +56,8 @@ COMMANDS = (
         "ClearNamespaceConfig",
     ),
     Command("preflight", _CHECK, "Check TensorRT-LLM settings without a GPU.", "cli.preflight", "PreflightConfig"),
-    Command("bench", _CHECK, "Run a benchmark, and write a report.", "bench.profile.main", "bench.profile.main:parser"),
-    Command(
-        "chaos",
-        _CHECK,
-        "Inject faults under load, and check every response.",
-        "bench.chaos.main",
-        "bench.chaos.main:parser",
-    ),
+    Command("bench", _CHECK, "Run a benchmark, and write a report.", "bench.profile.main", "parser"),
+    Command("chaos", _CHECK, "Inject faults under load, and check every response.", "bench.chaos.main", "parser"),
     Command("version", _OTHER, "Show versions, engines, GPUs and servers found here.", "cli.version", "VersionConfig"),
     Command(
         "completion",
@@ -137,13 +125,13 @@ def _overview() -> CommandParser:
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the argument parser of a subcommand. Raise ConfigError if a package is missing."""
-    flags = _loaded(command.flags if ":" in command.flags else f"config.commands:{command.flags}")
-    if not isinstance(flags, type):
-        parser: argparse.ArgumentParser = flags()
+    if command.flags.islower():
+        parser: argparse.ArgumentParser = _loaded(f"{command.main}:{command.flags}")()
         return parser
     from dynamo_trtllm.config.flags import build_parser
 
-    return build_parser(flags, f"{CONSOLE} {command.name}", command.summary)
+    settings = _loaded(f"config.commands:{command.flags}")
+    return build_parser(settings, f"{CONSOLE} {command.name}", command.summary)
 
 
 def _loaded(path: str) -> Any:

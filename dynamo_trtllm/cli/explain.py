@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
 from dynamo_trtllm.config.base import format_table, recorder_folder
@@ -162,11 +162,26 @@ def _costs(number: int) -> str:
     return f"{costs.selected} (next {'none' if costs.second < 0 else costs.second})"
 
 
+# What the numbers and the reason of an event mean, for `str.format`.
+_MEANINGS: Final[dict[int, str]] = {
+    RecordedEvent.TOKENIZED: ": {a} prompt tokens, at most {b} output tokens",
+    RecordedEvent.RESERVING_SLOT: ": at {a:x}",
+    RecordedEvent.CALL_SENT: ": {reason} at {a:x}",
+    RecordedEvent.PROGRESS: ": {a} tokens",
+    RecordedEvent.LAST_TOKEN: ": {a} tokens, {reason}",
+    RecordedEvent.CALL_ENDED: ": {a} tokens, {reason}",
+    RecordedEvent.CALL_RECEIVED: ": {reason} of {a} prompt tokens",
+    RecordedEvent.KV_PUBLISHED: ": {a} bytes",
+    RecordedEvent.CONNECTION_LOST: ": {reason}",
+    RecordedEvent.PEER_LOST: ": {reason}",
+    RecordedEvent.CONNECTION_AWAITED: ": {reason}",
+    RecordedEvent.CONNECTED: ": {reason}",
+}
+
+
 def _values(entry: Entry) -> str:
     a, b, reason = entry.a, entry.b, entry.reason
     match entry.event:
-        case RecordedEvent.TOKENIZED:
-            return f": {a} prompt tokens, at most {b} output tokens"
         case RecordedEvent.PLACED:
             return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
         case RecordedEvent.PLACED_BY_COST:
@@ -174,33 +189,13 @@ def _values(entry: Entry) -> str:
             return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
         case RecordedEvent.WAITING_FOR_WORKERS:
             return f": {quarantined(entry)}" if b else ""
-        case RecordedEvent.RESERVING_SLOT:
-            return f": at {a:x}"
-        case RecordedEvent.CALL_SENT:
-            return f": {reason} at {a:x}"
         case RecordedEvent.CALL_FAILED:
             return f": {reason} at {a:x}, " + ("going on" if b else "the request ends")
-        case RecordedEvent.PROGRESS:
-            return f": {a} tokens"
-        case RecordedEvent.LAST_TOKEN | RecordedEvent.CALL_ENDED:
-            return f": {a} tokens, {reason}"
         case RecordedEvent.FINISHED:
             return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
-        case RecordedEvent.CALL_RECEIVED:
-            return f": {reason} of {a} prompt tokens"
-        case RecordedEvent.KV_PUBLISHED:
-            return f": {a} bytes"
-        case (
-            RecordedEvent.CONNECTION_LOST
-            | RecordedEvent.PEER_LOST
-            | RecordedEvent.CONNECTION_AWAITED
-            | RecordedEvent.CONNECTED
-        ):
-            return f": {reason}"
         case RecordedEvent.KV_FETCH_STARTED:
             return f": {b} bytes from {a:x}" if b else f": from {a:x}"
-        case _:
-            return ""
+    return _MEANINGS.get(entry.event, "").format(a=a, b=b, reason=reason)
 
 
 def _latest(requests: Sequence[RequestRecording]) -> str:

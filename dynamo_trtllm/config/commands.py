@@ -1,4 +1,4 @@
-"""Define the settings of all commands but worker and frontend, and of one process of a multi-process frontend."""
+"""Define the settings of all commands, with those of `models`, and of one process of a multi-process frontend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from dynamo_trtllm.config.base import (
     PositiveInt,
     option,
 )
-from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.config.models import FrontendConfig as FrontendConfig
+from dynamo_trtllm.config.models import WorkerConfig as WorkerConfig
 
 
 def _server_url(value: str) -> str:

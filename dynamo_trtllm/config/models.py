@@ -18,6 +18,7 @@ from dynamo_trtllm.config.base import (
     MODEL,
     PROCESS,
     ROLE,
+    Endpoint,
     EngineName,
     IpAddress,
     NonEmpty,
@@ -33,9 +34,6 @@ from dynamo_trtllm.config.base import (
 )
 from dynamo_trtllm.messages import Role
 
-Endpoint = Annotated[
-    str, matching(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+", "expected dyn://NAMESPACE.COMPONENT.ENDPOINT")
-]
 _ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # which browsers leave out
 Origins = Annotated[

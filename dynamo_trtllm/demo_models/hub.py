@@ -104,44 +104,34 @@ class Hub:
                 f"downloading {model.name} needs {model.download_bytes / _GIB:.1f} GiB in {cache}, which has "
                 f"{free / _GIB:.1f} GiB free; free space, or set HF_HOME to a folder on another disk"
             )
-        from huggingface_hub import snapshot_download
-
         show(f"downloading {model.name}: {model.download_bytes / _GIB:.1f} GiB to {model.folder}")
         with _stop_on_signals() as is_stopping, self._errors(model.name, model.revision):
-            snapshot_download(
-                model.name,
-                revision=model.revision,
-                cache_dir=self.cache_dir,
-                endpoint=self.endpoint,
-                allow_patterns=_NEEDED,
-                ignore_patterns=_NOT_NEEDED,
-                tqdm_class=_progress(model.download_bytes, show, is_stopping),
-            )
+            progress = _progress(model.download_bytes, show, is_stopping)
+            self._snapshot(model.name, model.revision, tqdm_class=progress)
         return model.folder
 
     def _cached(self, name: str, revision: str | None) -> HubModel | None:
         """Return the model if the cache has all its files."""
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         with self._errors(name, revision):
             try:
-                found = snapshot_download(
-                    name,
-                    revision=revision,
-                    cache_dir=self.cache_dir,
-                    allow_patterns=_NEEDED,
-                    ignore_patterns=_NOT_NEEDED,
-                    local_files_only=True,
-                )
+                folder = self._snapshot(name, revision, local_files_only=True)
             except LocalEntryNotFoundError:
                 return None
-        folder = Path(found)
         weights = _weight_files(folder)
         if not (folder / CONFIG).is_file() or not weights or not all(file.is_file() for file in weights):
             return None  # another program has downloaded a part of the model
         sizes = [file.stat().st_size for file in weights]
         return HubModel(name=name, revision=folder.name, folder=folder, weight_bytes=sum(sizes), download_bytes=0)
+
+    def _snapshot(self, name: str, revision: str | None, **options: Any) -> Path:
+        """Return the folder of the needed files, from the cache or the hub."""
+        from huggingface_hub import snapshot_download
+
+        options |= {"revision": revision, "cache_dir": self.cache_dir, "endpoint": self.endpoint}
+        options |= {"allow_patterns": _NEEDED, "ignore_patterns": _NOT_NEEDED}
+        return Path(snapshot_download(name, **options))
 
     @contextmanager
     def _errors(self, name: str, revision: str | None) -> Iterator[None]:

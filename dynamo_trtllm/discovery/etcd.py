@@ -123,10 +123,8 @@ class EtcdDiscovery:
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
             if cache.next_list_s is not None:
-                log.warning(
-                    "etcd no longer lists some workers; keeping them for %g s in case they register again",
-                    self._lease_ttl_s,
-                )
+                text = "etcd no longer lists some workers; keeping them for %g s in case they register again"
+                log.warning(text, self._lease_ttl_s)
 
     async def _changes(
         self, prefix: str, snapshot: Snapshot, cache: InstanceCache, backoff: Backoff

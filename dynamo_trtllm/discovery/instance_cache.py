@@ -123,9 +123,8 @@ class InstanceCache:
     def _log_full(self) -> None:
         if not self._has_logged_full:
             self._has_logged_full = True
-            log.warning(
-                "%d etcd records rejected, not logging further ones; check which client writes them", MOST_REJECTED
-            )
+            text = "%d etcd records rejected, not logging further ones; check which client writes them"
+            log.warning(text, MOST_REJECTED)
 
     def _clear_rejected(self, key: str) -> list[CacheEvent]:
         """Return the events for a key that is no longer rejected."""

@@ -20,7 +20,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -57,29 +56,19 @@ class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
-class _TcpRequest(NamedTuple):
-    transfer_id: str
-    facts: _TcpOffer
-    magic: bytes
+def _check_reply(transfer_id: str, facts: _TcpOffer, *, is_published: bool, total_bytes: int) -> None:
+    """Check a prefill worker's reply.
 
-    def check_reply(self, magic: bytes, is_published: bool, total_bytes: int) -> None:
-        """Check the prefill worker's reply.
-
-        Raises:
-            TransferFailed: The KV is not published, or differs from the offer.
-        """
-        transfer_id, facts = self.transfer_id, self.facts
-        if magic != self.magic:
-            raise TransferFailed(
-                f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
-            )
-        if not is_published:
-            raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
-        if total_bytes != sum(facts.sizes_bytes):
-            raise TransferFailed(
-                f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but published "
-                f"{sum(facts.sizes_bytes)}"
-            )
+    Raises:
+        TransferFailed: The KV is not published, or differs from the offer.
+    """
+    if not is_published:
+        raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
+    if total_bytes != sum(facts.sizes_bytes):
+        raise TransferFailed(
+            f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but published "
+            f"{sum(facts.sizes_bytes)}"
+        )
 
 
 @dataclass(slots=True)
@@ -299,33 +288,35 @@ class TcpBackend(HostBackend):
         require_cpu(to.regions, self.name)
         require_sizes(transfer_id, facts.sizes_bytes, to.regions)
         is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
-        request = _TcpRequest(transfer_id, facts, _CHECKED if is_checked else _PLAIN)
         where = f"KV transfer {transfer_id}: prefill worker at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(request, to)
+                await self._read(transfer_id, facts, to, is_checked=is_checked)
         except TimeoutError as exc:
             raise TransferTimeout(f"{where} did not send all KV within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} closed the connection: {exc}") from exc
 
-    async def _read(self, request: _TcpRequest, to: Destination) -> None:
-        loop, facts = asyncio.get_running_loop(), request.facts
+    async def _read(self, transfer_id: str, facts: _TcpOffer, to: Destination, *, is_checked: bool) -> None:
+        loop, ours = asyncio.get_running_loop(), _CHECKED if is_checked else _PLAIN
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             _prepare(connection)
             await loop.sock_connect(connection, (facts.host, facts.port))
-            transfer_id = request.transfer_id.encode()
-            await loop.sock_sendall(
-                connection, _REQUEST.pack(request.magic, facts.token, len(transfer_id)) + transfer_id
-            )
+            name = transfer_id.encode()
+            await loop.sock_sendall(connection, _REQUEST.pack(ours, facts.token, len(name)) + name)
             head = bytearray(_REPLY.size)
             await _receive(connection, memoryview(head))
-            request.check_reply(*_REPLY.unpack(head))
+            magic, is_published, total_bytes = _REPLY.unpack(head)
+            if magic != ours:
+                raise TransferFailed(
+                    f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
+                )
+            _check_reply(transfer_id, facts, is_published=is_published, total_bytes=total_bytes)
             checksum = NOTHING
             for index, region in enumerate(to.regions):
-                if request.magic == _CHECKED:
-                    checksum = await self._receive_checked(connection, request.transfer_id, region, checksum)
+                if is_checked:
+                    checksum = await self._receive_checked(connection, transfer_id, region, checksum)
                 else:
                     await _receive(connection, view(region))
                 if to.on_region is not None:

@@ -162,6 +162,7 @@ def next_to_drain(holding: Sequence[str], *, has_ready_replica: bool, are_depend
     return holding[:1] if are_dependents_ready else ()
 
 
+@dataclass
 class DependentRestart:
     """Restarts the dependents of dead workers.
 
@@ -171,13 +172,10 @@ class DependentRestart:
         say: Writes a line to the launcher's output.
     """
 
-    def __init__(
-        self, specs: Sequence[ProcessSpec], processes: Mapping[str, Child], say: Callable[[str], None]
-    ) -> None:
-        self._specs = specs
-        self._processes = processes
-        self._say = say
-        self._changed = asyncio.Event()
+    specs: Sequence[ProcessSpec]
+    processes: Mapping[str, Child]
+    say: Callable[[str], None]
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def notify_changed(self) -> None:
         """Report that a process has become ready or has exited."""
@@ -189,23 +187,23 @@ class DependentRestart:
 
         Their supervisors start them again. A process that is not ready yet has read no KV and keeps running.
         """
-        dependents = dependents_of(dead, self._specs)
-        holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
+        dependents = dependents_of(dead, self.specs)
+        holding = {name: self.processes[name] for name in dependents if name in self._living_and_ready()}
         if not holding:
             return
         names = ", ".join(holding)
-        self._say(
+        self.say(
             f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
             "(restart.decode_workers: false disables this)"
         )
         replicas = [
             spec.name
-            for spec in self._specs
+            for spec in self.specs
             if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
         ]
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
             changed = self._changed  # taken before the check, so that no later change is missed
-            ready = {name for name in self._living_and_ready() if not self._processes[name].is_terminating}
+            ready = {name for name in self._living_and_ready() if not self.processes[name].is_terminating}
             now = next_to_drain(
                 remaining,
                 has_ready_replica=not ready.isdisjoint(replicas),
@@ -217,10 +215,10 @@ class DependentRestart:
                 await asyncio.gather(*(holding[name].stop() for name in now))
             else:
                 await changed.wait()
-        self._say(f"{names} stopped; GPU memory of {dead.name} is free")
+        self.say(f"{names} stopped; GPU memory of {dead.name} is free")
 
     def _living_and_ready(self) -> set[str]:
-        return {name for name, process in self._processes.items() if process.is_ready and not process.has_ended}
+        return {name for name, process in self.processes.items() if process.is_ready and not process.has_ended}
 
 
 OnReady = Callable[[DeploymentStatus], Awaitable[bool]]

@@ -76,14 +76,11 @@ def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
     except ValueError:
         is_local = host == "localhost"
     if not is_local:
-        log.warning(
+        text = (
             "port %d is open to other machines without authentication: every client can %s; to restrict it to this "
-            "machine, set %s %s",
-            port,
-            what,
-            flag,
-            LOOPBACK,
+            "machine, set %s %s"
         )
+        log.warning(text, port, what, flag, LOOPBACK)
 
 
 class Acceptor:
@@ -142,12 +139,8 @@ class Acceptor:
             return
         self._failures += 1
         if self._loop.time() >= self._logged_at + _LOG_EVERY_S:
-            log.warning(
-                "port %s can't accept connections, retrying: %s (%d failed attempts); check the limit of open files",
-                self._port(),
-                exc,
-                self._failures,
-            )
+            text = "port %s can't accept connections, retrying: %s (%d failed attempts); check the limit of open files"
+            log.warning(text, self._port(), exc, self._failures)
             self._failures, self._logged_at = 0, self._loop.time()
         pause_s = _RELIEVED_S if self._relieve() else _PAUSE_S
         self._pause = self._loop.call_later(pause_s, self._loop.add_reader, self._sock, self._accept)
@@ -201,12 +194,7 @@ def allow_files(wanted: int, hint: str) -> None:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < wanted:
-        log.warning(
-            "open files are limited to %d; raise the limit to %d (ulimit -n)%s",
-            most,
-            wanted,
-            hint,
-        )
+        log.warning("open files are limited to %d; raise the limit to %d (ulimit -n)%s", most, wanted, hint)
 
 
 def _not_bound(host: str, port: int, setting: str, exc: OSError | UnicodeError) -> ConfigError:

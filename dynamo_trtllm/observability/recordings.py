@@ -286,13 +286,8 @@ def _text(packed: bytes) -> str:
 
 def _reasons() -> dict[int, str]:
     """Return every reason by its number."""
-    found: dict[int, str] = {}
-    classes: list[type[errors.DynamoError]] = [errors.DynamoError]
-    for each in classes:
-        classes += each.__subclasses__()
-        found[reason_number(each.code)] = each.code
-    words = (*_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
-    return found | {reason_number(word): word for word in words}
+    words = (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
+    return {reason_number(word): word for word in words}
 
 
 _REASONS: Final = _reasons()

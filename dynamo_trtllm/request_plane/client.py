@@ -42,14 +42,7 @@ from dynamo_trtllm.request_plane.frames import (
     read_batch,
 )
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
-from dynamo_trtllm.request_plane.transport import (
-    Heartbeat,
-    Receive,
-    Service,
-    Transport,
-    Unsubscribe,
-    load_subject,
-)
+from dynamo_trtllm.request_plane.transport import Heartbeat, Receive, Service, Transport, Unsubscribe, load_subject
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 log = logging.getLogger(__name__)

@@ -51,10 +51,8 @@ def without_unsupported(defaults: SamplingDefaults, unsupported_features: Collec
     """
     dropped = [name for name in defaults.given() if name in unsupported_features]
     if missed := [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]:
-        log.warning(
-            "generation config: %s ignored, this engine does not support it; --generation-config none turns all off",
-            ", ".join(missed),
-        )
+        text = "generation config: %s ignored, this engine does not support it; --generation-config none turns all off"
+        log.warning(text, ", ".join(missed))
     return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
 
 

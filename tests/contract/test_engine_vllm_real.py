@@ -342,7 +342,7 @@ async def test_warm_up_when_passes_and_requests_of_all_kinds_have_run_then_answe
 ) -> None:
     prompt = prompt_of(200, 67)
     before = await answer(pair.decode, prompt)
-    library = pair.decode._runner.library  # type: ignore[attr-defined]
+    library = pair.decode.library  # type: ignore[attr-defined]
     info = SimpleNamespace(
         unsupported_features=("guided",),  # the model has no tokenizer
         limits=Limits(max_batch_size=8, max_num_tokens=0, kv_blocks=0),

@@ -112,9 +112,8 @@ class RunningWorkers:
     def engine_of(self, role: Role) -> MockEngine:
         """Return the engine of the first worker with this role."""
         (worker, *_) = [worker for worker in self.workers if worker._config.disaggregation_mode is role]
-        (engine,) = [
-            e for e in self.engines if isinstance(e, MockEngine) and e._transfers._instance_id == worker.instance_id
-        ]
+        engines = [engine for engine in self.engines if isinstance(engine, MockEngine)]
+        (engine,) = [e for e in engines if e._transfers.identity.prefill_instance_id == worker.instance_id]
         return engine
 
     def alive(self) -> bool:

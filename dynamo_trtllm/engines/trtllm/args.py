@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
-from dynamo_trtllm.engines.trtllm.kv_events import BUFFER_EVENTS
+from dynamo_trtllm.engines.trtllm.polling import BUFFER_EVENTS
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 

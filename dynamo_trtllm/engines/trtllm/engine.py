@@ -25,8 +25,8 @@ from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings
-from dynamo_trtllm.engines.trtllm.kv_events import KvEventPoller
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
+from dynamo_trtllm.engines.trtllm.polling import KvEventPoller
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.warm_up import cache_folders

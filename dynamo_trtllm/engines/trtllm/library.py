@@ -7,14 +7,13 @@ import itertools
 import logging
 import math
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
+from dynamo_trtllm.engines.trtllm.polling import StatsPoller
 from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmModelLimits,
     TrtllmOutputCursor,
@@ -285,84 +284,3 @@ class TrtllmCall:
         if self._result is None or self._result.outputs[0].finish_reason not in ("length", "not_finished"):
             return None
         return self._ended_at + self._library.kv_timeout_s
-
-
-_TIMEOUT_S = 2.0
-_PAUSE_S = 0.5
-
-
-class StatsPoller:
-    """Polls the executor's statistics on a thread."""
-
-    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]], num_ranks: int = 1) -> None:
-        """Initialize without a thread.
-
-        Args:
-            get_stats: `LLM.get_stats`.
-            num_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
-        """
-        self._get_stats = get_stats
-        self._num_ranks = num_ranks
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._rows: dict[int, Mapping[str, Any]] = {}  # the last one of each rank
-        self._failure = ""  # the last one
-        self.counts = Counts()
-        self.changed_at = time.monotonic()
-
-    @property
-    def has_reported(self) -> bool:
-        """True once statistics came: from then on, requests that wait without any show that the executor stands."""
-        return bool(self._rows)
-
-    def start(self) -> None:
-        """Start the thread. Idempotent. Some releases have no statistics before their first request."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._poll, name="trtllm-stats", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread and wait for its current call, which has a time limit."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * _TIMEOUT_S)
-
-    def _poll(self) -> None:
-        while not self._stop.wait(_PAUSE_S):
-            try:
-                rows = self._get_stats(timeout=_TIMEOUT_S)
-            except Exception as exc:  # noqa: BLE001 - logged, and tried again
-                # 1.0 and 1.1 raise TypeError when there are none: their queue returns None, which is parsed as JSON
-                # (llmapi/utils.py, _SyncQueue.get). Remote calls raise RPCError (executor/rpc/rpc_common.py), a plain
-                # Exception.
-                self._note_failure(f"{type(exc).__name__}: {exc}")
-                continue
-            if rows:
-                self._rows |= {int(row.get("attentionDpRank") or 0): row for row in rows}
-                self.counts = counts_of(list(self._rows.values()), self._num_ranks)
-                self.changed_at = time.monotonic()
-
-    def _note_failure(self, failure: str) -> None:
-        if failure != self._failure:
-            level = logging.INFO if failure.startswith("TypeError") else logging.WARNING
-            _log.log(level, "no statistics from TensorRT-LLM; KV metrics stay at their last values: %s", failure)
-        self._failure = failure
-
-
-def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
-    """Convert the statistics of one iteration; a missing value counts as 0.
-
-    The KV blocks are those of one rank: before 1.3 only rank 0 reports, and since then the rows of the other ranks have
-    copies of its KV statistics (_torch/pyexecutor/adp_iter_stats.py, main at 0cedd9a0). So with attention DP the number
-    of used blocks is an estimate. The queue is reported by rank 0 for all ranks.
-
-    Args:
-        rows: one per rank that reports.
-        num_ranks: ranks that have KV blocks of their own.
-    """
-    kv = [row.get("kvCacheStats") or {} for row in rows]
-    return Counts(
-        waiting=sum(int(row.get("numQueuedRequests") or 0) for row in rows),
-        kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
-        kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
-    )

@@ -136,7 +136,17 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model m --is-decode-worker --is-prefill-worker", ["--is-decode-worker and --is-prefill-worker contradict"]),
         ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),
         ("--model m --override-engine-args {", ["--override-engine-args", "JSON object", "column 2"]),
-        ("--model m --endpoint backend.generate", ["dyn://NAMESPACE.COMPONENT.ENDPOINT"]),
+        *[
+            (f"--model m --endpoint {endpoint}", ["dyn://NAMESPACE.COMPONENT.ENDPOINT", "1 to 256 characters"])
+            for endpoint in (
+                "backend.generate",
+                "dyn://a.b",
+                "dyn://a.b.c.d",
+                "dyn://a..c",
+                "dyn://a.b/x.c",
+                "dyn://*.b.c",
+            )
+        ],
         ("--model m --namespace a.b", ["--namespace", "'a.b'"]),
         ("--model m --etcd-endpoints http://a:1,,", ["--etcd-endpoints", "http://localhost:2379"]),
         ("--model m --nats-server http://a:1", ["--nats-server", "nats://localhost:4222"]),

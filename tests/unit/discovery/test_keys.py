@@ -28,15 +28,6 @@ def test_endpoint_when_printed_and_parsed_then_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "dynamo.a.b", "dyn://a.b", "dyn://a.b.c.d", "dyn://a..c", "dyn://a.b/x.c", "dyn://a.b.c d", "dyn://*.b.c"],
-)
-def test_endpoint_when_malformed_then_config_error(text: str) -> None:
-    with pytest.raises(ConfigError):
-        keys.parse_endpoint(text)
-
-
-@pytest.mark.parametrize(
     "name", ["", "a/b", "a.b", "a*", ">", "a b", "a\tb", "a\n", "a\x00", "a\x1b[2J", "a\u2028", "x" * 257]
 )
 def test_name_when_it_would_break_a_key_then_config_error(name: str) -> None:

@@ -6,6 +6,7 @@ import weakref
 import pytest
 
 from dynamo_trtllm.errors import (
+    CLASSES,
     BadFrame,
     Disconnected,
     DynamoError,
@@ -13,7 +14,6 @@ from dynamo_trtllm.errors import (
     Overloaded,
     PayloadTooLarge,
     StreamIncomplete,
-    error_classes,
 )
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, Sampling, decode, encode, token_ids
 from dynamo_trtllm.request_plane.frames import (
@@ -75,7 +75,7 @@ def test_batch_when_bytes_are_something_else_then_bad_frame(data: bytes) -> None
         decode(data, Batch)
 
 
-@pytest.mark.parametrize("cls", sorted(error_classes().values(), key=lambda cls: cls.code))
+@pytest.mark.parametrize("cls", sorted(CLASSES.values(), key=lambda cls: cls.code))
 def test_failure_when_sent_then_same_class_message_and_field(cls: type[DynamoError]) -> None:
     error = decode(encode(ErrorPayload.of(cls("why", field="f"))), ErrorPayload).error()
     assert (type(error), error.message, error.field) == (cls, "why", "f")

@@ -8,12 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
-from dynamo_trtllm.api.responses import (
-    FunctionCallItem,
-    FunctionOutputItem,
-    MessageItem,
-    ReasoningItem,
-)
+from dynamo_trtllm.api.responses import FunctionCallItem, FunctionOutputItem, MessageItem, ReasoningItem
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.responses.response_store import input_id
 from dynamo_trtllm.tokenization.base import Message, ToolCall

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.external.library import Counts
-from dynamo_trtllm.engines.trtllm import library
-from dynamo_trtllm.engines.trtllm.library import StatsPoller, counts_of
+from dynamo_trtllm.engines.trtllm.polling import StatsPoller, counts_of
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(library, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(StatsPoller, "pause_s", 0.001)
+    monkeypatch.setattr(StatsPoller, "timeout_s", 0.01)
 
 
 def test_rows_when_release_tells_all_then_they_are_read() -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.trtllm import library as library_module
-from dynamo_trtllm.engines.trtllm.library import StatsPoller, TrtllmLibrary
+from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
+from dynamo_trtllm.engines.trtllm.polling import StatsPoller
 from dynamo_trtllm.errors import (
     EngineFailed,
     MigrationFailed,
@@ -135,7 +135,7 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
 async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library_module, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(StatsPoller, "pause_s", 0.001)
     at, llm = make(Role.AGGREGATED, ttl_s=0.01)
     assert isinstance(at.library, TrtllmLibrary)
     at.library.poll_stats()

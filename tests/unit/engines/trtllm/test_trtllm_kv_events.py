@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm import kv_events, settings
-from dynamo_trtllm.engines.trtllm.kv_events import KvEventPoller
+from dynamo_trtllm.engines.trtllm import polling, settings
+from dynamo_trtllm.engines.trtllm.polling import KvEventPoller
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
 from dynamo_trtllm.messages import Role, token_ids
@@ -72,8 +72,8 @@ def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
 def test_convert_when_a_prompt_is_long_then_events_of_a_limited_size_follow_one_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_events, "MAX_EVENT_TOKENS", 4)
-    monkeypatch.setattr(kv_events, "_MOST_HASHES", 2)
+    monkeypatch.setattr(polling, "MAX_EVENT_TOKENS", 4)
+    monkeypatch.setattr(polling, "_MOST_HASHES", 2)
     parts = converted(event(stored(*(block(n, n, n) for n in range(1, 6)), parent=9)))
     assert [(part.parent, [each.hash for each in part.blocks]) for part in parts if isinstance(part, BlocksStored)] == [
         (9, [1, 2]),
@@ -87,7 +87,7 @@ def test_convert_when_a_prompt_is_long_then_events_of_a_limited_size_follow_one_
 async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kv_events, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(KvEventPoller, "pause_s", 0.001)
     answers: list[Any] = [RuntimeError("lost"), RuntimeError("lost"), None, [{"no": "event"}]]
     answers.append([event({"type": "removed", "block_hashes": [1]})])
     found: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
