@@ -114,7 +114,7 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
 ) -> None:
     go, step = asyncio.Event(), MockEngine._step
     go.set()
-    monkeypatch.setattr(MockEngine, "_step", lambda engine: step(engine) if go.is_set() else None)
+    monkeypatch.setattr(MockEngine, "_step", lambda engine, seconds: step(engine, seconds) if go.is_set() else None)
     chosen = config(etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02})
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
