@@ -92,7 +92,10 @@ class Checksums:
         """
         if block.device == "cpu" and block.num_bytes <= _INLINE_BYTES:
             done: Future[int] = Future()
-            done.set_result(self.hash(block))
+            try:
+                done.set_result(self.hash(block))
+            except Exception as exc:  # noqa: BLE001 - the caller finds it in the future, as that of a thread
+                done.set_exception(exc)
             return done
         try:
             return self._pool.submit(self.hash, block)
@@ -145,7 +148,8 @@ def combined(before: int, hashes: Sequence[int]) -> int:
 class OfferChecksum:
     """The checksum of one published transfer, computed as its regions become ready.
 
-    `on_complete` is called on any thread, with the checksum of all regions, or with None if it can't be computed.
+    `on_complete` is called on any thread, with the checksum of all regions, or with None if it can't be computed. The
+    event loop may wait for it, so it must be quick, and it must not call this object.
     """
 
     def __init__(
@@ -178,14 +182,15 @@ class OfferChecksum:
             return
         if (exc := job.exception()) is not None:
             log.error("computing the checksum of KV failed; unpublishing the KV", exc_info=exc)
-            if self._on_complete is not None:
+        with self._lock:  # a done job calls this later, so `stop` waits for the lock
+            if self._stopped:
+                return
+            if exc is None:
+                self._left -= 1
+                if not self._left:
+                    self._complete()
+            elif self._on_complete is not None:
                 self._on_complete(None)
-            return
-        with self._lock:
-            self._left -= 1
-            is_complete = not self._left
-        if is_complete:
-            self._complete()
 
     def _complete(self) -> None:
         if self._on_complete is not None:
@@ -202,8 +207,9 @@ class OfferChecksum:
         return await results(self._jobs[index])
 
     async def stop(self) -> None:
-        """Cancel the hashing. When this returns, no thread reads the regions any more."""
-        self._stopped = True
+        """Cancel the hashing. When this returns, no thread reads the regions or calls `on_complete` any more."""
+        with self._lock:
+            self._stopped = True
         await ended(chain.from_iterable(self._jobs))
 
 

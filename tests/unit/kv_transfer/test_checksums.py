@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -49,6 +51,36 @@ async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(che
     offer = OfferChecksum(checksums, [MemoryRegion(0, 8, "cuda:0")])
     offer.mark_ready(1)
     with pytest.raises(TransferFailed, match="the GPU is gone"):
+        await offer.hashes(0)
+
+
+async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_report(checksums: Checksums) -> None:
+    memory, found, has_begun = bytearray(BLOCK_BYTES), list[int | None](), threading.Event()
+
+    def slow(checksum: int | None) -> None:
+        has_begun.set()
+        threading.Event().wait(0.02)  # nothing tells this thread that `stop` was called
+        found.append(checksum)
+
+    offer = OfferChecksum(checksums, [MemoryRegion(address_of(memory), len(memory))], slow)
+    offer.mark_ready(1)
+    await asyncio.to_thread(has_begun.wait)
+    await offer.stop()
+    assert len(found) == 1
+
+
+async def test_hashes_when_a_small_piece_can_not_be_hashed_then_its_holder_is_told(
+    checksums: Checksums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(region: MemoryRegion) -> NoReturn:
+        raise RuntimeError("the memory is gone")
+
+    monkeypatch.setattr(checksums, "hash", broken)
+    found = list[int | None]()
+    offer = OfferChecksum(checksums, [MemoryRegion(0, 8)], found.append)
+    offer.mark_ready(1)
+    assert found == [None]
+    with pytest.raises(TransferFailed, match="the memory is gone"):
         await offer.hashes(0)
 
 
