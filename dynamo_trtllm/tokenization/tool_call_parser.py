@@ -19,8 +19,9 @@ TOOL_CALL: Final = "<tool_call>"
 END_TOOL_CALL: Final = "</tool_call>"
 _ARGUMENTS: Final = frozenset(("arguments", "parameters"))
 _KEYS: Final = _ARGUMENTS | {"name", "id", "type"}
-_BLANKS: Final = " \t\r\n"
+_BLANKS: Final = re.compile(r"[ \t\r\n]*")
 _SCALAR: Final = string.ascii_letters + string.digits + "+.-"
+_SCALARS: Final = re.compile(r"[A-Za-z0-9+.\-]*")
 _CLOSERS: Final = {"{": "}", "[": "]"}
 _STRING_STOP: Final = re.compile(r'["\\]')
 _NESTED_STOP: Final = re.compile(r'["{}\[\]]')
@@ -86,9 +87,10 @@ class _CallText:
             self.unseen.clear()
         return part
 
-    def _end_of(self, chars: str) -> int:
-        """Return the index after the run of these characters that begins here."""
-        return len(self.text) - len(self.text[self.at :].lstrip(chars))
+    def _end_of(self, run: re.Pattern[str]) -> int:
+        """Return the index after the run of characters that begins here, without a copy of the text after it."""
+        found = run.match(self.text, self.at)
+        return self.at if found is None else found.end()
 
     def _peek(self) -> Generator[None, None, str]:
         """Consume blanks, and return the character after them."""
@@ -129,10 +131,10 @@ class _CallText:
         return char == '"' or char in _SCALAR
 
     def _scalar(self, *, is_argument: bool = False) -> Generator[None, None, str]:
-        text = self._take(self._end_of(_SCALAR), is_argument=is_argument)
+        text = self._take(self._end_of(_SCALARS), is_argument=is_argument)
         while self.at == len(self.text):
             yield
-            text += self._take(self._end_of(_SCALAR), is_argument=is_argument)
+            text += self._take(self._end_of(_SCALARS), is_argument=is_argument)
         return text
 
     def _string(self, *, is_argument: bool = False) -> Generator[None, None, str]:
