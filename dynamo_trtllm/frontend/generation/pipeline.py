@@ -257,6 +257,7 @@ class _RunningRequest(Stream):
             case SelectWorkers():
                 return self._select(action)
             case SelectOtherDecode():
+                self._trace.expected = None  # it was predicted for another worker
                 return pipeline.select_other_decode(request, action.prefill, action.tried) or Signal.NO_OTHER_DECODE
             case WaitForWorkers():
                 left_s = min(self._begun_s + action.limit_s - time.monotonic(), request.deadline - time.time())
