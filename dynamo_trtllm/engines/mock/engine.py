@@ -363,7 +363,8 @@ class MockEngine:
                 context += len(stream.request.token_ids) + stream.num_output
             if stream.prefill_left == 0 and stream.wanted > 0:
                 stream.step()
-        self.steps.append(StepSample(seconds, decoded, context, budget - prefill_budget, pairs))
+        if decoded or prefill_budget < budget:
+            self.steps.append(StepSample(seconds, decoded, context, budget - prefill_budget, pairs))
 
     async def check(self) -> None:
         self._check()

@@ -265,6 +265,8 @@ async def test_steps_when_they_depend_on_their_work_then_they_are_measured_with_
         (1, 101, 0, 0.0),
         (1, 102, 0, 0.0),
     ]
+    engine._step(0.1)  # without any work: the time of no step
+    assert len(engine.steps) == 4
     assert engine.steps[0].seconds > 0.003
     prior = mock_info(engine._args, engine._args.layout).cost_prior
     assert prior is not None
