@@ -149,7 +149,9 @@ class Bench:
         begun_s, first_s = time.monotonic(), 0.0
         work = self._work(prompt_tokens)
         models = (("online", self.model), ("frozen", self.frozen))
-        predictions = [(how, model.first_token(prompt_tokens, 0, work)) for how, model in models if model is not None]
+        predictions = [
+            (how, model.predict_first_token(prompt_tokens, 0, work)) for how, model in models if model is not None
+        ]
         ended = asyncio.get_running_loop().create_future()
 
         def on_event(event: StreamEvent) -> None:

@@ -28,7 +28,8 @@ PREFILL_TERMS: Final = (
     *("{}_{}_to_{}".format(*each) for each in _TOKEN_SLOPES),
     *("decode_requests", "context_ki", "attention_mi"),
 )
-CALL_TERMS: Final = ("call", "prompt_ki", "steps")
+FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "steps")
+KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
 class StepSample(NamedTuple):
@@ -38,7 +39,7 @@ class StepSample(NamedTuple):
     decode_requests: int = 0
     context_tokens: int = 0  # of the decode requests
     prefill_tokens: int = 0  # prompt tokens that the step computed
-    attention_pairs: float = 0.0  # over these tokens, the sum of the tokens before each one
+    attention_pairs: float = 0.0  # pairs of a prompt token of this step and a token before it
 
     @property
     def features(self) -> Features:
@@ -72,14 +73,22 @@ def prefill_features(decode_requests: float, context_tokens: float, tokens: floa
     return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
 
 
-def call_features(prompt_tokens: float, steps_s: float) -> Features:
-    """Return the values on which the time of a call until its first token depends.
+def first_token_features(prompt_tokens: float, steps_s: float) -> Features:
+    """Return the values on which the time of a prefill or aggregated call until its first token depends.
 
     Args:
         prompt_tokens: of the call.
-        steps_s: predicted time of the steps that it waits for; 0 for a decode call.
+        steps_s: predicted time of the steps that it waits for.
     """
     return 1.0, prompt_tokens * _KI, steps_s
+
+
+def kv_transfer_features(prompt_tokens: float) -> Features:
+    """Return the values on which the time of a decode call until its first token depends: it fetches the KV."""
+    return 1.0, prompt_tokens * _KI
+
+
+_MOST = 1e6  # of a coefficient that is not damaged, in seconds
 
 
 class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -89,6 +98,14 @@ class Fit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     low: float  # nine of ten measured times were between `low` and `high` times the predicted one
     high: float
     num_samples: int  # 0: the coefficients are a prior from the configuration
+
+    def is_valid(self, num_terms: int) -> bool:
+        """Return True if it has so many coefficients, and none is negative, too large or not a number."""
+        return (
+            len(self.coefficients) == num_terms
+            and all(0 <= each <= _MOST for each in self.coefficients)
+            and 0 <= self.low <= self.high <= _MOST
+        )
 
     def predict(self, features: Features) -> float:
         """Return the predicted seconds."""
@@ -122,8 +139,10 @@ class Prediction(NamedTuple):
     high_s: float
 
     @classmethod
-    def of(cls, seconds: float, fit: Fit) -> Prediction:
-        return cls(seconds, seconds * fit.low, seconds * fit.high)
+    def of(cls, fit: Fit, features: Features) -> Prediction | None:
+        """Return the prediction of a fit. None: the time is not finite."""
+        seconds = fit.predict(features)
+        return cls(seconds, seconds * fit.low, seconds * fit.high) if math.isfinite(seconds) else None
 
     @classmethod
     def total(cls, parts: Sequence[Prediction | None]) -> Prediction | None:
@@ -143,7 +162,7 @@ class Prediction(NamedTuple):
 
 
 class EngineWork(NamedTuple):
-    """What an engine does when a request arrives."""
+    """The load of an engine when a request arrives."""
 
     decode_requests: int = 0
     context_tokens: int = 0  # of the decode requests
@@ -156,19 +175,15 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     decode: Fit | None = None  # of steps without prompt tokens
     prefill: Fit | None = None  # of steps with prompt tokens
-    call: Fit | None = None  # of calls until their first token, from the predicted time of their steps
+    first_token: Fit | None = None  # of prefill and aggregated calls until it, from the predicted time of their steps
     step_tokens: int = 0  # most prompt tokens of one step
+    kv_transfer: Fit | None = None  # of decode calls until their first token
 
     @property
     def is_valid(self) -> bool:
         """True if this release can read the coefficients, which may come from another release."""
         return self.step_tokens >= 0 and all(
-            fit is None
-            or (
-                len(fit.coefficients) == len(terms)
-                and all(0 <= each < math.inf for each in (*fit.coefficients, fit.low, fit.high))
-            )
-            for terms, fit in self.fits().values()
+            fit is None or fit.is_valid(len(terms)) for terms, fit in self.fits().values()
         )
 
     @property
@@ -183,15 +198,9 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return {
             "decode_step": (DECODE_TERMS, self.decode),
             "prefill_step": (PREFILL_TERMS, self.prefill),
-            "first_token": (CALL_TERMS, self.call),
+            "first_token": (FIRST_TOKEN_TERMS, self.first_token),
+            "kv_transfer": (KV_TRANSFER_TERMS, self.kv_transfer),
         }
-
-    def step(self, decode_requests: int, context_tokens: int) -> Prediction | None:
-        """Predict a decode step."""
-        fit = self.decode
-        if fit is None:
-            return None
-        return Prediction.of(fit.predict(decode_features(decode_requests, context_tokens)), fit)
 
     def prefill_steps_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float | None:
         """Return the predicted time of the steps until the first token of a prompt. None: it is not known yet.
@@ -224,15 +233,15 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             pairs += queued * (queued / others) / 2
         return seconds + fit.coefficients[-1] * pairs * _MI
 
-    def first_token(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> Prediction | None:
+    def predict_first_token(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> Prediction | None:
         """Predict the time of a prefill or aggregated call until its first token, with its time in the queue."""
         steps_s = self.prefill_steps_s(new_tokens, cached_tokens, work)
-        if steps_s is None or self.call is None:
+        if steps_s is None or self.first_token is None:
             return None
-        return Prediction.of(self.call.predict(call_features(new_tokens, steps_s)), self.call)
+        return Prediction.of(self.first_token, first_token_features(new_tokens, steps_s))
 
-    def kv_transfer(self, prompt_tokens: int) -> Prediction | None:
+    def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
         """Predict the time of a decode call until its first token: it fetches the KV of the prompt."""
-        if self.call is None:
+        if self.kv_transfer is None:
             return None
-        return Prediction.of(self.call.predict(call_features(prompt_tokens, 0.0)), self.call)
+        return Prediction.of(self.kv_transfer, kv_transfer_features(prompt_tokens))

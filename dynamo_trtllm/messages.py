@@ -266,17 +266,20 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     publishes_kv_events: bool = False  # see `kv_events`
 
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The load of one worker at one moment. Of two reports, the one with the higher number is newer."""
 
     instance_id: int
     number: int  # counts from 1
-    running: int  # requests in the batch
-    waiting: int  # requests queued in the engine
-    queued_prefill_tokens: int  # prompt tokens that are not computed yet
-    kv_blocks_used: int
-    kv_blocks_total: int  # 0: not reported by the engine
-    context_tokens: int  # of the requests in the batch
+    running: _Count  # requests in the batch
+    waiting: _Count  # requests queued in the engine
+    queued_prefill_tokens: _Count  # prompt tokens that are not computed yet
+    kv_blocks_used: _Count
+    kv_blocks_total: _Count  # 0: not reported by the engine
+    context_tokens: _Count  # of the requests in the batch
     cost: CostModel | None = None  # in broadcasts only
 
     def work(self, *, decodes: bool, more_tokens: int = 0, more_requests: int = 0) -> EngineWork:

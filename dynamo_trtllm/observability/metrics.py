@@ -372,7 +372,7 @@ class WorkerMetrics:
         self._metrics["reserved"].set_function(reserved)
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
-        """Observe the ratio of a measured time to the predicted one, and whether it was within the bounds."""
+        """Observe the ratio of a measured time to the predicted one, and whether it was within the interval."""
         self._labelled("time_ratio", kind).observe(ratio)
         self._labelled("predictions_total", kind, "within" if is_covered else "outside").inc()
 

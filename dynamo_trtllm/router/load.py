@@ -186,7 +186,7 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
 def predicted_first_token_s(
     load: InstanceLoad, role: Role, new_tokens: int, cached_tokens: int, now: float
 ) -> Prediction | None:
-    """Predict the time of a call to an instance until its first token. None: its load or its cost is not known.
+    """Predict the time of a call to an instance until its first token.
 
     Args:
         load: of the instance, without the request.
@@ -194,23 +194,18 @@ def predicted_first_token_s(
         new_tokens: of the prompt, that are not in a cache.
         cached_tokens: the others.
         now: seconds of a monotonic clock.
+
+    Returns:
+        None if its load or its cost is unknown.
     """
     report, cost, unseen = load.report, load.cost, load.unseen
     if cost is None or report is None or now - load.reported_at > STALE_S:
         return None
     if role is Role.DECODE:
-        return cost.kv_transfer(new_tokens + cached_tokens)
+        return cost.predict_kv_transfer(new_tokens + cached_tokens)
     decodes, more_requests = role is not Role.PREFILL, unseen.requests
     work = report.work(decodes=decodes, more_tokens=unseen.prefill_tokens, more_requests=more_requests)
-    return cost.first_token(new_tokens, cached_tokens, work)
-
-
-def predicted_step_s(load: InstanceLoad, more_tokens: int, now: float) -> Prediction | None:
-    """Predict a decode step of an instance with one more request, which has so many tokens. None: as above."""
-    report, cost, unseen = load.report, load.cost, load.unseen
-    if cost is None or report is None or now - load.reported_at > STALE_S:
-        return None
-    return cost.step(report.running + unseen.requests + 1, report.context_tokens + unseen.kv_tokens + more_tokens)
+    return cost.predict_first_token(new_tokens, cached_tokens, work)
 
 
 class PlacedRequest:

@@ -6,6 +6,7 @@ The newest samples of each kind of step stay, so that a load of one kind does no
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -24,25 +25,26 @@ from dynamo_trtllm.cost_model import (
     Features,
     Fit,
     StepSample,
-    call_features,
+    first_token_features,
+    kv_transfer_features,
 )
+
+_log = logging.getLogger(__name__)
 
 _MOST_KINDS = 24  # of steps; those that were seen last
 _PER_KIND = 12  # samples
 _WARM_UP = 4  # samples to ignore at first
 _MIN_SAMPLES = 24  # after which the fit replaces the prior
 _RATIOS = 256  # of measured to predicted times
-_FIRST_RATIOS = 20  # after which they bound predictions
-_FIRST_BOUNDS = (0.5, 2.0)
-_CHANGED = (
-    12  # samples of known kinds, all but one too fast or all but one too slow, after which older ones are dropped
-)
+_FIRST_RATIOS = 20  # after which the interval comes from them
+_FIRST_INTERVAL = (0.5, 2.0)
+_CHANGED = 12  # samples of known kinds: if all but one are too fast, or too slow, older samples are dropped
 _MOST_DOUBTED = 64  # samples for which the coefficients stay until it is clear that the engine has changed
 _MISS_RATE: Final = 0.1
 _ADAPT = 0.01
 _ROUNDS = 3
-_RIDGE = 1e-4  # weights of what is assumed, in samples per sample
-_TIES = 1e-3
+_RIDGE = 1e-4  # weight of the prior (or of zero), relative to that of the samples
+_TIES = 1e-3  # weight of equal slopes of adjacent segments, likewise
 _PRIOR_SAMPLES = 2.0
 _NO_SEGMENTS = slice(0)
 
@@ -57,7 +59,7 @@ class Outcome(NamedTuple):
     """How good a prediction was."""
 
     ratio: float  # of the measured time to the predicted one
-    is_covered: bool  # it was within the bounds
+    is_covered: bool  # it was within the interval
 
 
 class RobustFit:
@@ -66,36 +68,45 @@ class RobustFit:
     Args:
         prior: coefficients to use until enough samples were taken; None: there is no prediction until then.
         segments: the coefficients that are slopes of adjacent segments.
+        can_change: an engine that has changed is detected. Not in times that depend on more than the engine, such as
+            the wait for a batch slot.
     """
 
-    def __init__(self, prior: Sequence[float] | None = None, segments: slice = _NO_SEGMENTS) -> None:
+    def __init__(
+        self, prior: Sequence[float] | None = None, segments: slice = _NO_SEGMENTS, *, can_change: bool = False
+    ) -> None:
         self._prior = None if prior is None else list(prior)
         self._segments = segments
+        self._can_change = can_change
         self._kinds: dict[Hashable, deque[_Sample]] = {}
         self._coefficients = self._prior
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
         self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)  # with the numbers of the samples
         self._miss_rate = _MISS_RATE
-        self._bounds = _FIRST_BOUNDS
+        self._interval = _FIRST_INTERVAL
         self._doubted_at = 0  # number of the last sample before the samples that may be of a changed engine
         self._num_fitted = 0  # samples at the last `refit`
         self.num_samples = self.num_predicted = self.num_covered = self.num_changes = 0
 
     def add(self, features: Features, kind: Hashable, seconds: float) -> Outcome | None:
-        """Take a sample. Return how good the prediction before it was, if enough samples are there to judge it.
+        """Take a sample. Return how good the prediction before it was, if there were enough samples to evaluate it.
+
+        Samples that are not finite are ignored.
 
         Args:
             features: on which the time depends.
             kind: equal for samples that are alike.
             seconds: that were measured.
         """
+        if not (0 < seconds < math.inf and all(map(math.isfinite, features))):
+            return None
         self.num_samples += 1
-        if self.num_samples <= _WARM_UP or not 0 < seconds < math.inf:
+        if self.num_samples <= _WARM_UP:
             return None
         samples, outcome = self._kinds.pop(kind, None), None
         if self._coefficients is not None and self.num_samples > _MIN_SAMPLES:
             ratio = seconds / max(1e-9, sum(map(mul, self._coefficients, features)))
-            outcome = self._judged(ratio, is_known=samples is not None and len(samples) * 2 >= _PER_KIND)
+            outcome = self._evaluated(ratio, is_known=samples is not None and len(samples) * 2 >= _PER_KIND)
         if samples is None:
             samples = deque(maxlen=_PER_KIND)
             if len(self._kinds) >= _MOST_KINDS:
@@ -104,12 +115,12 @@ class RobustFit:
         self._kinds[kind] = samples  # as the last one
         return outcome
 
-    def _judged(self, ratio: float, *, is_known: bool) -> Outcome:
-        low, high = self._bounds
+    def _evaluated(self, ratio: float, *, is_known: bool) -> Outcome:
+        low, high = self._interval
         is_covered = low <= ratio <= high
         self.num_predicted += 1
         self.num_covered += is_covered
-        # If more or fewer times than expected are out of bounds, the bounds get wider or narrower.
+        # If more or fewer than one of ten times are outside the interval, it gets wider or narrower.
         self._miss_rate = min(0.2, max(0.01, self._miss_rate + _ADAPT * (_MISS_RATE - (not is_covered))))
         self._ratios.append(ratio)
         if is_known:
@@ -126,24 +137,24 @@ class RobustFit:
         self._num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
         if not self._may_have_changed():
-            samples = [sample for kind in self._kinds.values() for sample in kind]
-            if samples and (is_fitted or self._prior is not None):
-                self._coefficients = self._solved(samples)
+            if is_fitted:
+                self._coefficients = self._solved([sample for kind in self._kinds.values() for sample in kind])
             if len(self._ratios) >= _FIRST_RATIOS:
-                self._bounds = _quantiles(self._ratios, self._miss_rate)
+                self._interval = _quantiles(self._ratios, self._miss_rate)
         if self._coefficients is None:
             return None
-        return Fit(tuple(self._coefficients), *self._bounds, self.num_samples if is_fitted else 0)
+        return Fit(tuple(self._coefficients), *self._interval, self.num_samples if is_fitted else 0)
 
     def _may_have_changed(self) -> bool:
         """Return True if the next samples decide whether the engine has changed, for example its clock rate.
 
         If it has changed, drop what was measured before.
         """
-        low, high = self._bounds
+        low, high = self._interval
         ratios = [ratio for _, ratio in self._known_ratios]
         num_out = max(sum(ratio < low for ratio in ratios), sum(ratio > high for ratio in ratios))
-        if len(ratios) < _CHANGED or self._coefficients is None or 2 * num_out < _CHANGED:
+        has_few = len(ratios) < _CHANGED or 2 * num_out < _CHANGED
+        if not self._can_change or has_few or self._coefficients is None:
             self._doubted_at = self.num_samples
             return False
         if num_out < _CHANGED - 1:
@@ -152,7 +163,7 @@ class RobustFit:
         return False
 
     def _drop_before(self, number: int, coefficients: Sequence[float], change: float) -> None:
-        """Drop older samples. What is not measured again is expected to have changed alike."""
+        """Drop older samples. Other kinds are assumed to have changed by the same factor."""
         self.num_changes += 1
         self._coefficients = self._prior = [each * change for each in coefficients]
         for kind, samples in list(self._kinds.items()):
@@ -162,7 +173,7 @@ class RobustFit:
                 del self._kinds[kind]
         self._ratios.clear()
         self._known_ratios.clear()
-        self._bounds = _FIRST_BOUNDS
+        self._interval = _FIRST_INTERVAL
 
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
         columns, seconds = (
@@ -271,8 +282,8 @@ class CostFit:
     Args:
         prior: from the configuration.
         steps: of the engine; `learn` removes them. Another thread may add some.
-        on_outcome: is called for each prediction that could be judged, with the name of the fit, the ratio of the
-            measured time to the predicted one, and whether it was within the bounds.
+        on_outcome: is called for each prediction that could be evaluated, with the name of the fit, the ratio of the
+            measured time to the predicted one, and whether it was within the interval.
     """
 
     def __init__(
@@ -288,12 +299,14 @@ class CostFit:
         self.model = prior = prior or CostModel()
         self._has_step_tokens = bool(prior.step_tokens)
         self._on_outcome = on_outcome
-        self.decode = RobustFit(prior.decode.coefficients if prior.decode else None, DECODE_SEGMENTS)
-        self.prefill = RobustFit(prior.prefill.coefficients if prior.prefill else None, PREFILL_SEGMENTS)
-        self.call = RobustFit((0.0, 0.0, 1.0))
+        self.decode = RobustFit(prior.decode.coefficients if prior.decode else None, DECODE_SEGMENTS, can_change=True)
+        self.prefill = RobustFit(
+            prior.prefill.coefficients if prior.prefill else None, PREFILL_SEGMENTS, can_change=True
+        )
+        self.first_token = RobustFit((0.0, 0.0, 1.0))
         self.kv_transfer = RobustFit()
         if prior.prefill is not None:
-            self.model = msgspec.structs.replace(prior, call=self.call.refit())
+            self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
 
     def learn(self, now: float) -> CostModel:
         """Return the model, after it has learned from what was measured, at most once a second.
@@ -305,25 +318,27 @@ class CostFit:
             self._learned_at = now
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
             calls = [self.calls.popleft() for _ in range(len(self.calls))]
-            self.take(steps, calls)
+            try:
+                self.take(steps, calls)
+            except Exception:  # noqa: BLE001 - logged; the worker goes on with the last model
+                _log.exception("the cost model could not learn from %d steps and %d calls", len(steps), len(calls))
         return self.model
 
     def take(self, steps: Iterable[StepSample], calls: Iterable[CallSample] = ()) -> CostModel:
-        """Take samples, and return the model. To keep this short, it learns one kind of time with each call."""
+        """Take samples, and return the model. Each call refits the kinds of times that have new samples."""
         for step in steps:
             self._take_step(step)
         for call in calls:
             self._take_call(call)
-        newest = max((self.decode, self.prefill, self.call, self.kv_transfer), key=lambda fit: fit.num_new)
-        if newest.num_new:
-            fit = newest.refit()
-            name = "decode" if newest is self.decode else "prefill" if newest is self.prefill else "call"
-            self.model = msgspec.structs.replace(self.model, **{name: fit})
-            if name == "prefill" and self.model.call is None:
-                self.model = msgspec.structs.replace(self.model, call=self.call.refit())
+        fits = {name: getattr(self, name) for name in ("decode", "prefill", "first_token", "kv_transfer")}
+        changes = {name: fit.refit() for name, fit in fits.items() if fit.num_new}
+        if "prefill" in changes and self.model.first_token is None:
+            changes["first_token"] = self.first_token.refit()
+        if changes:
+            self.model = msgspec.structs.replace(self.model, **changes)
         return self.model
 
-    def _judge(self, name: str, outcome: Outcome | None) -> None:
+    def _evaluate(self, name: str, outcome: Outcome | None) -> None:
         if outcome is not None and self._on_outcome is not None:
             self._on_outcome(name, *outcome)
 
@@ -331,18 +346,19 @@ class CostFit:
         tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
         if not tokens:
             kind: Hashable = requests.bit_length(), context.bit_length()
-            self._judge("decode_step", self.decode.add(step.features, kind, step.seconds))
+            self._evaluate("decode_step", self.decode.add(step.features, kind, step.seconds))
             return
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
         kind = tokens.bit_length(), requests.bit_length() // 2
-        self._judge("prefill_step", self.prefill.add(step.features, kind, step.seconds))
+        self._evaluate("prefill_step", self.prefill.add(step.features, kind, step.seconds))
 
     def _take_call(self, call: CallSample) -> None:
         tokens, work = call.new_tokens, call.work
         if call.is_prefilled:
             kind: Hashable = tokens.bit_length()
-            self._judge("first_token", self.kv_transfer.add(call_features(tokens, 0.0), kind, call.seconds))
+            self._evaluate("kv_transfer", self.kv_transfer.add(kv_transfer_features(tokens), kind, call.seconds))
         elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
             kind = int(1e4 * steps_s).bit_length(), work.queued_tokens > 0
-            self._judge("first_token", self.call.add(call_features(tokens, steps_s), kind, call.seconds))
+            features = first_token_features(tokens, steps_s)
+            self._evaluate("first_token", self.first_token.add(features, kind, call.seconds))

@@ -12,8 +12,19 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.cost_model import CostModel, Fit, linear_decode_fit, linear_prefill_fit
-from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role, Sampling, token_ids
-from dynamo_trtllm.router.load import STALE_S, FleetLoad, predicted_step_s
+from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    Instance,
+    LoadReport,
+    Phase,
+    Role,
+    Sampling,
+    decode,
+    encode,
+    token_ids,
+)
+from dynamo_trtllm.router.load import STALE_S, FleetLoad
 from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
@@ -261,8 +272,8 @@ def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_rou
 
 def cost_model(token_s: float, call_s: float) -> CostModel:
     """Return a cost model of steps of 1,000 prompt tokens."""
-    call = Fit((call_s, 0.0, 1.0), 0.5, 2.0, 99)
-    return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), call, step_tokens=1000)
+    calls = Fit((call_s, 0.0, 1.0), 0.5, 2.0, 99), 1000, Fit((call_s, 0.0), 0.5, 2.0, 99)
+    return CostModel(linear_decode_fit(0.01, 0.001), linear_prefill_fit(0.0, token_s), *calls)
 
 
 def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv_transfer() -> None:
@@ -278,9 +289,6 @@ def test_expected_time_when_all_costs_are_known_then_it_has_the_queue_and_the_kv
     assert expected[0] == 7.0
     # Two prompts were sent since the report, so 233 of 700 tokens are in the step that runs, which is half over.
     assert expected[1].seconds == pytest.approx(0.01 + 0.0233 / 2 + 0.0467 + 0.01 + 0.02)
-    step = predicted_step_s(placement.loads.get(1001), 100, 7.0)
-    assert step is not None
-    assert step.seconds == pytest.approx(0.01 + 0.001 * (2 + 3 + 1))
     assert placement.start(first, request(), 7.0 + 2 * STALE_S).expected is None
 
 
@@ -289,3 +297,9 @@ def test_report_when_its_cost_is_not_valid_then_nothing_is_predicted() -> None:
     for cost in (CostModel(decode=Fit((1.0,), 1.0, 1.0, 1)), CostModel(step_tokens=-1)):
         placement.loads.on_report(report(1001, cost=cost), 0.0)
         assert placement.loads.get(1001).cost is None
+
+
+@pytest.mark.parametrize("field", ["running", "waiting", "queued_prefill_tokens", "kv_blocks_used", "context_tokens"])
+def test_report_when_a_count_is_negative_then_it_is_rejected(field: str) -> None:
+    with pytest.raises(BadFrame):
+        decode(encode(report(1, **{field: -1})), LoadReport)
