@@ -61,8 +61,9 @@ class ConcurrencyLimiter:
             DeadlineExceeded: the permits were not free within `within_s` seconds.
         """
         if not self._queue and self.in_use + count <= self.limit:
-            if not self.in_use and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
-                self._finished, self._counted_since_s = 0.0, self._clock()  # idle time says nothing about the load
+            now_s = self._clock()
+            if not self.in_use and (not self._finished or now_s - self._idle_since_s > _RATE_WINDOW_S):
+                self._finished, self._counted_since_s = 0.0, now_s  # idle time says nothing about the load
             self.in_use += count
             return
         if len(self._queue) >= self._max_queued:

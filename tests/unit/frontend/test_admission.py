@@ -173,6 +173,16 @@ def test_retry_after_when_nothing_has_ended_yet_then_a_second() -> None:
     assert ConcurrencyLimiter(1).retry_after_s() == 1
 
 
+async def test_retry_after_when_the_first_request_came_late_then_the_time_before_it_does_not_count() -> None:
+    clock = Clock()
+    limiter = ConcurrencyLimiter(2, clock=clock)
+    clock.now += 29.0
+    await limiter.acquire(2, 30.0)
+    clock.now += 1.0
+    limiter.release(1)
+    assert limiter.retry_after_s() == 1
+
+
 async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> None:
     now = 0.0
     limiter = ConcurrencyLimiter(1, clock=lambda: now)
