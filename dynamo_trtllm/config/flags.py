@@ -113,7 +113,7 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
 
 
 class _Store(argparse.Action):
-    """Stores the flag and its value. Another flag for the same field is accepted only with the same value."""
+    """Stores the last value of each flag of a field, and rejects flags of one field that have different values."""
 
     def __call__(
         self,
@@ -122,12 +122,16 @@ class _Store(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        flag, value = option_string or str(self.metavar), self.const or values
+        flag, value = option_string or self.dest.upper(), self.const or values
         text = flag if self.const else f"{flag} {value}"
-        earlier, other, earlier_text = getattr(namespace, self.dest, (flag, value, text))
-        if earlier != flag and other != value:
-            raise ConfigError(f"{earlier_text} and {text} contradict each other; remove one of them", field=self.dest)
-        setattr(namespace, self.dest, (flag, value, text))
+        given: dict[str, tuple[str, str]] = vars(namespace).setdefault(self.dest, {})
+        for earlier, (other, earlier_text) in given.items():
+            if earlier != flag and other != value:
+                raise ConfigError(
+                    f"{earlier_text} and {text} set the same and contradict each other; remove one of them",
+                    field=self.dest,
+                )
+        given[flag] = value, text
 
 
 def build_parser(model: type[Config], prog: str, description: str) -> CommandParser:
@@ -175,7 +179,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     if flag.choices:
         metavar = "{" + ",".join(flag.choices) + "}"
     if flag.positional:
-        return group.add_argument(flag.field, metavar=flag.names[0], action=_Store, nargs="?")
+        return group.add_argument(flag.field, metavar=metavar, action=_Store, nargs="?")
     if flag.kind is bool:
         return group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction)
     action = group.add_argument(*flag.names, dest=flag.field, metavar=metavar, action=_Store)
@@ -207,6 +211,7 @@ def read_flags(model: type[Config], given: argparse.Namespace) -> dict[str, tupl
         match getattr(given, flag.field, None):
             case bool(value):
                 read[flag.field] = value, f"flag {flag.names[0]}"
-            case (name, text, _):
+            case dict(flags):  # all have the same value
+                *_, (name, (text, _)) = flags.items()
                 read[flag.field] = flag.convert(text, f"flag {name}"), f"flag {name}"
     return read

@@ -300,7 +300,9 @@ def reject_unknown(
         ConfigError: There is an unknown word. The message says what to type or do instead.
     """
     positional = [
-        getattr(given, flag.field)[1] for flag in flags_of(model) if flag.positional and hasattr(given, flag.field)
+        getattr(given, flag.field)[flag.names[0]][0]
+        for flag in flags_of(model)
+        if flag.positional and hasattr(given, flag.field)
     ]
     words = [*positional, *unknown]
     if words and words[0].replace("_", "-") in _SUBCOMMANDS:

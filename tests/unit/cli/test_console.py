@@ -90,6 +90,13 @@ def test_command_when_help_is_asked_then_its_flags_are_shown(
         assert any(f"\n{title}:\n" in said for title in GROUPS)
 
 
+def test_help_when_an_argument_allows_some_words_then_it_names_them(
+    capsys: pytest.CaptureFixture[str], typed: Type
+) -> None:
+    assert typed("completion --help") == 0
+    assert "{bash,zsh,fish}" in capsys.readouterr().out
+
+
 @pytest.fixture
 def broken_pipe() -> Iterator[int]:
     """A pipe whose reader has exited."""

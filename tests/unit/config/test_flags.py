@@ -29,8 +29,13 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
         assert getattr(loaded(*typed), field) == value
     assert loaded(other_name, str(value)).source_of(field) == f"flag {other_name}"
     assert getattr(loaded(name, str(value), name, str(other)), field) == other  # the last one counts
-    for typed in ([name, str(value), other_name, str(other)], [f"{other_name}={other}", f"{name}={value}"]):
-        with pytest.raises(ConfigError, match="contradict each other") as caught:
+    for typed in (
+        [name, str(value), other_name, str(other)],
+        [f"{other_name}={other}", f"{name}={value}"],
+        [f"{name}={value}", f"{other_name}={value}", f"{other_name}={other}"],
+        [f"{name}={value}", f"{other_name}={value}", f"{name}={other}"],
+    ):
+        with pytest.raises(ConfigError, match="set the same and contradict each other") as caught:
             loaded(*typed)
         for part in (name, other_name, str(value), str(other)):
             assert part in caught.value.message

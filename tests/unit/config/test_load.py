@@ -131,9 +131,12 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
         ("--model m --engine sglang", ["--engine", "'trtllm', 'vllm', 'torch' or 'mock'"]),
         (
             "--model m --is-prefill-worker --disaggregation-mode decode",
-            ["--is-prefill-worker and --disaggregation-mode decode contradict each other"],
+            ["--is-prefill-worker and --disaggregation-mode decode set the same and contradict each other"],
         ),
-        ("--model m --is-decode-worker --is-prefill-worker", ["--is-decode-worker and --is-prefill-worker contradict"]),
+        (
+            "--model m --is-decode-worker --is-prefill-worker",
+            ["--is-decode-worker and --is-prefill-worker set the same"],
+        ),
         ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),
         ("--model m --override-engine-args {", ["--override-engine-args", "JSON object", "column 2"]),
         *[
