@@ -21,7 +21,7 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
-from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, StoredResponse, store_limits
+from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState
@@ -167,11 +167,16 @@ class ResponseRoutes:
         _check_query(request, "stream", "include", "include[]")
         if _last(request, "stream", "false") != "false":
             raise UnsupportedParameter("stream is not supported for an existing response; leave it out", field="stream")
-        response.send_json(200, (await self._stored(request)).response)
+        if (builder := self._storing_builder(request)) is not None:
+            response.send_json(200, builder.in_progress())
+        else:
+            response.send_json(200, (await self._store.get(_id(request))).response)
 
     async def input_items(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "limit", "order", "after", "include", "include[]")
-        response.send_json(200, _page((await self._stored(request)).items, request))
+        builder = self._storing_builder(request)
+        items = (await self._store.get(_id(request))).items if builder is None else builder.input_items()
+        response.send_json(200, _page(items, request))
 
     async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
         response_id = _id(request)
@@ -191,12 +196,10 @@ class ResponseRoutes:
             await self._store.put(builder.id, packed, builder.client)
         response.send_json(200, cancelled)
 
-    async def _stored(self, request: HttpRequest) -> StoredResponse:
-        """Return a stored response, or one in progress that will be stored. Raises as `ResponseStore.get`."""
+    def _storing_builder(self, request: HttpRequest) -> ResponseBuilder | None:
+        """Return the builder of a response in progress that will be stored; None if it is to be sought in the store."""
         builder = self._running_builder(request)
-        if builder is not None and builder.stored:
-            return StoredResponse(response=builder.in_progress(), items=builder.input_items())
-        return await self._store.get(_id(request))
+        return builder if builder is not None and builder.stored else None
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
         response_id = _id(request)
