@@ -1,8 +1,8 @@
 """Export a trace of each request to an OpenTelemetry collector, Jaeger or Tempo: OTLP over HTTP, encoded as JSON.
 
 A trace is made when its request has ended, from the phases that are known then: a root span of the request and a span
-per phase. Workers take no part, because they report their phases to the frontend. Nothing waits for the collector: a
-queue of limited length separates it from the requests, and traces that do not fit are dropped.
+per phase. Workers send no traces; they report their phases to the frontend. Requests do not wait for the collector: a
+queue of limited length separates it from them, and traces that do not fit are dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -27,9 +29,9 @@ log = logging.getLogger(__name__)
 _MOST_QUEUED: Final = 2048  # traces
 _MOST_SENT: Final = 128  # in one message
 _EVERY_S = 1.0
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 2.0  # of a message, and of all that are sent at the end of the process
 _WARN_EVERY_S = 60.0
-_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PARENT = re.compile(r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
 _SERVER, _INTERNAL, _ERROR = 2, 1, 2  # kinds of spans, and the status of a failed one
 
@@ -63,6 +65,7 @@ class TraceExporter:
         self._sample_ratio = sample_ratio
         self._queue: deque[tuple[str, str, EndedRequest]] = deque()  # with ids of the trace and of its parent span
         self._num_dropped = 0
+        self._reason = ""  # why they were dropped; "": the queue was full
         self._warned_at_s = -_WARN_EVERY_S
 
     def add(self, request: EndedRequest) -> None:
@@ -79,39 +82,65 @@ class TraceExporter:
             self._num_dropped += is_sampled
 
     async def run(self) -> None:
-        """Send traces until cancelled, and then the remaining ones."""
+        """Send traces until cancelled, and then the remaining ones for at most 2 s."""
+        sending = asyncio.create_task(self._send_all())
         try:
             while True:
+                await asyncio.shield(sending)
                 await asyncio.sleep(_EVERY_S)
-                await self._send_all()
+                sending = asyncio.create_task(self._send_all())
         finally:
-            await self._send_all()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await sending
+                    await self._send_all()
+            if self._queue:
+                self._num_dropped += len(self._queue)
+                self._reason = self._reason or f"{self._url} did not take all traces before the end of this process"
+            self._warned_at_s = -_WARN_EVERY_S  # there is no later warning that could have the rest
+            self._warn()
 
     async def _send_all(self) -> None:
         while self._queue:
             sent = [self._queue.popleft() for _ in range(min(_MOST_SENT, len(self._queue)))]
             try:
-                await asyncio.to_thread(self._send, sent)
-            except Exception as exc:  # noqa: BLE001 - of a library and another product; requests go on in any case
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await self._send(sent)
+            except BaseException as exc:  # also of other products; requests go on in any case
                 self._num_dropped += len(sent)
-                self._warn(f"traces can't be sent to {self._url}: {exc}")
-                return
-        if self._num_dropped:
-            self._warn(f"{self._url} does not take traces as fast as requests end")
+                why = str(exc) or f"it has not answered within {_TIMEOUT_S:g} s"
+                self._reason = f"traces can't be sent to {self._url}: {why}"
+                if not isinstance(exc, Exception):
+                    raise
+                break
+        self._warn()
 
-    def _warn(self, reason: str) -> None:
-        if time.monotonic() - self._warned_at_s >= _WARN_EVERY_S:
+    def _warn(self) -> None:
+        """Log how many traces were dropped and the last reason, at most once a minute."""
+        if self._num_dropped and time.monotonic() - self._warned_at_s >= _WARN_EVERY_S:
+            reason = self._reason or f"{self._url} does not take traces as fast as requests end"
             log.warning("%s; %d traces were dropped", reason, self._num_dropped)
-            self._warned_at_s, self._num_dropped = time.monotonic(), 0
+            self._warned_at_s, self._num_dropped, self._reason = time.monotonic(), 0, ""
 
-    def _send(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> None:
-        """Send traces, in a thread. Raise an exception if the collector does not take them."""
-        from urllib.request import ProxyHandler, Request, build_opener  # only processes with traces need it
+    async def _send(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> None:
+        """Send traces. Unlike a client that blocks a thread, it can be cancelled at any step.
 
-        body = orjson.dumps(self._message(traces))
-        request = Request(self._url, body, {"Content-Type": "application/json"})
-        with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT_S) as response:
-            response.read()
+        Raises:
+            OSError: The collector can't be reached, or does not take the traces. A redirect is an error, too.
+        """
+        body = await asyncio.to_thread(lambda: orjson.dumps(self._message(traces)))
+        url = urlsplit(self._url)
+        tls = True if url.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if tls else 80), ssl=tls)
+        try:
+            head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+        finally:
+            writer.transport.abort()
+        status = answer.partition(b" ")[2][:3].decode("latin-1")
+        if not status.startswith("2"):
+            raise OSError(f"it answers with HTTP status {status}")
 
     def _message(self, traces: Sequence[tuple[str, str, EndedRequest]]) -> dict[str, Any]:
         """Return the traces as an ExportTraceServiceRequest, with a resource per role."""

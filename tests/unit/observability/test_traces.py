@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -154,6 +155,8 @@ async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_sp
         (None, 1.0, 1),
         (f"00-{'0' * 32}-{PARENT}-01", 0.0, 0),
         (f"ff-{TRACE}-{PARENT}-01", 0.0, 0),
+        (f"00-{TRACE}-{PARENT}-01-more", 0.0, 0),
+        (f"01-{TRACE}-{PARENT}-01-more", 0.0, 1),
         ("garbage", 1.0, 1),
     ],
 )
@@ -176,3 +179,78 @@ async def test_trace_when_the_collector_is_away_then_requests_go_on_and_the_queu
     await flush(exporter)
     (warning,) = [line for line in caplog.messages if "traces" in line]
     assert warning.endswith("; 5 traces were dropped")
+
+
+@asynccontextmanager
+async def answering(*answers: bytes) -> AsyncIterator[str]:
+    """Yield the URL of a collector that gives each POST one answer, in pieces; the last one again and again."""
+    left, handlers = list(answers), set[asyncio.Task[None]]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        whole = OK if head.startswith(b"GET") else left.pop(0) if len(left) > 1 else left[0]
+        for begin in range(0, len(whole), 20):
+            writer.write(whole[begin : begin + 20])
+            await asyncio.sleep(0.005)
+            if writer.is_closing():
+                break
+        writer.transport.abort()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.add(asyncio.create_task(answer(reader, writer)))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"http://{host}:{port}"
+        await asyncio.gather(*handlers)
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+MOVED = b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n"
+LONG = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5000 + b"\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(("answer", "reason"), [(LONG, "not answered within"), (MOVED, "HTTP status 302")])
+async def test_trace_when_the_collector_answers_slowly_or_redirects_then_all_traces_are_counted_as_dropped(
+    answer: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_MOST_SENT", 1)
+    monkeypatch.setattr(module, "_TIMEOUT_S", 0.5)
+    async with answering(answer) as url:
+        exporter = TraceExporter(url, "dynamo")
+        for _ in range(3):
+            exporter.add(ended(None))
+        await flush(exporter)
+    warnings = [line for line in caplog.messages if "traces" in line]
+    assert all(reason in line for line in warnings)
+    assert sum(int(line.rpartition("; ")[2].split()[0]) for line in warnings) == 3
+
+
+async def test_trace_when_the_collector_has_come_back_then_the_last_warning_says_why_traces_were_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.0)
+    busy = b"HTTP/1.1 503 Busy\r\n\r\n"
+    done = asyncio.Event()
+    async with answering(busy, busy, OK) as url:
+        exporter = TraceExporter(url, "dynamo")
+        send = exporter._send_all
+
+        async def sent() -> None:
+            await send()
+            done.set()
+
+        monkeypatch.setattr(exporter, "_send_all", sent)
+        task = asyncio.create_task(exporter.run())
+        for _ in range(3):
+            exporter.add(ended(None))
+            done.clear()
+            await done.wait()
+            done.clear()
+            await done.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    warnings = [line for line in caplog.messages if "traces" in line]
+    assert [line.partition(": ")[2] for line in warnings] == 2 * [
+        "it answers with HTTP status 503; 1 traces were dropped"
+    ]
