@@ -69,11 +69,12 @@ class StuckRequest:
 
 
 def silent_processes(recordings: Recordings) -> list[SilentProcess]:
-    """Return the processes that are frozen or blocked, or were killed a short time ago."""
+    """Return the processes that do not work, have a wrong date, or were killed a short time ago."""
     silent = []
     for process in recordings.processes:
         is_recent = process.state is ProcessState.KILLED and time.time() - process.header.alive_at_s < _RECENT_S
-        reason = _why_silent(process) or _why_unconnected(process)
+        reasons = (_why_silent(process) or _why_unconnected(process), _why_misdated(process))
+        reason = "; ".join(filter(None, reasons))
         if reason and (is_recent or not process.is_over):
             silent.append(SilentProcess(process, reason))
     return silent
@@ -85,14 +86,19 @@ def _why_unconnected(process: ProcessRecording) -> str:
     return "" if waits_s < _SLOW_S else f"etcd has not answered it for {waits_s:.0f} s"
 
 
+def _why_misdated(process: ProcessRecording) -> str:
+    """Return that the clock of a running process is wrong; "" if it is not."""
+    if process.is_over or abs(process.ahead_s) <= _WRONG_DATE_S:
+        return ""
+    side = "ahead of" if process.ahead_s > 0 else "behind"
+    return (
+        f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and deadlines of requests and KV "
+        "transfers are dates; synchronize the clocks"
+    )
+
+
 def _why_silent(process: ProcessRecording) -> str:
     """Return why a process does not work; "" if it works."""
-    if not process.is_over and abs(process.ahead_s) > _WRONG_DATE_S:
-        side = "ahead of" if process.ahead_s > 0 else "behind"
-        return (
-            f"its date is {abs(process.ahead_s):.0f} s {side} that of this command, and deadlines of requests and "
-            "KV transfers are dates; synchronize the clocks"
-        )
     match process.state:
         case ProcessState.FROZEN:
             return f"it is frozen for {process.silent_s:.0f} s (stopped by a signal); resume it or kill it"
@@ -131,11 +137,13 @@ def _stuck_choices(
         holder = _holder(recordings, request, own)
         if holder is not None:
             last_steps = list({id(step.process): step for step in own}.values())
+            dates = ((step.process.title, _why_misdated(step.process)) for step in last_steps)
+            beside = "".join(f"; {title}: {reason}" for title, reason in dates if reason)
             yield StuckRequest(
                 request=request,
                 silent_s=silent_s,
                 holder=holder.title,
-                reason=holder.reason,
+                reason=holder.reason + beside,
                 last_steps=last_steps,
                 now_ns=now_ns,
             )

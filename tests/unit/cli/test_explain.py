@@ -181,6 +181,20 @@ def test_stuck_when_the_date_of_a_process_is_wrong_then_it_is_named(ahead_s: int
     assert found.reason.startswith(f"its date is 90 s {side} that of this command")
 
 
+def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_one_holds_the_request() -> None:
+    wrong_ns = time.time_ns() + 90 * 10**9
+    frontend = dated(process("frontend", SENT), wrong_ns)
+    worker = dated(process("prefill", RECEIVED, PREFILL, S.FROZEN), wrong_ns)
+    report = StuckReport.of(Recordings([frontend, worker]), 10.0)
+    (request,) = report.requests
+    assert request.holder == "prefill aaa"
+    assert request.reason.startswith("it is frozen for 59 s")
+    assert "; frontend 77: its date is 90 s ahead of" in request.reason
+    frozen = {each.process.title: each.reason for each in report.processes}["prefill aaa"]
+    assert frozen.startswith("it is frozen for 59 s")
+    assert "; its date is 90 s ahead of" in frozen
+
+
 def dated(one: ProcessRecording, epoch_ns: int) -> ProcessRecording:
     return dataclasses.replace(one, header=one.header._replace(alive_ns=time.monotonic_ns(), alive_epoch_ns=epoch_ns))
 
