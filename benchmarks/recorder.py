@@ -28,11 +28,10 @@ from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 
 from .client import WORDS
-from .gpu.open_loop import interval
 from .plane.ours import Ours
 from .plane.points import Engines, Point, select
 from .plane.stack import MODEL, Stack
-from .summary import ProcessMeter
+from .summary import ProcessMeter, interval
 
 BAR = 0.03
 _EVENTS = 50_000

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
 import psutil
@@ -13,6 +15,7 @@ from .stream import RequestRecord
 
 BUSY_CORES = 0.9  # above this use of one client process, the client may be the bottleneck
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+_RESAMPLES = 1000
 
 
 class LoadSummary(TypedDict):
@@ -55,6 +58,15 @@ class ProcessMeter:
             costs[name] = cost(cpu_s, wall_s=wall_s, tokens=tokens, requests=requests)
             costs[name]["rss_mib"] = sum(process.memory_info().rss for process in _alive(root)) / (1 << 20)
         return costs
+
+
+def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int = 1) -> list[float]:
+    """Return the 95% interval of a statistic, by bootstrap over the values."""
+    if not values:
+        return [math.nan, math.nan]
+    source = random.Random(seed)
+    found = sorted(statistic(source.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return [found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]]
 
 
 def cost(cpu_s: float, *, wall_s: float, tokens: int, requests: int) -> dict[str, float]:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,13 @@ import msgspec
 
 from ..deployment import NotReady
 from ..stream import RequestRecord
+from ..summary import interval
 from . import machine, tokens
 from .deployment import GpuDeployment, phases
 from .main import plan_arguments, plan_of
 from .plan import Plan, topology
 
 _COMPILED = "JIT compilation during inference"  # in vLLM's log: a kernel that a request had to wait for
-_RESAMPLES = 1000
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _GOOD_SHARE = 0.9  # of the requests, to count a rate as kept
 _HOPELESS = 0.2  # with a smaller share of good requests by both definitions, higher rates are not run
@@ -90,15 +89,6 @@ def slos(args: argparse.Namespace) -> list[Slo]:
 def quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile, one of the values; NaN without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else math.nan
-
-
-def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int = 1) -> list[float]:
-    """Return the 95% interval of a statistic, by bootstrap over the values."""
-    if not values:
-        return [math.nan, math.nan]
-    source = random.Random(seed)
-    found = sorted(statistic(source.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    return [found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import open_loop
-from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, interval, kept_rates, mean, num_devices, quantile
+from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, kept_rates, mean, num_devices, quantile
 from benchmarks.gpu.plan import Plan, topology
 from benchmarks.stream import RequestRecord
+from benchmarks.summary import interval
 
 MEAN = Slo(name="mean", ttft_s=1.0, mean_gap_s=0.02)
 WORST = Slo(name="worst", ttft_s=1.0, worst_gap_s=0.1)
