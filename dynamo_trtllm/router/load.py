@@ -230,6 +230,7 @@ class PlacedRequest:
         self.expected = None if predicted is None else (now, predicted)
         self._prefill = None if prefill is None else loads.of(prefill.id).place(new_tokens, self._tokens)
         self._decode = loads.of(decode.id).place(new_tokens if prefill is None else 0, self._tokens)
+        self._decode_id = decode.id
 
     def sent(self, instance_id: int, phase: Phase, now: float) -> None:
         """Record that a call was sent. The decode instance may be another one than selected."""
@@ -238,10 +239,9 @@ class PlacedRequest:
                 self._prefill.sent(now)
             return
         self._end_prefill()
-        load = self._loads.of(instance_id)
-        if self._decode.load is not load:
+        if instance_id != self._decode_id:
             self._decode.end()
-            self._decode = load.place(0, self._tokens)
+            self._decode, self._decode_id = self._loads.of(instance_id).place(0, self._tokens), instance_id
         self._decode.sent(now)
 
     def prefilled(self) -> None:

@@ -148,6 +148,18 @@ def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_no
     assert placement.loads.requests() == {2002: 1}
 
 
+def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_it_stays() -> None:
+    placement, view = Placement("least-loaded"), view_of(aggregated=1)
+    placed = placement.start(selected(placement, view), request(), 0.0)
+    load = placement.loads.of(2001)
+    placement.loads.remove(2001)
+    placed.sent(2001, Phase.AGGREGATED, 1.0)
+    assert load.own.requests == 1
+    placed.end()
+    assert load.own.requests == 0
+    assert placement.loads.requests() == {}
+
+
 def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pair_or_none() -> None:
     placement, view = Placement("least-loaded"), view_of(2, 2)
     placement.loads.on_report(report(2, queued_prefill_tokens=5000), 0.0)
