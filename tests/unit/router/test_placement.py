@@ -223,6 +223,15 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eigh
     assert pair(selected(ignoring, view, 1000))[0] == 1
 
 
+def test_select_when_a_long_prefix_is_cached_then_few_more_tokens_wait_for_it_than_it_has() -> None:
+    view = view_of(2, 1)
+    placement = Placement("kv", caching(view, {1: 32_000}))
+    limit = 32_000 + 7 * (4096 - 8)  # both have to compute eight tokens or more
+    for number, (waiting, expected) in enumerate(((limit - 1, 1), (limit + 1, 2))):
+        placement.loads.on_report(report(1, number, queued_prefill_tokens=waiting), 0.0)
+        assert pair(selected(placement, view, 32_008))[0] == expected
+
+
 def test_select_when_there_are_thousands_then_few_are_compared_among_them_those_that_have_the_prompt() -> None:
     view = view_of(1000, 1000)
     placement = Placement("kv", caching(view, {777: 896, 1005: 16}), seed=1)
