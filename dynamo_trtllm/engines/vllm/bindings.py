@@ -227,6 +227,7 @@ def _short(exc: BaseException) -> str:
 _KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
 _SCHED = "vllm.v1.core.sched"
 _BEGUN = "dynamo_begun_s"
+_LATE = "dynamo_is_late"  # in the results of a step: they were there before the engine asked for them
 _Composition = tuple[int, int, int, float]  # the fields of a `StepSample` after its time
 
 
@@ -235,6 +236,10 @@ def measure_steps(scheduler: Any) -> None:
 
     A step begins when it is scheduled and the one before it has ended: with asynchronous scheduling, vLLM schedules a
     step while the one before runs. The time is sent with vLLM's own statistics.
+
+    If the launch of a step with prompt tokens takes longer than the step before it, the end of that step is not known
+    (see `note_late_results`). A decode step is then assumed to take as long as the last one, and is no sample. Of steps
+    with prompt tokens, those are samples whose begin and end are late alike.
     """
     if hasattr(scheduler, "dynamo_last_s"):
         return
@@ -242,6 +247,8 @@ def measure_steps(scheduler: Any) -> None:
     scheduler.dynamo_last_s = 0.0  # the end of the last step
     scheduler.dynamo_composition = 0, 0, 0, 0.0  # of the step that was scheduled last
     scheduler.dynamo_sample = None
+    scheduler.dynamo_was_late = False  # the end of the last step was before `dynamo_last_s`
+    scheduler.dynamo_decode_s = 0.0  # time of the last step without prompt tokens; 0: not known
 
     @functools.wraps(schedule)
     def measured_schedule(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -255,9 +262,18 @@ def measure_steps(scheduler: Any) -> None:
     def measured_update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         now = time.monotonic()
         begun_s, composition = getattr(scheduler_output, _BEGUN, (now, (0, 0, 0, 0.0)))
-        if composition[0] or composition[2]:
-            self.dynamo_sample = [now - max(begun_s, self.dynamo_last_s), *composition]
-        self.dynamo_last_s = now
+        start_s, self.dynamo_last_s = max(begun_s, self.dynamo_last_s), now
+        latest = self.dynamo_composition  # of the step that was launched since, if it is another one
+        is_late = getattr(model_runner_output, _LATE, False) and latest is not composition and latest[2] > 0
+        was_late, self.dynamo_was_late = self.dynamo_was_late, is_late
+        decodes = composition[0] and not composition[2]
+        if is_late and decodes and self.dynamo_decode_s:
+            self.dynamo_last_s = min(now, start_s + self.dynamo_decode_s)
+            self.dynamo_was_late = False
+        elif (composition[0] or composition[2]) and is_late == was_late:
+            self.dynamo_sample = [now - start_s, *composition]
+            if decodes:
+                self.dynamo_decode_s = now - start_s
         return update(self, scheduler_output, model_runner_output)
 
     @functools.wraps(make_stats)
@@ -272,6 +288,30 @@ def measure_steps(scheduler: Any) -> None:
     scheduler.make_stats = stats_with_step
 
 
+def note_late_results(future: Any) -> None:
+    """Make a class of futures note if the results of a step were there before the engine asked for them.
+
+    An engine in one process with its worker asks for them after it has launched the next step. Repeated calls are
+    allowed.
+    """
+    result = future.result
+    if hasattr(result, "__wrapped__"):
+        return
+
+    @functools.wraps(result)
+    def noted_result(self: Any, timeout: float | None = None) -> Any:
+        results = self.async_output
+        event = getattr(results, "async_copy_ready_event", None) or getattr(results, "copy_event", None)
+        query = getattr(event, "query", None)
+        is_late = query is not None and query()
+        output = result(self, timeout)
+        if is_late and hasattr(output, "__dict__"):
+            setattr(output, _LATE, True)
+        return output
+
+    future.result = noted_result
+
+
 class MeasuredScheduler:
     """The scheduler that vLLM would take, with measured steps. vLLM creates it by this name."""
 
@@ -279,6 +319,9 @@ class MeasuredScheduler:
         """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own does not apply."""
         is_async = vllm_config.scheduler_config.async_scheduling
         measure_steps(PACKAGE.find("Scheduler", f"{_SCHED}.scheduler"))
+        future = PACKAGE.find_optional("AsyncOutputFuture", "vllm.v1.executor.uniproc_executor")
+        if future is not None:
+            note_late_results(future)
         name, module = ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
         return PACKAGE.find(name, f"{_SCHED}.{module}")(vllm_config=vllm_config, **parts)
 

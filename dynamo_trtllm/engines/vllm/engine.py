@@ -129,7 +129,7 @@ class VllmEngine(ExternalEngine):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `HasStepTimes`. Engines without KV transfer report steps only if they have one rank."""
+        """See `HasStepTimes`."""
         return self._steps.times
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:

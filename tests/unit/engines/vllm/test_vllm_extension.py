@@ -1,10 +1,16 @@
-"""A vLLM process whose worker was killed ends too, and takes the engine process with it."""
+"""In vLLM's engine process: it ends with its worker, and measures steps."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from dynamo_trtllm.cost_model import StepSample
+from dynamo_trtllm.engines.vllm import bindings
 
 # This process stands for the worker, its child for the engine process, its grandchild for a rank.
 SCRIPT = """
@@ -37,3 +43,83 @@ def test_die_with_when_the_worker_is_killed_then_engine_process_and_rank_end() -
     )
     assert run.returncode == -9
     assert len(run.stdout.split()) == 2
+
+
+class PlannedScheduler:
+    """Has the steps of vLLM's scheduler that are planned for it: tokens by request."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, SimpleNamespace] = {}
+        self.finished: set[str] = set()
+
+    def schedule(self, **counts: int) -> SimpleNamespace:
+        for name, count in counts.items():
+            self.requests[name].num_computed_tokens += count
+        return SimpleNamespace(
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            scheduled_new_reqs=[],
+            finished_req_ids=self.finished,
+            preempted_req_ids=None,
+        )
+
+    def update_from_output(self, output: object, results: object) -> SimpleNamespace:
+        return self.make_stats()
+
+    def make_stats(self) -> SimpleNamespace:
+        return SimpleNamespace(kv_connector_stats={"nixl": 1})
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, clock: list[float], **prompts: int) -> PlannedScheduler:
+    """Return a measured scheduler with requests of so many prompt tokens, and set what the clock shows."""
+    bindings.measure_steps(PlannedScheduler)
+    scheduler, times = PlannedScheduler(), iter(clock)
+    monkeypatch.setattr(bindings.time, "monotonic", lambda: next(times))
+    for name, prompt in prompts.items():
+        scheduler.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=0)
+    return scheduler
+
+
+def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_and_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bindings.measure_steps(PlannedScheduler)
+    scheduler = planned(monkeypatch, [1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], a=100, b=30)
+    first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)  # the second while the first one runs
+    seen = [bindings.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
+    seen += [bindings.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
+    assert seen == [
+        StepSample(1.5, 0, 0, 60, 1800.0),
+        StepSample(0.5, 0, 0, 70, 40 * 80 + 450.0),
+        StepSample(1.0, 2, 130, 0, 0.0),
+        StepSample(1.0, 2, 132, 0, 0.0),
+    ]
+    assert scheduler.update_from_output(scheduler.schedule(), None).kv_connector_stats == {"nixl": 1}
+
+
+class ResultsOfStep:
+    """Has the results of a step, which are there at once or after a wait."""
+
+    def __init__(self, *, is_there: bool) -> None:
+        self.async_output = SimpleNamespace(async_copy_ready_event=SimpleNamespace(query=lambda: is_there))
+
+    def result(self, timeout: float | None = None) -> SimpleNamespace:
+        return SimpleNamespace()
+
+
+def test_steps_when_the_launch_of_a_prompt_takes_longer_than_the_step_before_it_then_its_own_time_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode steps take 1 s. The launch of the prompts takes 4 s, and the end of the step before is seen after it."""
+    bindings.note_late_results(ResultsOfStep)
+    scheduler = planned(monkeypatch, [0.0, 1.0, 1.0, 1.1, 5.1, 5.2, 6.5, 7.5], a=1, b=50)
+
+    def seen(output: SimpleNamespace, *, is_there: bool) -> StepSample | None:
+        return bindings.step_of(scheduler.update_from_output(output, ResultsOfStep(is_there=is_there).result()))
+
+    assert seen(scheduler.schedule(a=1), is_there=False) == StepSample(1.0, 1, 0, 0, 0.0)
+    decode, prompt = scheduler.schedule(a=1), scheduler.schedule(a=1, b=50)
+    assert seen(decode, is_there=True) is None
+    after = scheduler.schedule(a=1, b=1)
+    assert seen(prompt, is_there=True) == StepSample(4.5, 1, 2, 50, 1250.0)  # from 2.0
+    assert seen(after, is_there=False) == StepSample(1.0, 2, 53, 0, 0.0)

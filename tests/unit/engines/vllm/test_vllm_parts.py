@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.engines.external.library import LibraryPackage
@@ -198,52 +197,6 @@ def test_stats_when_two_ranks_have_told_then_their_sum() -> None:
         told = SimpleNamespace(num_waiting_reqs=1, num_skipped_waiting_reqs=2, kv_cache_usage=usage)
         stats.record(rank, told)
     assert stats.counts(2) == (6, 60, 200)
-
-
-class PlannedScheduler:
-    """Has the steps of vLLM's scheduler that are planned for it: tokens by request."""
-
-    def __init__(self) -> None:
-        self.requests: dict[str, SimpleNamespace] = {}
-        self.finished: set[str] = set()
-
-    def schedule(self, **counts: int) -> SimpleNamespace:
-        for name, count in counts.items():
-            self.requests[name].num_computed_tokens += count
-        return SimpleNamespace(
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=sum(counts.values()),
-            scheduled_new_reqs=[],
-            finished_req_ids=self.finished,
-            preempted_req_ids=None,
-        )
-
-    def update_from_output(self, output: object, results: object) -> SimpleNamespace:
-        return self.make_stats()
-
-    def make_stats(self) -> SimpleNamespace:
-        return SimpleNamespace(kv_connector_stats={"nixl": 1})
-
-
-def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_and_their_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bindings.measure_steps(PlannedScheduler)
-    bindings.measure_steps(PlannedScheduler)
-    scheduler, clock = PlannedScheduler(), iter([1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
-    monkeypatch.setattr(bindings.time, "monotonic", lambda: next(clock))
-    for name, prompt in (("a", 100), ("b", 30)):
-        scheduler.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=0)
-    first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)  # the second while the first one runs
-    seen = [bindings.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
-    seen += [bindings.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
-    assert seen == [
-        StepSample(1.5, 0, 0, 60, 1800.0),
-        StepSample(0.5, 0, 0, 70, 40 * 80 + 450.0),
-        StepSample(1.0, 2, 130, 0, 0.0),
-        StepSample(1.0, 2, 132, 0, 0.0),
-    ]
-    assert scheduler.update_from_output(scheduler.schedule(), None).kv_connector_stats == {"nixl": 1}
 
 
 # --- preflight ---------------------------------------------------------------------------------------------
