@@ -262,15 +262,16 @@ def _dtype(config: _Fields) -> str:
     return found
 
 
-def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(folder: Path, config: Mapping[str, Any], *, vocab_size: int | None = None) -> tuple[int, ...]:
     """Return the stop tokens of generation_config.json, which lists all of them, else those of config.json.
 
     Args:
         folder: model folder.
         config: the values of its config.json.
+        vocab_size: leave out ids that are not in a vocabulary of this size; some models have -1 for none.
 
     Raises:
-        ConfigError: names the file and the field that is invalid.
+        ConfigError: names the file and the field that is invalid. Without `vocab_size`, a negative id is invalid.
     """
     path, source = folder / GENERATION_CONFIG, _Fields(folder / CONFIG, config)
     if path.is_file() and (generation := _Fields(path, _read_json(path))).get("eos_token_id") is not None:
@@ -279,6 +280,8 @@ def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
     if found is None:
         return ()
     ids = found if isinstance(found, list) else [found]
+    if vocab_size is not None:
+        ids = [each for each in ids if not isinstance(each, int) or 0 <= each < vocab_size]
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
         raise source.wrong("eos_token_id", "a token id or a list of them")
     return tuple(ids)

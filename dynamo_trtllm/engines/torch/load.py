@@ -103,14 +103,13 @@ def _dummy_weights(config: Any, _folder: Path, device: torch.device, dtype: torc
 
 def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, dtype: str) -> LoadedModel:
     text = config.get_text_config()
-    eos_token_ids = read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id})
     return LoadedModel(
         module=module,
         device=device,
         dtype=dtype,
         context_length=text.max_position_embeddings,
         vocab_size=text.vocab_size,
-        eos_token_ids=tuple(each for each in eos_token_ids if 0 <= each < text.vocab_size),
+        eos_token_ids=read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size),
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         windows=_windows(text),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint, read_eos_token_ids, weight_bytes
 from dynamo_trtllm.errors import ConfigError
 
 GPT_OSS_120B = {
@@ -103,6 +103,13 @@ def test_read_when_the_generation_config_names_no_end_then_the_models_counts(tmp
     found = read_checkpoint(write(tmp_path, LLAMA, generation_config={"do_sample": True}))
     assert found.eos_token_ids == (128001, 128009)
     assert read_checkpoint(write(tmp_path, without(LLAMA, "eos_token_id"))).eos_token_ids == ()
+
+
+def test_read_eos_when_the_vocabulary_is_known_then_ids_outside_of_it_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, generation_config={"eos_token_id": [-1, 2, 100]})
+    assert read_eos_token_ids(tmp_path, {}, vocab_size=100) == (2,)
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        read_eos_token_ids(tmp_path, {})
 
 
 def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_files(tmp_path: Path) -> None:
