@@ -69,7 +69,7 @@ class JetStreamStore:
             Unreachable: no server answers at `url`, or it has no JetStream.
         """
         fix = "start nats-server with -js, or use --response-store memory with --workers 1"
-        async with _connected(url, fix) as (client, context):
+        async with _connected(url, fix, stays_open=True) as (client, context):
             bucket = await _bucket(context, bucket_of(namespace), limits)
         return cls(client, bucket, limits)
 
@@ -142,7 +142,7 @@ async def bucket_info(url: str, namespace: str) -> BucketInfo | None:
     Raises:
         Unreachable: no server answers at `url`.
     """
-    async with _jetstream(url) as context:
+    async with _connected(url) as (_, context):
         name = bucket_of(namespace)
         try:
             state = (await context.stream_info(f"KV_{name}")).state
@@ -157,29 +157,34 @@ async def delete_bucket(url: str, namespace: str) -> None:
     Raises:
         Unreachable: no server answers at `url`.
     """
-    async with _jetstream(url) as context:
+    async with _connected(url) as (_, context):
         with suppress(js_errors.NotFoundError):
             await context.delete_stream(f"KV_{bucket_of(namespace)}")
 
 
 @asynccontextmanager
-async def _connected(url: str, fix: str) -> AsyncIterator[tuple[Client, JetStreamContext]]:
-    """Connect a client, which is closed if the block fails, also in time. `fix`: what to do, for the error."""
+async def _connected(
+    url: str, fix: str = "check --nats-server and that NATS runs", *, stays_open: bool = False
+) -> AsyncIterator[tuple[Client, JetStreamContext]]:
+    """Connect a client. It is closed after the block, or if the block fails or takes too long.
+
+    Args:
+        fix: what to do, for the error.
+        stays_open: after the block the client stays open, for the caller to close it.
+
+    Raises:
+        Unreachable: no server answers at `url`, or a call in the block failed.
+    """
     client = Client()
     try:
         async with connect_or_abort(client, CONNECT_TIMEOUT_S):
             await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
             yield client, client.jetstream(timeout=_TIMEOUT_S)
+        if not stays_open:
+            await close_client(client)
     except (nats_errors.Error, OSError, TimeoutError) as exc:
         reason = str(exc) or type(exc).__name__
         raise Unreachable(f"JetStream at {mask_address(url)} can't be used ({reason}); {fix}") from exc
-
-
-@asynccontextmanager
-async def _jetstream(url: str) -> AsyncIterator[JetStreamContext]:
-    async with _connected(url, "check --nats-server and that NATS runs") as (client, context):
-        yield context
-    await close_client(client)
 
 
 async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:

@@ -104,8 +104,8 @@ class ProcessGroup:
     async def _running(self, name: str, argv: Sequence[str]) -> AsyncIterator[Child]:
         """Start one process with a control pipe, and serve the pipe until the process ends."""
         own_end, child_end = socket.socketpair()
-        streams, on_ready = await asyncio.open_unix_connection(sock=own_end), partial(self._on_process_ready, name)
-        with child_end, closing(ControlPipe(*streams, self._total_metrics, on_ready)) as pipe:
+        connected, on_ready = asyncio.open_unix_connection(sock=own_end), partial(self._on_process_ready, name)
+        with child_end, closing(ControlPipe(*await connected, self._total_metrics, on_ready)) as pipe:
             child = Child(spawn(argv, env=self._environ, stdin=child_end.fileno()), _STOP_S)
             child_end.close()  # otherwise the pipe would stay open when the child ends
             self._pipes[name] = pipe
