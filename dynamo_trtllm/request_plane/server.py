@@ -69,7 +69,7 @@ class ServerStream:
     number: int
     num_sent: int = 0  # frames
     deadline: asyncio.TimerHandle = field(init=False)
-    handle: StreamHandle = field(init=False)
+    handle: StreamHandle = field(init=False)  # set after `generate`, which calls back only in later iterations
 
 
 class EndpointServer:

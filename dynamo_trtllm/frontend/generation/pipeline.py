@@ -198,6 +198,20 @@ class Pipeline:
 class _RunningRequest(Stream):
     """One request in the pipeline. It performs the actions of its flow, of which at most one is in progress."""
 
+    __slots__ = (
+        "_attempt",
+        "_attempt_span",
+        "_begun_s",
+        "_call",
+        "_context",
+        "_flow",
+        "_pipeline",
+        "_placed",
+        "_round_robin_index",
+        "_task",
+        "_trace",
+    )
+
     def __init__(self, pipeline: Pipeline, flow: GenerationFlow, trace: RouteTrace, on_event: OnEvent) -> None:
         super().__init__(on_event)
         self._pipeline, self._flow, self._trace = pipeline, flow, trace
