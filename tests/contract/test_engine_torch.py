@@ -19,7 +19,9 @@ from dynamo_trtllm.errors import (
     ConfigError,
     EngineFailed,
     RequestRejected,
+    TransferFailed,
 )
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,
@@ -239,12 +241,17 @@ async def test_generate_when_request_is_wrong_then_refused(gpt_oss: Path) -> Non
                 await answer(engine, prompt)
 
 
-async def test_start_when_folder_is_missing_then_config_error_names_it(tmp_path: Path) -> None:
+async def test_start_when_folder_is_missing_then_config_error_names_it_and_the_backend_is_closed(
+    tmp_path: Path,
+) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        engine = make("torch", folder, Role.AGGREGATED)
+        backend = LoopbackBackend()
+        engine = make("torch", folder, Role.PREFILL, backend=backend)
         with pytest.raises(ConfigError, match=str(folder)):
             await engine.start()
         await engine.aclose()
+        with pytest.raises(TransferFailed, match="stopped"):
+            backend.checksums.submit(MemoryRegion(0, 1 << 20, "cuda:0"))
 
 
 async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then_they_are_left_out(

@@ -230,6 +230,8 @@ class TorchEngine:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         if self._kv_connector is not None:
             await self._kv_connector.aclose()
+        elif self._backend is not None:  # the start failed before the connector owned it
+            await self._backend.aclose()
 
     # --- requests --------------------------------------------------------------------------------------
 
