@@ -30,6 +30,7 @@ from dynamo_trtllm.sanitize import escape_controls, mask_address, mask_credentia
 C = TypeVar("C", bound=Config)
 
 log = logging.getLogger(__name__)
+_OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
 def load(
@@ -159,6 +160,7 @@ def _from_environment(
         typed: Fields that flags set, for which variables may contradict each other.
     """
     _check_environment(model, env)
+    env = _without_unusable_otel(model, env, typed)
     values: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
         own = [name for name in flag.variables() if name in env]
@@ -172,6 +174,27 @@ def _from_environment(
                 source = f"environment {name}"
                 values[flag.field] = (flag.convert(env[name], source), source)
     return values
+
+
+def _without_unusable_otel(model: type[Config], env: Mapping[str, str], typed: Collection[str]) -> Mapping[str, str]:
+    """Leave out empty OTEL_ variables, and all if one can't be used: clusters set them for other programs in a pod."""
+    flags = {flag.env: flag for flag in flags_of(model) if flag.env is not None and flag.env.startswith("OTEL_")}
+    if not flags.keys() & env.keys():
+        return env
+    env = {name: text for name, text in env.items() if name not in flags or text.strip()}
+    problem, is_off = "", env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    for name, flag in flags.items():
+        if name in env and flag.field not in {*typed, *(flag.field for own in flag.variables() if own in env)}:
+            try:
+                _validate(model, {flag.field: (env[name], f"environment {name}")})
+            except ConfigError as exc:
+                problem = exc.message
+            protocol = env.get(_OTLP_PROTOCOL, "").strip()
+            if flag.field == "otlp_endpoint" and protocol and not protocol.startswith("http/"):
+                problem = f"environment {_OTLP_PROTOCOL} is {protocol!r}: only OTLP over HTTP is supported"
+    if problem and not is_off:
+        log.warning("%s; no OTEL_ variable is used, and no traces are sent without --otlp-endpoint", problem)
+    return {name: text for name, text in env.items() if name not in flags} if problem or is_off else env
 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:

@@ -244,7 +244,8 @@ class FrontendConfig(ProcessConfig):
     """Base URL of an OpenTelemetry collector, Jaeger or Tempo, which gets a trace of each request (OTLP over HTTP, as
     JSON). Default: no traces."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(HTTP, 1.0, env="OTEL_TRACES_SAMPLER_ARG")
-    """Share of the requests with a trace, from 0 to 1. A client that sends the header traceparent decides itself."""
+    """Share of the requests with a trace, from 0 to 1. The sampling flag of a client's traceparent header
+    takes precedence."""
     response_store: Literal["auto", "memory", "jetstream"] = option(HTTP, "auto")
     """Store of responses for previous_response_id and GET: memory (of one frontend process), jetstream (NATS, shared by
     all frontends of the namespace; needs nats-server -js), auto (jetstream with several --workers, else memory)."""

@@ -181,7 +181,9 @@ TABLE = (
     Metric("frontend", "request_seconds", "histogram", "Time from request to last byte, in seconds", ("model",)),
     Metric("frontend", "prompt_tokens_total", "counter", "Prompt tokens", ("model",)),
     Metric("frontend", "output_tokens_total", "counter", "Generated tokens", ("model",)),
-    Metric("frontend", "phase_seconds", "histogram", "Seconds per phase (docs/timing.md)", ("model", "role", "phase")),
+    Metric(
+        "frontend", "phase_seconds", "histogram", "Seconds per phase; handoff: KV transfer", ("model", "role", "phase")
+    ),
     Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
     Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
     Metric("frontend", "migrations_total", "counter", "Requests migrated after the first token", ("model",)),
@@ -326,7 +328,7 @@ class FrontendMetrics:
         self._labelled("kv_bytes_total", transport).inc(kv_bytes)
 
     def kv_update(self, outcome: str) -> None:
-        """Count an update of a prefix cache: "applied", "gap" (one is missing), "unreadable", "resync" (asked for)."""
+        """Count an update of a prefix cache: "applied", "gap" (an earlier one was lost), "unreadable", "resync" (asked for)."""
         self._labelled("kv_updates_total", outcome).inc()
 
     def _collected(self) -> CollectorRegistry:

@@ -55,8 +55,8 @@ class TraceExporter:
     Args:
         endpoint: base URL of the collector, as in OTEL_EXPORTER_OTLP_ENDPOINT.
         namespace: namespace of the deployment.
-        sample_ratio: share of the requests with a trace, from 0 to 1. A client that sends `traceparent` decides for
-            its own requests.
+        sample_ratio: share of the requests with a trace, from 0 to 1. The sampling flag of a client's `traceparent`
+            takes precedence.
     """
 
     def __init__(self, endpoint: str, namespace: str, sample_ratio: float = 1.0) -> None:

@@ -223,6 +223,55 @@ def test_load_when_a_variable_is_wrong_then_one_line_names_it(name, value, wante
     assert wanted in error_of("--model m", {name: value})
 
 
+def load_frontend(line: str, environ: dict[str, str]) -> FrontendConfig:
+    return load(FrontendConfig, prog="frontend", description="d", argv=line.split(), environ=environ)
+
+
+COLLECTOR = "http://collector:4318"
+OTEL = {"OTEL_EXPORTER_OTLP_ENDPOINT": COLLECTOR, "OTEL_TRACES_SAMPLER_ARG": "0.5"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "endpoint", "ratio", "warning"),
+    [
+        ({}, COLLECTOR, 0.5, ""),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_SDK_DISABLED": ""}, COLLECTOR, 0.5, ""),
+        ({"OTEL_TRACES_SAMPLER_ARG": ""}, COLLECTOR, 1.0, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}, None, 0.5, ""),
+        ({"OTEL_SDK_DISABLED": "True"}, None, 1.0, ""),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4317"},
+            None,
+            1.0,
+            "OTLP_ENDPOINT is 'localhost:4317': expected a URL",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "grpc://a:4317"},
+            None,
+            1.0,
+            "OTLP_ENDPOINT is 'grpc://a:4317': expected a URL",
+        ),
+        ({"OTEL_TRACES_SAMPLER_ARG": "endpoint=http://a"}, None, 1.0, "SAMPLER_ARG is 'endpoint=http://a'"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, None, 1.0, "OTLP_PROTOCOL is 'grpc'"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "DYN_TRTLLM_OTLP_ENDPOINT": "http://b"}, "http://b", 0.5, ""),
+    ],
+)
+def test_load_when_otel_variables_of_a_cluster_are_unusable_then_the_frontend_starts_without_traces(
+    environ, endpoint, ratio, warning, caplog
+):
+    config = load_frontend("", OTEL | environ)
+    assert (config.otlp_endpoint, config.trace_sample_ratio) == (endpoint, ratio)
+    assert len(caplog.messages) == bool(warning)
+    assert warning in "".join(caplog.messages)
+
+
+def test_load_when_the_otlp_endpoint_is_a_flag_then_unusable_otel_variables_change_nothing_and_the_flag_is_strict():
+    wrong = {"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    assert load_frontend(f"--otlp-endpoint {COLLECTOR}", wrong).otlp_endpoint == COLLECTOR
+    with pytest.raises(ConfigError, match="flag --otlp-endpoint is 'localhost:4317'"):
+        load_frontend("--otlp-endpoint localhost:4317", {})
+
+
 def test_load_when_two_fields_are_wrong_then_the_rest_is_counted():
     assert error_of("--model m --max-num-tokens 0 --max-batch-size 0").endswith("(and 1 more)")
 
