@@ -328,7 +328,7 @@ class FrontendMetrics:
         self._labelled("kv_bytes_total", transport).inc(kv_bytes)
 
     def kv_update(self, outcome: str) -> None:
-        """Count an update of a prefix cache: "applied", "gap" (an earlier one was lost), "unreadable", "resync" (asked)."""
+        """Count an update of a prefix cache: "applied", "gap" (an earlier one was lost), "unreadable", "resync"."""
         self._labelled("kv_updates_total", outcome).inc()
 
     def _collected(self) -> CollectorRegistry:
