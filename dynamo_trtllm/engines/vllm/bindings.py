@@ -243,6 +243,9 @@ def measure_steps(scheduler: Any) -> None:
     """
     if hasattr(scheduler, "dynamo_last_s"):
         return
+    future = PACKAGE.find_optional("AsyncOutputFuture", "vllm.v1.executor.uniproc_executor")
+    if future is not None:
+        note_late_results(future)
     schedule, update, make_stats = scheduler.schedule, scheduler.update_from_output, scheduler.make_stats
     scheduler.dynamo_last_s = 0.0  # the end of the last step
     scheduler.dynamo_composition = 0, 0, 0, 0.0  # of the step that was scheduled last
@@ -319,9 +322,6 @@ class MeasuredScheduler:
         """Create a scheduler of vLLM's own class. vLLM's warning of a class that is not its own does not apply."""
         is_async = vllm_config.scheduler_config.async_scheduling
         measure_steps(PACKAGE.find("Scheduler", f"{_SCHED}.scheduler"))
-        future = PACKAGE.find_optional("AsyncOutputFuture", "vllm.v1.executor.uniproc_executor")
-        if future is not None:
-            note_late_results(future)
         name, module = ("AsyncScheduler", "async_scheduler") if is_async else ("Scheduler", "scheduler")
         return PACKAGE.find(name, f"{_SCHED}.{module}")(vllm_config=vllm_config, **parts)
 
