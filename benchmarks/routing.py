@@ -250,7 +250,7 @@ class SimulatedFrontends:
 def measure_frontends(arguments: argparse.Namespace) -> None:
     """Print a row per number of frontends, workers and lengths of prompts."""
     print("frontends  workers  prompts  TTFT ms: round-robin p50    p99  least-loaded p50    p99")
-    for count, workers, lengths in itertools.product((1, 4, 16), (4, 16), ((1000,), (200, 500, 1000, 6000))):
+    for count, workers, lengths in itertools.product((1, 4, 16), (4, 8, 16), ((1000,), (200, 500, 1000, 6000))):
         rates = dict.fromkeys(range(1, workers + 1), 20_000.0)
         cells = []
         for by_load in (False, True):

@@ -103,6 +103,16 @@ def test_select_when_loads_are_equal_then_frontends_do_not_all_take_the_same_wor
     assert max(counts.values()) < 100
 
 
+def test_select_when_many_frontends_see_one_idle_worker_among_eight_then_most_take_another_one() -> None:
+    view, idle = view_of(8, 1), 0
+    for seed in range(100):
+        placement = Placement("least-loaded", seed=seed)
+        for instance in view.prefill[1:]:
+            placement.loads.on_report(report(instance.id, queued_prefill_tokens=500), 0.0)
+        idle += pair(selected(placement, view))[0] == 1
+    assert 20 < idle < 60
+
+
 def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a_report_has_them_or_they_end() -> None:
     placement, view = Placement("least-loaded"), view_of(4, 4)
     placed = []
