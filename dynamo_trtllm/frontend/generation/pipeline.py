@@ -162,12 +162,9 @@ class Pipeline:
             self._cooldown.start(instance_id, now)
         if is_not_accepted(error) or isinstance(error, Disconnected):
             reason = f"{error.code}: {error.message}"
-            worked = [
-                pair
-                for pair in self.breakers.pairs_with(instance_id)
-                if self.breakers.record_unreachable(pair, reason, now)
-            ]
-            if worked:
+            pairs = self.breakers.pairs_with(instance_id)
+            worked = [self.breakers.record_unreachable(pair, reason, now) for pair in pairs]
+            if any(worked):
                 self.view.notify_changed()  # probes test them soon
 
     def record_success(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
