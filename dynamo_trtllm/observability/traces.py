@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -64,6 +65,7 @@ class TraceExporter:
         self._namespace = namespace
         self._sample_ratio = sample_ratio
         self._queue: deque[tuple[str, str, EndedRequest]] = deque()  # with ids of the trace and of its parent span
+        self._queued = asyncio.Event()
         self._num_dropped = 0
         self._reason = ""  # why they were dropped; "": the queue was full
         self._warned_at_s = -_WARN_EVERY_S
@@ -76,43 +78,52 @@ class TraceExporter:
         else:
             trace_id, parent_id = secrets.token_hex(16), ""
             is_sampled = int(trace_id[16:], 16) < self._sample_ratio * (1 << 64)
-        if is_sampled and len(self._queue) < _MOST_QUEUED:
+        if not is_sampled:
+            return
+        self._queued.set()
+        if len(self._queue) < _MOST_QUEUED:
             self._queue.append((trace_id, parent_id, request))
         else:
-            self._num_dropped += is_sampled
+            self._num_dropped += 1
 
     async def run(self) -> None:
         """Send traces until cancelled, and then the remaining ones for at most 2 s."""
-        sending = asyncio.create_task(self._send_all())
+        sending: asyncio.Task[None] | None = None
         try:
             while True:
-                await asyncio.shield(sending)
-                await asyncio.sleep(_EVERY_S)
+                await self._queued.wait()
+                await asyncio.sleep(_EVERY_S)  # one message for the requests that end meanwhile
+                self._queued.clear()
                 sending = asyncio.create_task(self._send_all())
+                await asyncio.shield(sending)
         finally:
+            self._warned_at_s = time.monotonic()  # one warning at the end counts all
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await sending
+                    if sending is not None:
+                        await sending
                     await self._send_all()
             if self._queue:
                 self._num_dropped += len(self._queue)
                 self._reason = self._reason or f"{self._url} did not take all traces before the end of this process"
-            self._warned_at_s = -_WARN_EVERY_S  # there is no later warning that could have the rest
+            self._warned_at_s = -_WARN_EVERY_S
             self._warn()
 
     async def _send_all(self) -> None:
-        while self._queue:
-            sent = [self._queue.popleft() for _ in range(min(_MOST_SENT, len(self._queue)))]
+        """Send the queued traces. If it is cancelled, those that the collector has not taken stay in the queue."""
+        failure: Exception | None = None
+        while self._queue and failure is None:
+            traces = list(islice(self._queue, _MOST_SENT))
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await self._send(sent)
-            except BaseException as exc:  # also of other products; requests go on in any case
-                self._num_dropped += len(sent)
+                    await self._send(traces)
+            except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as exc:  # requests go on in any case
+                failure = exc
+                self._num_dropped += len(traces)
                 why = str(exc) or f"it has not answered within {_TIMEOUT_S:g} s"
                 self._reason = f"traces can't be sent to {self._url}: {why}"
-                if not isinstance(exc, Exception):
-                    raise
-                break
+            for _ in traces:
+                self._queue.popleft()
         self._warn()
 
     def _warn(self) -> None:

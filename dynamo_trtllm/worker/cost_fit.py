@@ -268,7 +268,7 @@ class CallSample(NamedTuple):
     new_tokens: int  # of its prompt, which were computed
     cached_tokens: int
     work: EngineWork  # when it arrived
-    is_prefilled: bool = False  # a decode call, which fetches the KV of its prompt
+    fetches_kv: bool = False  # a decode call, which fetches the KV of its prompt
 
 
 _LEARN_EVERY_S = 1.0
@@ -320,7 +320,7 @@ class CostFit:
             calls = [self.calls.popleft() for _ in range(len(self.calls))]
             try:
                 self.take(steps, calls)
-            except Exception:  # noqa: BLE001 - logged; the worker goes on with the last model
+            except (ArithmeticError, ValueError):  # of damaged samples: the worker goes on with the last model
                 _log.exception("the cost model could not learn from %d steps and %d calls", len(steps), len(calls))
         return self.model
 
@@ -355,7 +355,7 @@ class CostFit:
 
     def _take_call(self, call: CallSample) -> None:
         tokens, work = call.new_tokens, call.work
-        if call.is_prefilled:
+        if call.fetches_kv:
             kind: Hashable = tokens.bit_length()
             self._evaluate("kv_transfer", self.kv_transfer.add(kv_transfer_features(tokens), kind, call.seconds))
         elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:

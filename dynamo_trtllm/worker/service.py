@@ -200,9 +200,9 @@ class _ServiceStream(Stream):
         if calls is not None:
             begun_s, tokens, work = self._arrival
             cached_tokens = 0 if chunk.stats is None else min(tokens, chunk.stats.cached_tokens)
-            is_prefilled = self._phase is Phase.DECODE
+            fetches_kv = self._phase is Phase.DECODE
             took_s = time.monotonic() - begun_s
-            calls.append(CallSample(took_s, tokens - cached_tokens, cached_tokens, work, is_prefilled))
+            calls.append(CallSample(took_s, tokens - cached_tokens, cached_tokens, work, fetches_kv))
 
     def cancel(self) -> None:
         super().cancel()

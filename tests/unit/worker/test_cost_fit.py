@@ -145,7 +145,7 @@ def test_calls_when_they_fetch_kv_then_the_time_is_predicted_from_the_prompt() -
     fit = CostFit()
     for number in range(60):
         tokens = 100 + 50 * number
-        fit.take([], [CallSample(0.003 + tokens * 1e-5, tokens, 0, WORK, is_prefilled=True)])
+        fit.take([], [CallSample(0.003 + tokens * 1e-5, tokens, 0, WORK, fetches_kv=True)])
     predicted = fit.model.predict_kv_transfer(5000)
     assert predicted is not None
     assert predicted.seconds == pytest.approx(0.053, rel=0.05)
@@ -174,7 +174,7 @@ def test_calls_when_many_wait_in_a_full_batch_then_predictions_recover_with_the_
 
 def test_fits_when_one_kind_of_time_has_many_samples_then_the_others_are_learned_in_the_same_second() -> None:
     engine, fit = Engine(), CostFit()
-    calls = [CallSample(0.05, 500, 0, WORK, is_prefilled=True)] * 40
+    calls = [CallSample(0.05, 500, 0, WORK, fetches_kv=True)] * 40
     model = fit.take(engine.decodes(800) + engine.mixed(40), calls)
     assert None not in (model.decode, model.prefill, model.first_token, model.kv_transfer)
 
