@@ -96,6 +96,8 @@ class TraceExporter:
                 self._queued.clear()
                 sending = asyncio.create_task(self._send_all())
                 await asyncio.shield(sending)
+                if self._queue:  # the rest, after a failure
+                    self._queued.set()
         finally:
             self._warned_at_s = time.monotonic()  # one warning at the end counts all
             with suppress(TimeoutError):

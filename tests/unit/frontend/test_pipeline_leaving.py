@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.cost_model import CostModel, Fit, linear_prefill_fit
 from dynamo_trtllm.errors import Disconnected, Draining, InternalError, Overloaded, Unreachable, UnsupportedParameter
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
@@ -55,6 +56,26 @@ async def test_transfer_when_its_decode_worker_takes_nothing_then_the_least_load
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert trace.decode_instance == 6
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_is_none(
+    takes_it: bool, cluster: Cluster
+) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, placement=Placement("least-loaded"))
+    assert cluster.pipeline.placement is not None
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
+    await cluster.add(2, Role.DECODE, FINISHED if takes_it else [Draining("leaving")])
+    await cluster.add(4, Role.DECODE, FINISHED)
+    prefill = linear_prefill_fit(0.01, 0.001)
+    known = Fit((0.1, 0.0), 0.5, 2.0, 24)
+    cost = CostModel(prefill=prefill, first_token=Fit((0.0, 0.0, 1.0), 0.5, 2.0, 24), step_tokens=64, kv_transfer=known)
+    for instance_id, running in ((1, 0), (2, 0), (4, 9)):
+        report = LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0, cost)
+        cluster.pipeline.placement.loads.on_report(report, time.monotonic())
+    trace = RouteTrace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert (trace.decode_instance, trace.expected is not None) == ((2, True) if takes_it else (4, False))
 
 
 async def test_transfer_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
