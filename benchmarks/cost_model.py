@@ -118,6 +118,7 @@ class Bench:
     report_number: int = 0  # of the last report, since which prompts with so many tokens were sent
     new_tokens: int = 0
     new_requests: int = 0
+    samples: list[dict[str, Any]] = field(default_factory=list)  # all that was measured, in order
 
     def on_outcome(self, kind: str, ratio: float, is_covered: bool) -> None:
         """Take the outcome of an online prediction. That of the first token is replaced by the router's view of it."""
@@ -126,6 +127,7 @@ class Bench:
 
     def learn(self) -> None:
         """Evaluate the frozen model on the last steps, then let the worker learn from them, and report."""
+        self.samples.extend({"loads": self.prefix, "step": step._asdict()} for step in self.steps)
         if self.frozen is not None:
             for step in self.steps:
                 fit = self.frozen.prefill if step.prefill_tokens else self.frozen.decode
@@ -166,9 +168,11 @@ class Bench:
 
         self.service.generate(request, on_event)
         await ended
+        taken_s = first_s - begun_s
+        call = {"seconds": taken_s, "prompt_tokens": prompt_tokens, "work": work._asdict()}
+        self.samples.append({"loads": self.prefix, "call": call})
         for how, predicted in predictions:
             if predicted is not None:
-                taken_s = first_s - begun_s
                 within = predicted.low_s <= taken_s <= predicted.high_s
                 judged = Judged(abs(predicted.seconds / taken_s - 1), within)
                 self.judged[f"{self.prefix} first_token {how}"].append(judged)
@@ -275,6 +279,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             bench.learn()
         finally:
             await engine.aclose()
+    if args.samples is not None:
+        args.samples.write_text("".join(json.dumps(sample) + "\n" for sample in bench.samples))
     return {
         "engine": args.engine,
         "rows": rows(bench.judged),
@@ -341,6 +347,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--load-s", type=float, default=10.0, help="seconds per load (default: 10)")
     add("--seed", type=int, default=1)
     add("--out", type=Path, help="file for the results (JSON)")
+    add("--samples", type=Path, help="file for every measured step and call (a JSON object per line)")
     for name, of in (("", "the loads to learn from"), ("unseen-", "the other loads")):
         add(f"--{name}prompts", type=int, nargs="+", help=f"tokens of the prompts of {of}")
         add(f"--{name}concurrency", type=int, nargs="+", help=f"concurrent requests of {of}, one load each")
