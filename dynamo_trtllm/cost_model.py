@@ -28,7 +28,7 @@ PREFILL_TERMS: Final = (
     *("{}_{}_to_{}".format(*each) for each in _TOKEN_SLOPES),
     *("decode_requests", "context_ki", "attention_mi"),
 )
-FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "steps")
+FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 
 
@@ -73,14 +73,18 @@ def prefill_features(decode_requests: float, context_tokens: float, tokens: floa
     return 1.0, *parts, decode_requests, context_tokens * _KI, attention_pairs * _MI
 
 
-def first_token_features(prompt_tokens: float, steps_s: float) -> Features:
+def first_token_features(prompt_tokens: float, running_s: float, steps_s: float) -> Features:
     """Return the values on which the time of a prefill or aggregated call until its first token depends.
+
+    The coefficient of the running step says how much of it a call waits for: about half on average, and more where the
+    engine schedules the next step before it ends.
 
     Args:
         prompt_tokens: of the call.
-        steps_s: predicted time of the steps that it waits for.
+        running_s: predicted time of the step that runs when it arrives.
+        steps_s: predicted time of the steps after that, until its first token.
     """
-    return 1.0, prompt_tokens * _KI, steps_s
+    return 1.0, prompt_tokens * _KI, running_s, steps_s
 
 
 def kv_transfer_features(prompt_tokens: float) -> Features:
@@ -202,43 +206,46 @@ class CostModel(msgspec.Struct, frozen=True, array_like=True, gc=False):
             "kv_transfer": (KV_TRANSFER_TERMS, self.kv_transfer),
         }
 
-    def prefill_steps_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> float | None:
-        """Return the predicted time of the steps until the first token of a prompt. None: it is not known yet.
+    def prefill_steps_s(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> tuple[float, float] | None:
+        """Return the predicted time of the step that runs, and of those after it until the first token of a prompt.
 
-        Prompts are computed in the order of arrival, as many tokens per step as fit. A request that arrives during a
-        step waits for its end, which is half a step on average.
+        Prompts are computed in the order of arrival, as many tokens per step as fit.
 
         Args:
             new_tokens: of the prompt, to compute.
             cached_tokens: of the prompt, in the prefix cache.
             work: of the engine.
+
+        Returns:
+            None: it is not known yet.
         """
         fit, decoding, context, queued = self.prefill, work.decode_requests, work.context_tokens, work.queued_tokens
         if fit is None or not self.step_tokens:
             return None
-        others, seconds = work.queued_requests, 0.0
-        current = min(queued // (others + 1), self.step_tokens)  # of the step that runs: of a request that has begun
-        if current > 0:
-            seconds += fit.predict(prefill_features(decoding, context, current, 0.0)) / 2
-            queued -= current
+        others, running_s = work.queued_requests, 0.0
+        running = min(queued // (others + 1), self.step_tokens)  # tokens in the step: of a request that has begun
+        if running > 0:
+            running_s = fit.predict(prefill_features(decoding, context, running, 0.0))
+            queued -= running
         elif decoding and self.decode is not None:
-            seconds += self.decode.predict(decode_features(decoding, context)) / 2
+            running_s = self.decode.predict(decode_features(decoding, context))
         steps, rest = divmod(queued + max(1, new_tokens), self.step_tokens)
+        seconds = 0.0
         if steps:
-            seconds += steps * fit.predict(prefill_features(decoding, context, self.step_tokens, 0.0))
+            seconds = steps * fit.predict(prefill_features(decoding, context, self.step_tokens, 0.0))
         if rest:
             seconds += fit.predict(prefill_features(decoding, context, rest, 0.0))
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         if others:
             pairs += queued * (queued / others) / 2
-        return seconds + fit.coefficients[-1] * pairs * _MI
+        return running_s, seconds + fit.coefficients[-1] * pairs * _MI
 
     def predict_first_token(self, new_tokens: int, cached_tokens: int, work: EngineWork) -> Prediction | None:
         """Predict the time of a prefill or aggregated call until its first token, with its time in the queue."""
         steps_s = self.prefill_steps_s(new_tokens, cached_tokens, work)
         if steps_s is None or self.first_token is None:
             return None
-        return Prediction.of(self.first_token, first_token_features(new_tokens, steps_s))
+        return Prediction.of(self.first_token, first_token_features(new_tokens, *steps_s))
 
     def predict_kv_transfer(self, prompt_tokens: int) -> Prediction | None:
         """Predict the time of a decode call until its first token: it fetches the KV of the prompt."""

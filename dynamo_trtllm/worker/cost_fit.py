@@ -303,7 +303,7 @@ class CostFit:
         self.prefill = RobustFit(
             prior.prefill.coefficients if prior.prefill else None, PREFILL_SEGMENTS, can_change=True
         )
-        self.first_token = RobustFit((0.0, 0.0, 1.0))
+        self.first_token = RobustFit((0.0, 0.0, 0.5, 1.0))
         self.kv_transfer = RobustFit()
         if prior.prefill is not None:
             self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
@@ -359,6 +359,6 @@ class CostFit:
             kind: Hashable = tokens.bit_length()
             self._evaluate("kv_transfer", self.kv_transfer.add(kv_transfer_features(tokens), kind, call.seconds))
         elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
-            kind = int(1e4 * steps_s).bit_length(), work.queued_tokens > 0
-            features = first_token_features(tokens, steps_s)
+            kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
+            features = first_token_features(tokens, *steps_s)
             self._evaluate("first_token", self.first_token.add(features, kind, call.seconds))

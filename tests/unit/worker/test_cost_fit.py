@@ -125,20 +125,27 @@ def test_prior_when_few_samples_are_there_then_it_predicts_and_later_does_not_ma
     assert fit.model.decode.num_samples > 0
 
 
-def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_from_the_steps() -> None:
-    """Every step takes 10 ms and computes 100 prompt tokens, and every call takes 5 ms besides."""
+@pytest.mark.parametrize("scheduled_steps", [0, 1])
+def test_calls_when_they_wait_in_the_queue_then_the_first_token_is_predicted_from_the_steps(
+    scheduled_steps: int,
+) -> None:
+    """Every step takes 10 ms and computes 100 prompt tokens, and every call takes 5 ms besides.
+
+    Some engines have already scheduled the step after the running one when a call arrives.
+    """
     fit = CostFit(CostModel(prefill=Fit((0.01, *[0.0] * 8), 0.9, 1.1, 0), step_tokens=100))
     rnd = random.Random(1)
     for _ in range(60):
-        tokens, queued = rnd.randint(10, 500), rnd.randint(0, 1000)
-        current = min(queued, 100)
-        took_s = 0.005 + 0.01 * (rnd.random() * (current > 0) + -(-(queued - current + tokens) // 100))
-        work = EngineWork(0, 0, queued)
-        fit.take([], [CallSample(took_s, tokens, 0, work)])
-    predicted = fit.model.predict_first_token(250, 0, EngineWork(0, 0, 800))
-    assert predicted is not None
-    assert predicted.seconds == pytest.approx(0.005 + 0.005 + 0.1, rel=0.05)
-    assert predicted.low_s < 0.11 < predicted.high_s
+        tokens, queued = rnd.randint(10, 500), rnd.choice([0, rnd.randint(0, 1000)])
+        running = min(queued, 100)
+        wait_steps = (rnd.random() + scheduled_steps) * (running > 0)
+        took_s = 0.005 + 0.01 * (wait_steps + -(-(queued - running + tokens) // 100))
+        fit.take([], [CallSample(took_s, tokens, 0, EngineWork(0, 0, queued))])
+    for queued, steps in ((0, 3), (100, 3.5 + scheduled_steps), (800, 10.5 + scheduled_steps)):
+        predicted = fit.model.predict_first_token(250, 0, EngineWork(0, 0, queued))
+        assert predicted is not None
+        assert predicted.seconds == pytest.approx(0.005 + 0.01 * steps, rel=0.08)
+        assert predicted.low_s < 0.005 + 0.01 * steps < predicted.high_s
 
 
 def test_calls_when_they_fetch_kv_then_the_time_is_predicted_from_the_prompt() -> None:
