@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -250,64 +251,6 @@ _COMMANDS: Mapping[type[Config], str] = {
 _SUBCOMMANDS = frozenset({"api-server", "frontend", "launch", "launch-server", "run", "serve", "server", "worker"})
 
 
-# Names of flags in vLLM, SGLang, Dynamo and TensorRT-LLM, by the fields that they are here. The first that the command
-# has is suggested.
-_OUR_FIELDS: Mapping[tuple[str, ...], Sequence[str]] = {
-    ("dyn_reasoning_parser",): ("reasoning-parser",),
-    ("dyn_tool_call_parser",): ("tool-call-parser",),
-    ("engine",): ("backend",),
-    ("expert_parallel_size",): ("enable-expert-parallel", "ep", "ep-size", "expert-parallel"),
-    ("extra_engine_args",): ("config", "extra-llm-api-options"),
-    ("free_gpu_memory_fraction",): (
-        "gpu-memory-utilization",
-        "kv-cache-free-gpu-memory-fraction",
-        "mem-fraction-static",
-    ),
-    ("http_host", "host"): ("host", "http-host"),
-    ("http_port", "port"): ("http-port", "port"),
-    ("kv_block_size",): ("block-size", "page-size", "tokens-per-block"),
-    ("max_batch_size",): ("max-num-seqs", "max-running-requests"),
-    ("max_num_tokens",): ("max-num-batched-tokens", "max-prefill-tokens"),
-    ("max_seq_len",): ("context-length", "max-model-len"),
-    ("model_path", "model"): ("model",),
-    ("model", "model_path"): ("model-path",),
-    ("nats_server",): ("nats-url",),
-    ("pipeline_parallel_size",): ("pipeline-parallel", "pp", "pp-size"),
-    ("publish_kv_events",): ("publish-events-and-metrics",),
-    ("served_model_name",): ("model-name",),
-    ("tensor_parallel_size",): ("tensor-parallel", "tp", "tp-size"),
-}
-# What to do instead of flags of other servers that have no equivalent here.
-_ADVICE: Mapping[str, Sequence[str]] = {
-    "it is an engine argument: pass it to the worker with --extra-engine-args FILE.yaml or "
-    "--override-engine-args '{\"name\": value}', under the engine's own name": (
-        "attention-backend",
-        "dtype",
-        "enforce-eager",
-        "kv-cache-dtype",
-        "quantization",
-        "trust-remote-code",
-    ),
-    "leave it out: discovery always uses etcd": ("discovery-backend",),
-    "leave it out: fastokens is used wherever it supports the tokenizer": ("tokenizer",),
-    "leave it out: it is always on, unless --decode-fallback is given": ("enforce-disagg",),
-    "leave it out: requests and tokens always travel over NATS": ("event-plane", "request-plane"),
-    "not supported": ("connector", "enable-anthropic-api", "encode-endpoint", "kserve-grpc-server", "modality"),
-    "requests are not authenticated: put a proxy that checks API keys in front of the frontend": ("api-key",),
-    "set enable_attention_dp: true in the file of --extra-engine-args": ("enable-attention-dp",),
-    "start more workers; the launcher has count for it in the deployment file": ("data-parallel-size", "dp"),
-    "the frontend speaks plain HTTP: put a proxy that terminates TLS in front of it": (
-        "ssl-certfile",
-        "ssl-keyfile",
-        "tls-cert-path",
-        "tls-key-path",
-    ),
-    "the worker's role determines the KV transfer: pass --disaggregation-mode to the worker": ("kv-transfer-config",),
-    f"use {CONSOLE} chat": ("interactive",),
-    "workers find each other through etcd: leave it out": ("disaggregation-bootstrap-port",),
-}
-
-
 def reject_unknown(
     model: type[Config], given: argparse.Namespace, unknown: Sequence[str], parser: argparse.ArgumentParser
 ) -> None:
@@ -362,12 +305,13 @@ def _reject_positional(model: type[Config], word: str) -> NoReturn:
 
 
 def _answer(model: type[Config], name: str) -> str | None:
-    """Return what to type or do instead of an unknown flag; None if no table has it."""
-    if advice := next((advice for advice, names in _ADVICE.items() if name in names), None):
-        return advice
-    own = {field.replace("_", "-"): field for each in (model, *_COMMANDS) for field in each.model_fields}
-    fields = next((fields for fields, names in _OUR_FIELDS.items() if name in names), ())
-    fields = fields or ((own[name],) if name in own else ())
+    """Return what to type or do instead of an unknown flag; None if it is not known, here or in other servers."""
+    from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
+
+    own = {field.replace("_", "-"): [field] for each in (model, *_COMMANDS) for field in each.model_fields}
+    fields = read_yaml(Path(__file__).with_name("other_servers.yaml")).get(name) or own.get(name, [])
+    if isinstance(fields, str):
+        return fields
     positional = {flag.field: flag.names[0] for flag in flags_of(model) if flag.positional}
     for field in fields:
         if field in positional:
