@@ -11,10 +11,9 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import command_errors, is_color_disabled, load
@@ -146,8 +145,8 @@ class Chat:
         try:
             with closing(self._ask(self.request(question))) as events:
                 for event in events:
-                    for delta in turn.add(event):
-                        self._screen.show(delta)
+                    for kind, text in turn.add(event):
+                        self._screen.show(kind, text)
             self._screen.end()
             self.say(turn.report())
         except KeyboardInterrupt:
@@ -179,10 +178,8 @@ def _typed_lines() -> Iterator[str]:
 
 def models(url: str) -> list[str]:
     """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
-    with closing(_connect(url)) as connection:
-        response = _request(connection, url, "GET", "/v1/models", None)
-        listed = _json(response.read())
-        return [str(model.get("id")) for model in listed.get("data") or ()]
+    with _response(url, "/v1/models") as response:
+        return [str(model.get("id")) for model in _json(response.read()).get("data") or ()]
 
 
 def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -195,13 +192,8 @@ def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], 
     Raises:
         ChatFailed: There is no connection, the server returns an error, or the stream breaks.
     """
-    with closing(_connect(url)) as connection:
-        content = json.dumps(body).encode()
-        response = _request(connection, url, "POST", "/v1/chat/completions", content)
-        try:
-            yield from events(response)
-        except (OSError, http.client.HTTPException) as exc:
-            raise ChatFailed(f"connection to {mask_address(url)} lost: {_reason(exc)}") from exc
+    with _response(url, "/v1/chat/completions", json.dumps(body).encode()) as response:
+        yield from events(response)
 
 
 def events(lines: Iterable[bytes]) -> Generator[dict[str, Any], None, None]:
@@ -227,41 +219,40 @@ def error_text(body: Mapping[str, Any]) -> str:
     return " ".join(str(message or body).split())
 
 
-def _connect(url: str) -> http.client.HTTPConnection:
-    parts = urllib.parse.urlsplit(url)
-    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = make(parts.hostname or "", parts.port, timeout=_CONNECT_TIMEOUT_S)
-    try:
-        connection.connect()
-    except OSError as exc:
-        raise ChatFailed(
-            f"no frontend answers at {mask_address(url)} ({_reason(exc)}); start one, or give its address with --url"
-        ) from exc
-    connection.sock.settimeout(_SILENCE_TIMEOUT_S)
-    return connection
-
-
-def _request(
-    connection: http.client.HTTPConnection, url: str, method: str, path: str, content: bytes | None
-) -> http.client.HTTPResponse:
-    parts = urllib.parse.urlsplit(url)
-    headers = {"Content-Type": "application/json"} if content is not None else {}
+@contextmanager
+def _response(url: str, path: str, content: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+    """Send a GET request, or a POST request with JSON content, and yield the response if its status is 200."""
+    parts, shown = urllib.parse.urlsplit(url), mask_address(url)
+    headers = {} if content is None else {"Content-Type": "application/json"}
     if "@" in parts.netloc:
         credentials = urllib.parse.unquote(parts.netloc.rpartition("@")[0]).encode()
         headers["Authorization"] = f"Basic {base64.b64encode(credentials).decode()}"
+    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    with closing(make(parts.hostname or "", parts.port, timeout=_CONNECT_TIMEOUT_S)) as connection:
+        try:
+            connection.connect()
+        except OSError as exc:
+            raise ChatFailed(
+                f"no frontend answers at {shown} ({_reason(exc)}); start one, or give its address with --url"
+            ) from exc
+        connection.sock.settimeout(_SILENCE_TIMEOUT_S)
+        try:
+            connection.request("GET" if content is None else "POST", parts.path + path, content, headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                text = response.read().decode(errors="replace")
+                raise ChatFailed(f"{shown} answered {response.status}: {_error_of(text)}")
+            yield response
+        except (OSError, http.client.HTTPException) as exc:
+            raise ChatFailed(f"connection to {shown} lost: {_reason(exc)}") from exc
+
+
+def _error_of(text: str) -> str:
+    """Return the message in the body of an error as one line."""
     try:
-        connection.request(method, parts.path + path, body=content, headers=headers)
-        response = connection.getresponse()
-        if response.status == http.HTTPStatus.OK:
-            return response
-        text = response.read().decode(errors="replace")
-    except (OSError, http.client.HTTPException) as exc:
-        raise ChatFailed(f"connection to {mask_address(url)} lost: {_reason(exc)}") from exc
-    try:
-        text = error_text(_json(text))
+        return error_text(_json(text))
     except ChatFailed:
-        text = " ".join(text.split())[:200]
-    raise ChatFailed(f"{mask_address(url)} answered {response.status}: {text}")
+        return " ".join(text.split())[:200]
 
 
 def _json(data: bytes | str) -> dict[str, Any]:
@@ -282,20 +273,9 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # may move the c
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
-class Kind(Enum):
-    """Kinds of text in an answer."""
-
-    REASONING = auto()
-    CONTENT = auto()
-    CALL = auto()  # the name of a tool
-    ARGUMENTS = auto()
-
-
-class Shown(NamedTuple):
-    """A delta of an answer, to be printed."""
-
-    kind: Kind
-    text: str
+Kind: TypeAlias = Literal["reasoning", "content", "call", "arguments"]
+"""Kind of a text in an answer. "call": the name of a tool; "arguments": its arguments."""
+Delta: TypeAlias = tuple[Kind, str]
 
 
 @dataclass(slots=True)
@@ -313,18 +293,18 @@ class ChatTurn:
     def __post_init__(self) -> None:
         self.began = self.clock()
 
-    def add(self, event: Mapping[str, Any]) -> Iterator[Shown]:
+    def add(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         """Yield the deltas of a `chat.completion.chunk`."""
         if usage := event.get("usage"):
             self.tokens = usage.get("completion_tokens")
         for choice in event.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
-            for delta in _deltas(choice.get("delta") or {}):
+            for kind, text in _deltas(choice.get("delta") or {}):
                 self.last = self.clock()
                 self.first = self.last if self.first is None else self.first
-                if delta.kind is Kind.CONTENT:
-                    self.content += delta.text
-                yield delta
+                if kind == "content":
+                    self.content += text
+                yield kind, text
 
     def report(self) -> str:
         """Return one line with TTFT, tokens, speed, and the finish reason if it is not `stop`."""
@@ -339,16 +319,12 @@ class ChatTurn:
         return ", ".join(words)
 
 
-def _deltas(delta: Mapping[str, Any]) -> Iterator[Shown]:
-    for kind, name in ((Kind.REASONING, "reasoning_content"), (Kind.CONTENT, "content")):
-        if delta.get(name):
-            yield Shown(kind, delta[name])
+def _deltas(delta: Mapping[str, Any]) -> Iterator[Delta]:
+    parts: list[tuple[Kind, Any]] = [("reasoning", delta.get("reasoning_content")), ("content", delta.get("content"))]
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
-        if function.get("name"):
-            yield Shown(Kind.CALL, function["name"])
-        if function.get("arguments"):
-            yield Shown(Kind.ARGUMENTS, function["arguments"])
+        parts += [("call", function.get("name")), ("arguments", function.get("arguments"))]
+    return ((kind, text) for kind, text in parts if text)
 
 
 class Screen:
@@ -360,14 +336,11 @@ class Screen:
         self._kind: Kind | None = None
         self._is_at_line_start = True
 
-    def show(self, delta: Shown) -> None:
+    def show(self, kind: Kind, text: str) -> None:
         """Print one delta, without control characters."""
-        if delta.kind is not self._kind:
-            self._begin(delta.kind)
-        text = _CONTROL.sub("", delta.text)
-        if delta.kind is Kind.CALL:
-            text += " "
-        self._write(text)
+        if kind != self._kind:
+            self._begin(kind)
+        self._write(_CONTROL.sub("", text) + (" " if kind == "call" else ""))
 
     def end(self) -> None:
         """Reset colors and end the line, after the last delta or an interrupted answer."""
@@ -377,13 +350,13 @@ class Screen:
         self._kind = None
 
     def _begin(self, kind: Kind) -> None:
-        if kind is not Kind.ARGUMENTS or self._kind is not Kind.CALL:
+        if (self._kind, kind) != ("call", "arguments"):
             self.end()
         self._kind = kind
-        if kind is Kind.REASONING:
+        if kind == "reasoning":
             self._style(_DIM)
             self._write("" if self._has_colors else "[reasoning] ")
-        elif kind is Kind.CALL:
+        elif kind == "call":
             self._style(_BOLD)
             self._write("[tool call] ")
 

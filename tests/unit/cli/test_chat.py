@@ -15,9 +15,7 @@ from dynamo_trtllm.cli.chat import (
     Chat,
     ChatFailed,
     ChatTurn,
-    Kind,
     Screen,
-    Shown,
     error_text,
     events,
     main,
@@ -196,7 +194,7 @@ def test_run_when_told_to_exit_then_no_line_is_read_after_it() -> None:
 def test_show_when_the_model_writes_control_characters_then_the_terminal_does_not_get_them() -> None:
     out = io.StringIO()
     screen = Screen(out, has_colors=False)
-    screen.show(Shown(Kind.CONTENT, "a\x1b[31mb\x07\r\x9bc\td\n"))
+    screen.show("content", "a\x1b[31mb\x07\r\x9bc\td\n")
     screen.end()
     assert out.getvalue() == "a[31mbc\td\n"
 
