@@ -11,7 +11,7 @@ import os
 import sys
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -95,38 +95,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad command line.
     """
     config = load(StatusConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
-    reports = asyncio.run(_watch(config) if config.watch else _show_once(config))
+    reports = asyncio.run(_show(config))
     raise SystemExit(0 if all(report.is_ready for report in reports) else 1)
 
 
-async def _show_once(config: StatusConfig) -> list[DeploymentReport]:
-    reports = await collect(config)
-    if config.json_output:
-        sys.stdout.write(f"{msgspec.json.format(msgspec.json.encode(reports)).decode()}\n")
-    elif sys.stdout.isatty():
-        from rich.console import Console
+async def _show(config: StatusConfig) -> list[DeploymentReport]:
+    """Show the status; with --watch until a Ctrl-C, in place on a terminal, otherwise one after the other."""
+    is_on_terminal = sys.stdout.isatty() and not config.json_output
+    if is_on_terminal and config.watch:
+        from rich.live import Live
 
-        Console().print(_colored(reports))
-    else:
-        sys.stdout.write(as_text(reports))
-    return reports
+        with Live(_colored(await collect(config)), auto_refresh=False) as live:
+            while True:
+                live.update(_colored(await collect(config)), refresh=True)
+                await asyncio.sleep(config.interval_s)
+    while True:
+        reports = await collect(config)
+        if is_on_terminal:
+            from rich.console import Console
 
-
-async def _watch(config: StatusConfig) -> list[DeploymentReport]:
-    """Show the status until a Ctrl-C, in place on a terminal, otherwise one after the other."""
-    if config.json_output or not sys.stdout.isatty():
-        while True:
-            reports = await collect(config)
-            shown = f"{msgspec.json.encode(reports).decode()}\n" if config.json_output else f"{as_text(reports)}\n"
-            sys.stdout.write(shown)
-            sys.stdout.flush()
-            await asyncio.sleep(config.interval_s)
-    from rich.live import Live
-
-    with Live(_colored(await collect(config)), auto_refresh=False) as live:
-        while True:
-            live.update(_colored(await collect(config)), refresh=True)
-            await asyncio.sleep(config.interval_s)
+            Console().print(_colored(reports))
+        elif config.json_output:
+            shown = msgspec.json.encode(reports)
+            sys.stdout.write(f"{(shown if config.watch else msgspec.json.format(shown)).decode()}\n")
+        else:
+            sys.stdout.write(as_text(reports) + ("\n" if config.watch else ""))
+        if not config.watch:
+            return reports
+        sys.stdout.flush()
+        await asyncio.sleep(config.interval_s)
 
 
 async def collect(config: StatusConfig) -> list[DeploymentReport]:
@@ -171,27 +168,21 @@ async def collect(config: StatusConfig) -> list[DeploymentReport]:
 
 async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentReport:
     """Ask the processes that a launcher of this machine has started."""
-    frontend = next((process for process in record.processes if process.role == FRONTEND), None)
     asked: list[Awaitable[ProcessStatus]] = [
         _of_server("etcd", record.etcd, check_etcd, deadline),
         _of_server("nats", record.nats, check_nats, deadline),
         *(_of_process(process, deadline) for process in record.processes),
     ]
-    statuses, health = await asyncio.gather(asyncio.gather(*asked), _health_if_any(frontend, deadline))
-    report = DeploymentReport(namespace=record.namespace, processes=list(statuses))
-    if frontend is not None:
+    report = DeploymentReport(namespace=record.namespace, processes=[])
+    health = None
+    for frontend in [process for process in record.processes if process.role == FRONTEND]:
         report.url = f"http://{reachable(f'{frontend.host}:{frontend.port}')}"
+        health = asyncio.create_task(_health(frontend.host, frontend.port, deadline))
+    report.processes += await asyncio.gather(*asked)
     if health is not None:
-        _add_health(report, health, ended=set(record.ended_instances))
+        with suppress(OSError):  # it does not answer, which its row shows
+            _add_health(report, await health, ended=set(record.ended_instances))
     return report
-
-
-async def _health_if_any(frontend: ProcessRecord | None, deadline: float) -> _Health | None:
-    """Return a frontend's `/health`; None if there is no frontend, or it does not answer, which its row shows."""
-    try:
-        return None if frontend is None else await _health(frontend.host, frontend.port, deadline)
-    except OSError:
-        return None
 
 
 async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
