@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.config import JsonDict
@@ -149,11 +149,14 @@ def option(
 
 
 class Config(BaseModel):
-    """Base of all settings: immutable, rejects unknown fields, and stores the source of each value."""
+    """Base of all settings: immutable, rejects unknown fields, and stores the source of each value.
+
+    The docstrings of a command's settings are its help: those of the fields, and below the first line of the class what
+    `--help` ends with.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
-    examples: ClassVar[str] = ""  # command lines at the end of --help
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import urllib.parse
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -47,15 +47,14 @@ ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 
 class PreflightConfig(Config):
-    """Settings of `dynamo-trtllm preflight`."""
+    """Settings of `dynamo-trtllm preflight`.
 
-    examples: ClassVar[str] = """\
-example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:
-  %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
-    --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b \\
-    --isl 8192 --osl 1024 --concurrency 1536
-exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
-"""
+    example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:
+      %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
+        --decode engine_configs/gpt-oss-120b/k8s-disagg/decode.yaml --gpu gb200 --model gpt-oss-120b \\
+        --isl 8192 --osl 1024 --concurrency 1536
+    exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
+    """
 
     prefill: Path | None = option(ROLE, None)
     """YAML file of a prefill worker's engine arguments."""
@@ -97,14 +96,13 @@ exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad
 
 
 class ClearNamespaceConfig(ConnectionConfig):
-    """Settings of `dynamo-trtllm clear-namespace`."""
+    """Settings of `dynamo-trtllm clear-namespace`.
 
-    examples: ClassVar[str] = """\
-examples:
-  %(prog)s --namespace dynamo
-  %(prog)s --namespace dynamo --yes
-exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
-"""
+    examples:
+      %(prog)s --namespace dynamo
+      %(prog)s --namespace dynamo --yes
+    exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
+    """
 
     yes: bool = option(PROCESS, False)
     """Remove without confirmation. Required when stdin is not a terminal."""
@@ -113,14 +111,13 @@ exit status: 0 if the namespace is clear, 1 if records are left or a server is u
 
 
 class ChatConfig(Config):
-    """Settings of `dynamo-trtllm chat`. None selects the server's own default."""
+    """Settings of `dynamo-trtllm chat`. None selects the server's own default.
 
-    examples: ClassVar[str] = """\
-examples:
-  %(prog)s
-  %(prog)s --url http://gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
-  echo "What is KV?" | %(prog)s
-"""
+    examples:
+      %(prog)s
+      %(prog)s --url http://gpu-host:8000 --model gpt-oss-120b --reasoning-effort low
+      echo "What is KV?" | %(prog)s
+    """
 
     url: ServerUrl = option(HTTP, "http://localhost:8000", is_address=True)
     """Address of a frontend."""
@@ -161,15 +158,14 @@ class LaunchConfig(Config):
 
 
 class ServeConfig(Config):
-    """Settings of `dynamo-trtllm serve`. None selects what fits the machine and the model."""
+    """Settings of `dynamo-trtllm serve`. None selects what fits the machine and the model.
 
-    examples: ClassVar[str] = """\
-examples:
-  %(prog)s tiny-gpt-oss
-  %(prog)s openai/gpt-oss-20b --prefill 1 --decode 1 --port 8001
-  %(prog)s /models/llama --dry-run -- --max-seq-len 8192
-Flags after -- are flags of `dynamo-trtllm worker` for every worker.
-"""
+    examples:
+      %(prog)s tiny-gpt-oss
+      %(prog)s openai/gpt-oss-20b --prefill 1 --decode 1 --port 8001
+      %(prog)s /models/llama --dry-run -- --max-seq-len 8192
+    Flags after -- are flags of `dynamo-trtllm worker` for every worker.
+    """
 
     model: str = option(MODEL, ..., positional=True)
     """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded
@@ -203,13 +199,12 @@ Flags after -- are flags of `dynamo-trtllm worker` for every worker.
 
 
 class DemoConfig(LaunchConfig):
-    """Settings of `dynamo-trtllm demo`: those of launch, with other defaults."""
+    """Settings of `dynamo-trtllm demo`: those of launch, with other defaults.
 
-    examples: ClassVar[str] = """\
-examples:
-  %(prog)s
-  %(prog)s --once --port 0
-"""
+    examples:
+      %(prog)s
+      %(prog)s --once --port 0
+    """
 
     deployment: Path = option(PROCESS, Path("deploy/local/demo.yaml"), positional=True)
     """YAML file that lists services, frontend and workers."""
@@ -218,15 +213,14 @@ examples:
 
 
 class StatusConfig(ConnectionConfig):
-    """Settings of `dynamo-trtllm status`."""
+    """Settings of `dynamo-trtllm status`.
 
-    examples: ClassVar[str] = """\
-examples:
-  %(prog)s
-  %(prog)s --watch
-  %(prog)s --url http://gpu-host:8000 --json
-exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command line
-"""
+    examples:
+      %(prog)s
+      %(prog)s --watch
+      %(prog)s --url http://gpu-host:8000 --json
+    exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command line
+    """
 
     url: ServerUrl | None = option(HTTP, None, is_address=True)
     """Address of a frontend. Default: the deployments that were launched on this machine, otherwise the frontend at
@@ -242,18 +236,17 @@ exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 fo
 
 
 class ExplainConfig(Config):
-    """Settings of `dynamo-trtllm explain`."""
+    """Settings of `dynamo-trtllm explain`.
 
-    examples: ClassVar[str] = """\
-examples:
-  %(prog)s                                  the latest requests
-  %(prog)s chatcmpl-5f0c1d2e3a4b5c6d7e8f90a1b2c3d4e5
-  %(prog)s --stuck --older-than-s 5
-  %(prog)s --perfetto trace.json            to open in https://ui.perfetto.dev
-  %(prog)s --trace requests.jsonl           to replay with a benchmark
-exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found something; 2 for a bad command
-line
-"""
+    examples:
+      %(prog)s                                  the latest requests
+      %(prog)s chatcmpl-5f0c1d2e3a4b5c6d7e8f90a1b2c3d4e5
+      %(prog)s --stuck --older-than-s 5
+      %(prog)s --perfetto trace.json            to open in https://ui.perfetto.dev
+      %(prog)s --trace requests.jsonl           to replay with a benchmark
+    exit status: 0; 1 if the request is unknown, nothing is recorded, or --stuck has found something; 2 for a bad
+    command line
+    """
 
     request: NonEmpty | None = option(PROCESS, None, positional=True)
     """Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header X-Request-Id, or of a log
@@ -290,14 +283,13 @@ class VersionConfig(Config):
 
 
 class CompletionConfig(Config):
-    """Settings of `dynamo-trtllm completion`."""
+    """Settings of `dynamo-trtllm completion`.
 
-    examples: ClassVar[str] = """\
-examples:
-  bash: %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
-  zsh:  %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
-  fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
-"""
+    examples:
+      bash: %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
+      zsh:  %(prog)s zsh > ~/.zfunc/_dynamo-trtllm
+      fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
+    """
 
     shell: Literal["bash", "zsh", "fish"] = option(PROCESS, ..., positional=True)
     """Shell to print a script for."""

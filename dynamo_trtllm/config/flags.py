@@ -6,6 +6,7 @@ The caller passes argv; the module does not read the environment.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import types
 import typing
@@ -142,7 +143,7 @@ def build_parser(model: type[Config], prog: str, description: str) -> CommandPar
         prog=prog,
         usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
         description=description,
-        epilog=model.examples
+        epilog=_examples(model)
         + f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL. Flags win.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -167,6 +168,11 @@ def build_parser(model: type[Config], prog: str, description: str) -> CommandPar
 
     parser.describe = describe
     return parser
+
+
+def _examples(model: type[Config]) -> str:
+    examples = inspect.cleandoc(model.__doc__ or "").partition("\n\n")[2]
+    return f"{examples}\n" if examples else ""
 
 
 def _usage(flag: Flag) -> str:

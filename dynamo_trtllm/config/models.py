@@ -6,7 +6,7 @@ The models are frozen pydantic models. `load.load` fills them from argv and envi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,13 +43,12 @@ OtlpEndpoint = Annotated[str, matching(r"https?://[^\s/@]+(/\S*)?", "expected a 
 
 
 class WorkerConfig(ProcessConfig):
-    """Settings of `dynamo-trtllm worker`. None selects the engine's own default."""
+    """Settings of `dynamo-trtllm worker`. None selects the engine's own default.
 
-    examples: ClassVar[str] = """\
-examples, one prefill and one decode worker of the same model:
-  %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode prefill --max-num-tokens 8192
-  %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode decode --max-batch-size 64
-"""
+    examples, one prefill and one decode worker of the same model:
+      %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode prefill --max-num-tokens 8192
+      %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode decode --max-batch-size 64
+    """
 
     model_path: str = option(MODEL, ..., aliases=("--model",))
     """Model folder or bundled model name."""
