@@ -21,9 +21,6 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import escape_controls, mask_address
 
 PROG: Final = "python -m dynamo_trtllm.chat"
-_DESCRIPTION: Final = (
-    "Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT and speed."
-)
 _PROMPT: Final = "> "
 HELP: Final = """\
 /reset   clear the conversation
@@ -50,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer, and with 2 for a
     bad command line.
     """
-    config = load(ChatConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    config = load(ChatConfig, prog=PROG, argv=argv)
     model = config.model or only_model(models(config.url), config.url)
     raise SystemExit(1 if _converse(config.model_copy(update={"model": model})) else 0)
 

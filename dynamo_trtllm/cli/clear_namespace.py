@@ -21,9 +21,6 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.request_plane.jetstream import BucketInfo, bucket_info, delete_bucket
 
 PROG = "python -m dynamo_trtllm.clear_namespace"
-_DESCRIPTION = (
-    "Remove records of a deployment from etcd and JetStream: instances without a lease, and stored responses."
-)
 _YES = ("y", "yes")
 
 Confirm = Callable[[], bool]
@@ -59,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit with status 0 if the namespace is clear, 1 if records are left or a server is unreachable, and 2 for a bad
     command line.
     """
-    config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    config = load(ClearNamespaceConfig, prog=PROG, argv=argv)
     observe_logging.setup(config.log_level, "clear", config.log_format)
     raise SystemExit(0 if asyncio.run(clear(config, _read_confirmation)) else 1)
 

@@ -149,7 +149,7 @@ def completion_main() -> None:
     from dynamo_trtllm.config.commands import CompletionConfig
     from dynamo_trtllm.config.load import load
 
-    config = load(CompletionConfig, prog=f"{CONSOLE} completion", description=find("completion").summary)
+    config = load(CompletionConfig, prog=f"{CONSOLE} completion")
     sys.stdout.write(completion(config.shell))
 
 

@@ -28,7 +28,6 @@ from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
-_DESCRIPTION = "Show the life of a request across the processes of this machine, or the requests that are stuck."
 _MOST_SHOWN = 20
 _HIDDEN = (RecordedEvent.PROMPT_HASHES,)
 _OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit with status 0; 1 if the request is unknown, nothing is recorded, or `--stuck` has found something; 2 for a bad
     command line.
     """
-    raise SystemExit(_run(load(ExplainConfig, prog=PROG, description=_DESCRIPTION, argv=argv)))
+    raise SystemExit(_run(load(ExplainConfig, prog=PROG, argv=argv)))
 
 
 def _run(config: ExplainConfig) -> int:

@@ -156,7 +156,6 @@ def _concurrency(table: MemoryTable) -> str:
 
 
 PROG = "python -m dynamo_trtllm.preflight"
-_DESCRIPTION = "Check TensorRT-LLM arguments without loading an engine: each role, the prefill/decode pair, and memory."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +171,7 @@ class _Target:
 @command_errors(PROG)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
-    config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    config = load(PreflightConfig, prog=PROG, argv=argv)
     report = evaluate(config)
     sys.stdout.write(as_json(report) if config.json_output else as_text(report))
     raise SystemExit(1 if report.count("error") else 0)
@@ -290,7 +289,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
     try:
         if "--print-config" in words:
             raise ConfigError("--print-config can't be used here: remove it")
-        worker = load(WorkerConfig, prog=f"{CONSOLE} worker", description=_DESCRIPTION, argv=words, environ=environ)
+        worker = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
         for name, (value, instead) in fixed.items():
             if str(getattr(worker, name)) != value:
                 flag = worker.source_of(name).removeprefix("flag ")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PROG = f"{CONSOLE} status"
-_DESCRIPTION = "Show the processes of a running deployment, their health and their load."
 _DEFAULT_URL = "http://localhost:8000"
 _METRICS_BYTES = 8 << 20
 _MOST_WORKERS = 10_000
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad command line.
     """
-    config = load(StatusConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    config = load(StatusConfig, prog=PROG, argv=argv)
     reports = asyncio.run(_show(config))
     raise SystemExit(0 if all(report.is_ready for report in reports) else 1)
 

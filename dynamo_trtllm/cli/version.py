@@ -23,7 +23,6 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
 
 PROG = f"{CONSOLE} version"
-_DESCRIPTION = "Show the version of this package, and which engines, GPUs, libraries and servers are found."
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
 _NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the packages for a CUDA release contain UCX
@@ -39,7 +38,7 @@ _UNKNOWN = "unknown version"
 @command_errors(PROG)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
-    config = load(VersionConfig, prog=PROG, description=_DESCRIPTION, argv=argv)
+    config = load(VersionConfig, prog=PROG, argv=argv)
     found = versions()
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if config.json_output else format_table(list(_rows(found))))
 

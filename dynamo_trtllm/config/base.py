@@ -151,8 +151,8 @@ def option(
 class Config(BaseModel):
     """Base of all settings: immutable, rejects unknown fields, and stores the source of each value.
 
-    The docstrings of a command's settings are its help: those of the fields, and below the first line of the class what
-    `--help` ends with.
+    The docstrings of a command's settings are its help: the first line of the class describes the command, the rest is
+    what `--help` ends with, and those of the fields describe the flags.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)

@@ -47,7 +47,7 @@ ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 
 class PreflightConfig(Config):
-    """Settings of `dynamo-trtllm preflight`.
+    """Check TensorRT-LLM arguments without loading an engine: each role, the prefill/decode pair, and memory.
 
     example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:
       %(prog)s --prefill engine_configs/gpt-oss-120b/k8s-disagg/prefill.yaml \\
@@ -96,7 +96,7 @@ class PreflightConfig(Config):
 
 
 class ClearNamespaceConfig(ConnectionConfig):
-    """Settings of `dynamo-trtllm clear-namespace`.
+    """Remove records of a deployment from etcd and JetStream: instances without a lease, and stored responses.
 
     examples:
       %(prog)s --namespace dynamo
@@ -111,7 +111,7 @@ class ClearNamespaceConfig(ConnectionConfig):
 
 
 class ChatConfig(Config):
-    """Settings of `dynamo-trtllm chat`. None selects the server's own default.
+    """Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT and speed.
 
     examples:
       %(prog)s
@@ -119,6 +119,7 @@ class ChatConfig(Config):
       echo "What is KV?" | %(prog)s
     """
 
+    # None selects the server's own default.
     url: ServerUrl = option(HTTP, "http://localhost:8000", is_address=True)
     """Address of a frontend."""
     model: NonEmpty | None = option(MODEL, None)
@@ -134,7 +135,7 @@ class ChatConfig(Config):
 
 
 class LaunchConfig(Config):
-    """Settings of `dynamo-trtllm launch`."""
+    """Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."""
 
     deployment: Path = option(PROCESS, ..., positional=True)
     """YAML file that lists services, frontend and workers."""
@@ -158,7 +159,7 @@ class LaunchConfig(Config):
 
 
 class ServeConfig(Config):
-    """Settings of `dynamo-trtllm serve`. None selects what fits the machine and the model.
+    """Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU.
 
     examples:
       %(prog)s tiny-gpt-oss
@@ -167,6 +168,7 @@ class ServeConfig(Config):
     Flags after -- are flags of `dynamo-trtllm worker` for every worker.
     """
 
+    # None selects what fits the machine and the model.
     model: str = option(MODEL, ..., positional=True)
     """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded
     unless it is in the cache."""
@@ -199,7 +201,7 @@ class ServeConfig(Config):
 
 
 class DemoConfig(LaunchConfig):
-    """Settings of `dynamo-trtllm demo`: those of launch, with other defaults.
+    """Start the sample deployment. The settings are those of launch, with other defaults.
 
     examples:
       %(prog)s
@@ -213,7 +215,7 @@ class DemoConfig(LaunchConfig):
 
 
 class StatusConfig(ConnectionConfig):
-    """Settings of `dynamo-trtllm status`.
+    """Show the processes of a running deployment, their health and their load.
 
     examples:
       %(prog)s
@@ -236,7 +238,7 @@ class StatusConfig(ConnectionConfig):
 
 
 class ExplainConfig(Config):
-    """Settings of `dynamo-trtllm explain`.
+    """Show the life of a request across the processes of this machine, or the requests that are stuck.
 
     examples:
       %(prog)s                                  the latest requests
@@ -276,14 +278,14 @@ class ExplainConfig(Config):
 
 
 class VersionConfig(Config):
-    """Settings of `dynamo-trtllm version`."""
+    """Show the version of this package, and which engines, GPUs, libraries and servers are found."""
 
     json_output: bool = option(PROCESS, False, aliases=("--json",))
     """Print JSON."""
 
 
 class CompletionConfig(Config):
-    """Settings of `dynamo-trtllm completion`.
+    """Print a completion script for bash, zsh or fish.
 
     examples:
       bash: %(prog)s bash > ~/.local/share/bash-completion/completions/dynamo-trtllm
@@ -296,7 +298,7 @@ class CompletionConfig(Config):
 
 
 class FrontendProcessConfig(FrontendConfig):
-    """Settings of one process of a frontend with several `workers`. The frontend starts these processes."""
+    """One process of a frontend with several `workers`. The frontend starts these processes."""
 
     number: PositiveInt = option(PROCESS, ...)
     """Number of this process among the processes of the frontend, from 1."""

@@ -135,15 +135,22 @@ class _Store(argparse.Action):
         given[flag] = value, text
 
 
-def build_parser(model: type[Config], prog: str, description: str) -> CommandParser:
-    """Build the argument parser of a model. It leaves values as text, and sets no attribute for an absent flag."""
+def build_parser(model: type[Config], prog: str, description: str = "") -> CommandParser:
+    """Build the argument parser of a model. It leaves values as text, and sets no attribute for an absent flag.
+
+    Args:
+        model: Class of the settings.
+        prog: Command, for the usage line.
+        description: One sentence. Default: the first line of the docstring of `model`.
+    """
+    first_line, _, examples = inspect.cleandoc(model.__doc__ or "").partition("\n\n")
     flags = flags_of(model)
     required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
     parser = CommandParser(
         prog=prog,
         usage=" ".join(["%(prog)s", *map(_usage, required), "[flags]"]),
-        description=description,
-        epilog=_examples(model)
+        description=description or first_line,
+        epilog=(f"{examples}\n" if examples else "")
         + f"Every flag can be set by an environment variable: --log-level by {ENV_PREFIX}LOG_LEVEL. Flags win.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -168,11 +175,6 @@ def build_parser(model: type[Config], prog: str, description: str) -> CommandPar
 
     parser.describe = describe
     return parser
-
-
-def _examples(model: type[Config]) -> str:
-    examples = inspect.cleandoc(model.__doc__ or "").partition("\n\n")[2]
-    return f"{examples}\n" if examples else ""
 
 
 def _usage(flag: Flag) -> str:

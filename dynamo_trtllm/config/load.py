@@ -38,7 +38,6 @@ def load(
     model: type[C],
     *,
     prog: str,
-    description: str,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
     more: Callable[[C], str] | None = None,
@@ -48,7 +47,6 @@ def load(
     Args:
         model: Class of the settings.
         prog: Command, for the usage line of `--help`. `dynamo-trtllm COMMAND` replaces it if that was typed.
-        description: One sentence for `--help`.
         argv: Command line without the program name. Default: that of this process.
         environ: Environment. Default: that of this process.
         more: Returns the text that `--print-config` prints below the settings.
@@ -57,7 +55,7 @@ def load(
         ConfigError: A flag, variable or value is not valid.
         SystemExit: With status 0 after `--help`, `--version` and `--print-config`.
     """
-    parser = build_parser(model, program(prog) if argv is None else prog, description)
+    parser = build_parser(model, program(prog) if argv is None else prog)
     given, unknown = parser.parse_known_args(command_line() if argv is None else list(argv))
     reject_unknown(model, given, unknown, parser)
     flags = read_flags(model, given)

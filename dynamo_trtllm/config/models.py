@@ -43,13 +43,14 @@ OtlpEndpoint = Annotated[str, matching(r"https?://[^\s/@]+(/\S*)?", "expected a 
 
 
 class WorkerConfig(ProcessConfig):
-    """Settings of `dynamo-trtllm worker`. None selects the engine's own default.
+    """Run one worker: an engine that serves prefill, decode or complete requests of one model.
 
     examples, one prefill and one decode worker of the same model:
       %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode prefill --max-num-tokens 8192
       %(prog)s --model-path /models/tiny --engine torch --disaggregation-mode decode --max-batch-size 64
     """
 
+    # None selects the engine's own default.
     model_path: str = option(MODEL, ..., aliases=("--model",))
     """Model folder or bundled model name."""
     served_model_name: NonEmpty | None = option(MODEL, None)
@@ -174,7 +175,7 @@ class WorkerConfig(ProcessConfig):
 
 
 class FrontendConfig(ProcessConfig):
-    """Settings of `dynamo-trtllm frontend`."""
+    """OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers, streams output."""
 
     http_host: str = option(HTTP, "0.0.0.0", aliases=("--host",))
     """Address to listen on. The default accepts connections from other machines. The launcher sets 127.0.0.1."""

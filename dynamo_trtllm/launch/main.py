@@ -29,7 +29,6 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch"
-_DESCRIPTION = "Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 _PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard
 MAX_TOKENS = 200
@@ -54,7 +53,7 @@ def demo_main() -> None:
 
 @command_errors(PROG, RunFailed)
 def _launch(model: type[LaunchConfig]) -> None:
-    config = load(model, prog=PROG, description=_DESCRIPTION)
+    config = load(model, prog=PROG)
     observe_logging.setup(config.log_level, "launch", config.log_format)
     deployment = load_deployment(find_file(config.deployment), process_environment())
     if config.model is not None:

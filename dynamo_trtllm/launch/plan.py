@@ -162,7 +162,7 @@ def _planned(
     """
     argv, port_flag = to_argv(model, flags), f"--{http}-port"
     try:
-        config = load(model, prog=name, description="", argv=argv, environ={**environ, **env})
+        config = load(model, prog=name, argv=argv, environ={**environ, **env})
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
     host = getattr(config, f"{http}_host")

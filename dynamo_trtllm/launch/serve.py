@@ -38,8 +38,6 @@ from dynamo_trtllm.sanitize import escape_controls
 from dynamo_trtllm.subprocesses import RunFailed
 
 PROG = "python -m dynamo_trtllm.launch.serve"
-_DESCRIPTION = "Serve one model on this machine: etcd, NATS, a frontend and workers that fit its GPUs or its CPU."
-_WORKER_FLAGS = "Flags of a worker. After -- of dynamo-trtllm serve they are for every worker."
 _PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm", "torch": "torch"}
 _OWN_SERVERS = "this command starts its own servers; print the deployment with --dry-run, edit and launch it"
 _NOT_FOR_WORKERS = {  # flags that are not allowed after -- -> what to do instead
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(command_line() if argv is None else argv)
     own, extra = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    config = load(ServeConfig, prog=PROG, description=_DESCRIPTION, argv=own)
+    config = load(ServeConfig, prog=PROG, argv=own)
     observe_logging.setup(config.log_level, "serve", config.log_format)
     worker_flags = _worker_flags(extra)
     hub_model, model = _model(config)
@@ -101,7 +99,7 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
     if "--print-config" in words:
         raise ConfigError("--print-config can't be used after --: --dry-run prints the flags of the workers")
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}  # it is required, but not a flag here
-    config = load(WorkerConfig, prog=f"{CONSOLE} worker", description=_WORKER_FLAGS, argv=words, environ=environ)
+    config = load(WorkerConfig, prog=f"{CONSOLE} worker", argv=words, environ=environ)
     given = {name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")}
     if wrong := sorted(given.intersection(_NOT_FOR_WORKERS)):
         flag = config.source_of(wrong[0]).removeprefix("flag ")

@@ -79,13 +79,12 @@ def _shown(value: Any) -> str:
 
 
 PROG = "python -m dynamo_trtllm"
-_DESCRIPTION = "Run one worker: an engine that serves prefill, decode or complete requests of one model."
 
 
 @command_errors(PROG)
 def main() -> None:
     """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
-    config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table)
+    config = load(WorkerConfig, prog=PROG, more=table)
     observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
     if config.dump_config_to is not None:
         dump(config, config.dump_config_to)

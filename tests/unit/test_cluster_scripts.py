@@ -83,7 +83,7 @@ def worker_of(words: list[str]) -> WorkerConfig:
     start = words.index("dynamo_trtllm")
     assert words[start - 3 : start] == ["trtllm-llmapi-launch", "python3", "-m"]
     flags = [word for word in words[start + 1 :] if not word.startswith("pid=")]
-    return load(WorkerConfig, prog="p", description="d", argv=flags, environ={})
+    return load(WorkerConfig, prog="p", argv=flags, environ={})
 
 
 def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_parser_takes_its_line(
@@ -100,7 +100,7 @@ def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_pars
         assert (config.max_num_tokens, config.max_batch_size, config.model_path) == (tokens, batch, "/models/a b")
     (frontend,) = job.started("python3")
     assert frontend[:2] == ["-m", "dynamo_trtllm.frontend"]
-    assert load(FrontendConfig, prog="p", description="d", argv=frontend[2:-1], environ={}).http_port == 8000
+    assert load(FrontendConfig, prog="p", argv=frontend[2:-1], environ={}).http_port == 8000
 
 
 def test_slurm_when_a_worker_dies_then_it_alone_is_started_again_and_at_sigterm_all_end(

@@ -200,7 +200,7 @@ def launch_lines() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("page", "module", "flags"), launch_lines())
 def test_launch_line_when_typed_as_in_the_docs_then_it_is_accepted(page: str, module: str, flags: str) -> None:
     models = {name: program.model for program in PROGRAMS for name in (program.module, program.command)}
-    load(models[module], prog="x", description="x", argv=shlex.split(flags), environ={})
+    load(models[module], prog="x", argv=shlex.split(flags), environ={})
 
 
 def shown_outputs() -> list[tuple[str, str]]:
@@ -220,7 +220,7 @@ def test_output_when_shown_below_a_command_then_the_command_prints_it(
     argv = words[len(environ) + 2 :]
     assert words[len(environ) : len(environ) + 2] == ["dynamo-trtllm", "worker"]
     with pytest.raises((SystemExit, ConfigError)) as end:
-        load(WorkerConfig, prog="x", description="x", argv=argv, environ=environ, more=worker.table)
+        load(WorkerConfig, prog="x", argv=argv, environ=environ, more=worker.table)
     printed = capsys.readouterr().out
     if isinstance(end.value, ConfigError):
         printed = f"dynamo-trtllm worker: {end.value.message}\n"

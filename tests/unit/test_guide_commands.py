@@ -48,7 +48,7 @@ def of(module: str) -> list[Any]:
 
 
 def parsed(model: type, words: list[str], environment: dict[str, str] | None = None) -> Any:
-    return load(model, prog="p", description="d", argv=words, environ=environment or {})
+    return load(model, prog="p", argv=words, environ=environment or {})
 
 
 EXPECTED = {

@@ -51,7 +51,7 @@ def test_pictures_when_named_then_both_themes_are_there() -> None:
 
 @pytest.mark.parametrize(("module", "words"), LINES)
 def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> None:
-    loaded = load(CONFIGS[module], prog="x", description="x", argv=shlex.split(words), environ={})
+    loaded = load(CONFIGS[module], prog="x", argv=shlex.split(words), environ={})
     if isinstance(loaded, WorkerConfig) and loaded.engine is None:
         assert trtllm_args(loaded, LIBRARY.newest).get("tensor_parallel_size") == 4
     elif isinstance(loaded, WorkerConfig):

@@ -18,7 +18,7 @@ import uvloop
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
-from dynamo_trtllm.frontend.process.main import DESCRIPTION, serve
+from dynamo_trtllm.frontend.process.main import serve
 from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.metrics_aggregator import Snapshot
@@ -72,7 +72,7 @@ class FrontendProcess:
 @command_errors(PROG)
 def main() -> None:
     """Run the process. The exit statuses are those of `frontend.main`."""
-    config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION)
+    config = load(FrontendProcessConfig, prog=PROG)
     observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
     uvloop.run(_serve(config))
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 PROG = "python -m dynamo_trtllm.frontend"
-DESCRIPTION = "OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers, streams output."
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class StartupGate:
 @command_errors(PROG)
 def main() -> None:
     """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
-    config = load(FrontendConfig, prog=PROG, description=DESCRIPTION)
+    config = load(FrontendConfig, prog=PROG)
     observe_logging.setup(config.log_level, "frontend", config.log_format)
     if config.workers > 1:
         raise SystemExit(_run_process_group(config))

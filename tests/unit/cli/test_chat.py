@@ -260,7 +260,7 @@ def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(name
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"])
 def test_url_when_it_is_no_address_of_a_server_then_it_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
-        load(ChatConfig, prog="x", description="x", argv=["--url", url], environ={})
+        load(ChatConfig, prog="x", argv=["--url", url], environ={})
 
 
 @pytest.mark.parametrize("url", ["http://x:8000", "http://x:8000/", "http://x:8000/v1", "http://x:8000/v1/"])

@@ -222,7 +222,7 @@ def test_benchmarks_when_a_package_of_theirs_is_missing_then_it_is_named(
 
 def test_demo_when_no_file_is_named_then_the_sample_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load(DemoConfig, prog="x", description="x", argv=[], environ={})
+    config = load(DemoConfig, prog="x", argv=[], environ={})
     assert config.demo
     assert find_file(config.deployment).is_file()
 

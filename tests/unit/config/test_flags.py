@@ -23,7 +23,7 @@ def test_load_when_a_flag_has_two_names_then_both_set_it_and_different_values_ar
     model, field, name, other_name, value, other
 ):
     def loaded(*argv):
-        return load(model, prog="p", description="d", argv=[*REQUIRED[model], *argv], environ={})
+        return load(model, prog="p", argv=[*REQUIRED[model], *argv], environ={})
 
     for typed in ([f"{other_name}={value}"], [other_name, str(value)], [name, str(value), other_name, str(value)]):
         assert getattr(loaded(*typed), field) == value
@@ -48,7 +48,7 @@ def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_va
     first, second = (f"DYN_TRTLLM_{each.removeprefix('--').replace('-', '_').upper()}" for each in (name, other_name))
 
     def loaded(environ, *argv):
-        return load(model, prog="p", description="d", argv=[*REQUIRED[model], *argv], environ=environ)
+        return load(model, prog="p", argv=[*REQUIRED[model], *argv], environ=environ)
 
     assert getattr(loaded({second: str(value)}), field) == value
     assert loaded({second: str(value)}).source_of(field) == f"environment {second}"
@@ -60,13 +60,13 @@ def test_load_when_a_flag_has_two_names_then_each_is_a_variable_and_different_va
 
 @pytest.mark.parametrize("origins", ["*", "https://a.example", "http://a.example:8080,app://b"])
 def test_load_when_origins_are_a_list_or_a_star_then_taken(origins):
-    config = load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
+    config = load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})
     assert config.allowed_origins == {*origins.split(",")}
 
 
 def test_load_when_an_origin_has_capitals_or_a_default_port_then_it_is_as_browsers_send_it():
     origins = "https://A.Example:443,HTTP://b:80,http://c:443,http://[::1]:8080"
-    config = load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
+    config = load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})
     assert config.allowed_origins == {"https://a.example", "http://b", "http://c:443", "http://[::1]:8080"}
 
 
@@ -76,4 +76,4 @@ NO_ORIGINS = "a.example https://a/ *,https://a https://*.example https://ä http
 @pytest.mark.parametrize("origins", NO_ORIGINS.split())
 def test_load_when_an_origin_is_none_then_the_error_shows_one(origins):
     with pytest.raises(ConfigError, match=r"like https://chat\.example\.org"):
-        load(FrontendConfig, prog="p", description="d", argv=["--cors-origins", origins], environ={})
+        load(FrontendConfig, prog="p", argv=["--cors-origins", origins], environ={})

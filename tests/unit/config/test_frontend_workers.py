@@ -10,7 +10,7 @@ from dynamo_trtllm.errors import ConfigError
 
 
 def config(*words: str) -> FrontendConfig:
-    return load(FrontendConfig, prog="frontend", description="", argv=words, environ={})
+    return load(FrontendConfig, prog="frontend", argv=words, environ={})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ GUIDE_DECODE = """--model-path /model --served-model-name openai/gpt-oss-120b
 
 
 def load_worker(line: str = "", environ: dict[str, str] | None = None) -> WorkerConfig:
-    return load(WorkerConfig, prog="worker", description="d", argv=line.split(), environ=environ or {})
+    return load(WorkerConfig, prog="worker", argv=line.split(), environ=environ or {})
 
 
 def error_of(line: str, environ: dict[str, str] | None = None) -> str:
@@ -73,7 +73,7 @@ def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_its_twin_bea
 
 def test_load_when_the_guides_port_variable_is_set_then_the_frontend_listens_there_unless_a_flag_says_otherwise():
     def loaded(*argv: str) -> FrontendConfig:
-        return load(FrontendConfig, prog="frontend", description="d", argv=argv, environ={"DYN_HTTP_PORT": "8001"})
+        return load(FrontendConfig, prog="frontend", argv=argv, environ={"DYN_HTTP_PORT": "8001"})
 
     assert (loaded().http_port, loaded().source_of("http_port")) == (8001, "environment DYN_HTTP_PORT")
     assert loaded("--http-port", "9").http_port == 9
@@ -90,7 +90,7 @@ def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
 
 def test_load_when_the_frontend_line_of_the_guides_is_given_then_it_parses():
     argv = "--router-mode round-robin --http-port 8000".split()
-    assert load(FrontendConfig, prog="f", description="d", argv=argv, environ={}).http_port == 8000
+    assert load(FrontendConfig, prog="f", argv=argv, environ={}).http_port == 8000
 
 
 def test_load_when_the_flag_has_a_second_spelling_then_both_work():
@@ -203,7 +203,7 @@ def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected
 )
 def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_to_do_instead(model, line, wanted):
     with pytest.raises(ConfigError) as caught:
-        load(model, prog="p", description="d", argv=line.split(), environ={})
+        load(model, prog="p", argv=line.split(), environ={})
     assert wanted in caught.value.message
     assert "--help?" not in caught.value.message
 
@@ -224,7 +224,7 @@ def test_load_when_a_variable_is_wrong_then_one_line_names_it(name, value, wante
 
 
 def load_frontend(line: str, environ: dict[str, str]) -> FrontendConfig:
-    return load(FrontendConfig, prog="frontend", description="d", argv=line.split(), environ=environ)
+    return load(FrontendConfig, prog="frontend", argv=line.split(), environ=environ)
 
 
 COLLECTOR = "http://collector:4318"
@@ -305,7 +305,7 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
 )
 def test_address_with_a_password_when_it_is_shown_or_rejected_then_it_is_masked(capsys, words, address, shown):
     with pytest.raises((SystemExit, ConfigError)) as stop:
-        load(WorkerConfig, prog="w", description="d", argv=[*words, address], environ={})
+        load(WorkerConfig, prog="w", argv=[*words, address], environ={})
     text = capsys.readouterr().out + str(stop.value)
     assert "secret" not in text
     assert shown in text or "--model" in str(stop.value)
@@ -329,7 +329,7 @@ def test_to_argv_when_read_back_then_the_config_is_the_same():
         "lease_ttl_s": 0.5,
     }
     argv = to_argv(WorkerConfig, values)
-    assert load(WorkerConfig, prog="w", description="d", argv=argv, environ={}) == WorkerConfig(**values)
+    assert load(WorkerConfig, prog="w", argv=argv, environ={}) == WorkerConfig(**values)
 
 
 def test_exit_with_when_called_then_one_line_and_status_two(capsys):
@@ -350,7 +350,7 @@ for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "h
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.{module} import {model}
 try:
-    load({model}, prog="p", description="d", argv=["--help"], environ={{}})
+    load({model}, prog="p", argv=["--help"], environ={{}})
 except SystemExit as stop:
     print(json.dumps([stop.code, list({model}.model_fields)]))
 """
@@ -381,7 +381,6 @@ def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
         load(
             WorkerConfig,
             prog="w",
-            description="d",
             argv=["--model", "m", "--print-config"],
             environ={},
             more=lambda config: f"more of {config.model_path}\n",
@@ -391,4 +390,4 @@ def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
 
 def test_variable_when_it_belongs_to_another_command_then_it_is_known() -> None:
     environ = {"DYN_TRTLLM_URL": "http://gpu:8000", "DYN_TRTLLM_WATCH": "true", "OTHER": "x"}
-    assert load(VersionConfig, prog="x", description="x", argv=[], environ=environ)
+    assert load(VersionConfig, prog="x", argv=[], environ=environ)

@@ -90,11 +90,11 @@ def environment(pod: Pod) -> dict[str, str]:
 
 
 def worker_config(pod: Pod) -> WorkerConfig:
-    return load(WorkerConfig, prog="p", description="d", argv=words(pod), environ=environment(pod))
+    return load(WorkerConfig, prog="p", argv=words(pod), environ=environment(pod))
 
 
 def frontend_config(pod: Pod) -> FrontendConfig:
-    return load(FrontendConfig, prog="p", description="d", argv=words(pod), environ=environment(pod))
+    return load(FrontendConfig, prog="p", argv=words(pod), environ=environment(pod))
 
 
 def gpus(pod: Pod) -> int:

@@ -26,7 +26,7 @@ def made(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def frontend(environ: dict[str, str]) -> FrontendConfig:
-    return load(FrontendConfig, prog="p", description="d", argv=[], environ=environ)
+    return load(FrontendConfig, prog="p", argv=[], environ=environ)
 
 
 def pairs(path: Path) -> dict[str, str]:

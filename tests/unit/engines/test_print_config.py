@@ -14,7 +14,7 @@ from dynamo_trtllm.worker import main as worker_main
 
 
 def worker(*argv: str, env: dict[str, str] | None = None) -> WorkerConfig:
-    return load(WorkerConfig, prog="w", description="d", argv=["--model", "m", *argv], environ=env or {})
+    return load(WorkerConfig, prog="w", argv=["--model", "m", *argv], environ=env or {})
 
 
 def rows(text: str) -> dict[str, str]:

@@ -24,13 +24,13 @@ HOST = "127.0.0.1"
 def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
     words = ["--workers", "3", "--http-port", "0", "--max-inflight", "7", "--decode-fallback", "--namespace", "n"]
     words += ["--nats-server", "nats://user:secret@host:1"]
-    config = load(FrontendConfig, prog="frontend", description="", argv=words, environ={})
+    config = load(FrontendConfig, prog="frontend", argv=words, environ={})
     _, dash_m, module, *argv = process_argv(config, 2, 8123)
     assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.process.frontend_process")
     assert "secret" not in " ".join(argv)
     inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}  # the parent's settings win
     environ = process_environ(config, inherited)
-    read = load(FrontendProcessConfig, prog="member", description="", argv=argv, environ=environ)
+    read = load(FrontendProcessConfig, prog="member", argv=argv, environ=environ)
     assert (read.number, read.http_port) == (2, 8123)
     same = {name: getattr(config, name) for name in FrontendConfig.model_fields if name != "http_port"}
     assert {name: getattr(read, name) for name in same} == same

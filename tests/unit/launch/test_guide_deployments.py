@@ -34,7 +34,7 @@ def specs(name: str, environ: dict[str, str] | None = None) -> list[ProcessSpec]
 
 
 def worker(words: Any, engine: str) -> WorkerConfig:
-    return load(WorkerConfig, prog="p", description="d", argv=["--engine", engine, *words], environ={})
+    return load(WorkerConfig, prog="p", argv=["--engine", engine, *words], environ={})
 
 
 def of_guide(guide: str, module: str) -> list[Command]:
@@ -111,11 +111,11 @@ def test_hopper_when_read_then_no_flag_overrides_the_sizes_of_its_engine_argumen
 def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_them(path: Path) -> None:
     environ = {"MODEL_PATH": "/m", "SERVED_MODEL_NAME": "n", "DYN_HTTP_PORT": "81", "DYN_NAMESPACE": "ns"}
     frontend, *workers = specs(path.name, environ)
-    read = load(FrontendConfig, prog="p", description="d", argv=frontend.arguments(frontend.port), environ={})
+    read = load(FrontendConfig, prog="p", argv=frontend.arguments(frontend.port), environ={})
     assert (read.http_port, read.namespace) == (81, "ns")
     assert workers
     for spec in workers:
-        config = load(WorkerConfig, prog="p", description="d", argv=spec.argv, environ={})
+        config = load(WorkerConfig, prog="p", argv=spec.argv, environ={})
         assert (config.model_path, config.served_model_name, config.namespace) == ("/m", "n", "ns")
         assert config.engine in ("trtllm", "vllm")
 

@@ -20,9 +20,9 @@ def deployment(**changes):
 def test_processes_when_read_back_by_their_programs_then_settings_are_the_deployment_s():
     frontend, worker = processes(deployment())
     assert frontend.port == 0
-    read = load(FrontendConfig, prog="p", description="", argv=frontend.arguments(81), environ=frontend.env)
+    read = load(FrontendConfig, prog="p", argv=frontend.arguments(81), environ=frontend.env)
     assert (read.http_port, read.namespace) == (81, "ns")
-    config = load(WorkerConfig, prog="p", description="", argv=worker.argv, environ=worker.env)
+    config = load(WorkerConfig, prog="p", argv=worker.argv, environ=worker.env)
     assert (config.model_path, config.engine, config.disaggregation_mode) == ("/models/m", "mock", Role.DECODE)
     assert config.namespace == "ns"
 
@@ -56,7 +56,7 @@ def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
 def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_that_only_this_machine_reaches():
     (_, worker) = processes(deployment())
     assert (worker.host, worker.port) == ("127.0.0.1", 0)
-    config = load(WorkerConfig, prog="p", description="", argv=worker.arguments(23456), environ=worker.env)
+    config = load(WorkerConfig, prog="p", argv=worker.arguments(23456), environ=worker.env)
     assert (config.system_host, config.system_port) == ("127.0.0.1", 23456)
 
 
@@ -76,7 +76,7 @@ def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_wor
     (_, has_its_own) = processes(deployment(flags=flags, env=environ))
     for spec in (inherits, has_its_own):
         assert (spec.host, spec.port) == wanted
-        chosen = load(WorkerConfig, prog="p", description="", argv=spec.arguments(spec.port or 7), environ=environ)
+        chosen = load(WorkerConfig, prog="p", argv=spec.arguments(spec.port or 7), environ=environ)
         assert (chosen.system_host, chosen.system_port) == (wanted[0], wanted[1] or 7)
 
 
@@ -102,7 +102,7 @@ def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_f
     of = with_address(deployment().model_copy(update={"frontend": frontend}), **{"host": None, "port": None} | typed)
     spec = processes(of, environ)[0]
     assert (spec.host, spec.port) == wanted
-    read = load(FrontendConfig, prog="p", description="", argv=spec.arguments(spec.port), environ=environ)
+    read = load(FrontendConfig, prog="p", argv=spec.arguments(spec.port), environ=environ)
     assert (read.http_host, read.http_port) == wanted
 
 

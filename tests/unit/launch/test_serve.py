@@ -177,7 +177,7 @@ def test_serve_when_interrupted_during_a_download_then_130(hub: HubServer, monke
 
 
 def test_model_facts_when_weights_are_quantized_then_torch_counts_them_unpacked(folder: Path) -> None:
-    _, facts = serve._model(serve.load(serve.ServeConfig, prog="", description="", argv=[str(folder)]))
+    _, facts = serve._model(serve.load(serve.ServeConfig, prog="", argv=[str(folder)]))
     assert facts.weight_bytes == 1000
     assert facts.torch_values is not None
     matrices = 2 * (3 * 64 * 128 + 2 * 64 * 2 * 64) + 2 * 100 * 64  # of two layers, and of the vocabulary

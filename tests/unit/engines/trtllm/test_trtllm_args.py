@@ -42,7 +42,7 @@ def yaml(tmp_path: Path) -> Any:
 
 
 def typed(argv: list[str], env: dict[str, str] | None = None) -> WorkerConfig:
-    return load(WorkerConfig, prog="w", description="d", argv=["--model", "m", *argv], environ=env or {})
+    return load(WorkerConfig, prog="w", argv=["--model", "m", *argv], environ=env or {})
 
 
 def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_leaf_knows_its_place(yaml: Any) -> None:

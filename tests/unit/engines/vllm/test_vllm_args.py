@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
 
 def merged(line: str = "", environ: dict[str, str] | None = None, **settings: Any) -> VllmArgs:
     words = ["--model", "m", "--engine", "vllm", *line.split()]
-    config = load(WorkerConfig, prog="p", description="d", argv=words, environ=environ or {})
+    config = load(WorkerConfig, prog="p", argv=words, environ=environ or {})
     return vllm_args(config.model_copy(update=settings) if settings else config)
 
 
@@ -174,7 +174,7 @@ def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:
 
 def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
     words = ["--model", "m", "--engine", "vllm", "--tensor-parallel-size", "2"]
-    shown = table(load(WorkerConfig, prog="p", description="d", argv=words, environ={}))
+    shown = table(load(WorkerConfig, prog="p", argv=words, environ={}))
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert rows["tensor_parallel_size"].endswith("flag --tensor-parallel-size")
     assert rows["enable_prefix_caching"].endswith("the vllm engine")
