@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
-from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import api_manifests as trtllm
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
@@ -33,36 +32,20 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleReport:
-    """Findings and memory estimate of one role."""
-
-    role: Role
-    facts: RoleFacts | None = None  # None if TensorRT-LLM would reject its arguments
-    notes: tuple[str, ...] = ()  # from merging the arguments
-    findings: tuple[Finding, ...]
-    memory: MemoryTable | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Report:
-    """Result of a preflight check."""
+    """Result of a preflight check. The lists of roles lack those whose arguments TensorRT-LLM would reject."""
 
     release: str
     gpu: str | None
-    roles: tuple[RoleReport, ...]
-    pair: tuple[Finding, ...] = ()
+    findings: list[tuple[str, Finding]] = field(default_factory=list)  # with the role, or "pair"; the pair's are last
+    roles: list[RoleFacts] = field(default_factory=list)
+    memory: list[tuple[RoleFacts, MemoryTable]] = field(default_factory=list)
     handoff_tokens: int | None = None
     handoff_s: Mapping[str, float] = field(default_factory=dict)
 
-    def findings(self) -> Iterator[tuple[str, Finding]]:
-        """Yield (role or "pair", finding) in the order of roles, then those of the pair."""
-        for role_report in self.roles:
-            yield from ((str(role_report.role), finding) for finding in role_report.findings)
-        yield from (("pair", finding) for finding in self.pair)
-
     def count(self, severity: str) -> int:
-        return sum(finding.severity == severity for _, finding in self.findings())
+        return sum(finding.severity == severity for _, finding in self.findings)
 
 
 def as_json(report: Report) -> str:
@@ -73,8 +56,8 @@ def as_json(report: Report) -> str:
         "errors": report.count("error"),
         "warnings": report.count("warning"),
         # "cure" is the former name of "fix"; both are printed for one release
-        "findings": [{"role": role, **asdict(finding), "cure": finding.fix} for role, finding in report.findings()],
-        "memory": [asdict(role_report.memory) for role_report in report.roles if role_report.memory is not None],
+        "findings": [{"role": role, **asdict(finding), "cure": finding.fix} for role, finding in report.findings],
+        "memory": [asdict(table) for _, table in report.memory],
         "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
     }
     return json.dumps(body, indent=2) + "\n"
@@ -83,7 +66,7 @@ def as_json(report: Report) -> str:
 def as_text(report: Report) -> str:
     """Format the report for a terminal."""
     head = f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}"
-    notes = [f"  {role_report.role}: {note}" for role_report in report.roles for note in role_report.notes]
+    notes = [f"  {facts.role}: {note}" for facts in report.roles for note in facts.args.notes]
     arguments = "\n".join(["arguments:", *notes]) if notes else ""
     end = f"{report.count('error')} errors, {report.count('warning')} warnings, {report.count('note')} notes"
     blocks = [head, *_findings(report), arguments, _memory(report), _handoff(report), end]
@@ -92,7 +75,7 @@ def as_text(report: Report) -> str:
 
 def _findings(report: Report) -> Iterator[str]:
     order = ("error", "warning", "note")
-    for role, finding in sorted(report.findings(), key=lambda each: order.index(each[1].severity)):
+    for role, finding in sorted(report.findings, key=lambda each: order.index(each[1].severity)):
         lines = [
             f"{finding.severity:<8} {role}: {finding.field}  [{finding.rule}]",
             finding.value,
@@ -119,14 +102,12 @@ _ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
 
 
 def _memory(report: Report) -> str:
-    tables = [(role_report, role_report.memory) for role_report in report.roles if role_report.memory is not None]
-    if not tables:
-        return "Memory estimate skipped: pass --model." if report.roles else ""
+    if not report.memory:
+        return "Memory estimate skipped: pass --model."
     head = ["estimated memory per GPU"]
-    for role_report, _ in tables:
-        ranks = role_report.facts.tensor_parallel if role_report.facts is not None else 1
-        head.append(f"{role_report.role}, {ranks} GPU{'s' if ranks > 1 else ''}")
-    return _aligned([head, *([name, *(shown(table) for _, table in tables)] for name, shown in _ROWS)])
+    for facts, _ in report.memory:
+        head.append(f"{facts.role}, {facts.tensor_parallel} GPU{'s' if facts.tensor_parallel > 1 else ''}")
+    return _aligned([head, *([name, *(shown(table) for _, table in report.memory)] for name, shown in _ROWS)])
 
 
 def _handoff(report: Report) -> str:
@@ -158,16 +139,6 @@ def _concurrency(table: MemoryTable) -> str:
 PROG = "python -m dynamo_trtllm.preflight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """The release, model, GPU and load that all roles are checked against."""
-
-    release: ApiManifest
-    model: Checkpoint | None
-    gpu: Gpu | None
-    load: Load
-
-
 @command_errors(PROG)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
@@ -183,66 +154,49 @@ def evaluate(config: PreflightConfig) -> Report:
     Raises:
         ConfigError: A file, model, GPU, release or flag does not exist.
     """
-    target = _Target(
-        release=trtllm.release_for(config.release),
-        model=_model(config.model_path),
-        gpu=_gpu(config.gpu),
-        load=Load(isl=config.isl, osl=config.osl, concurrency=config.concurrency),
-    )
-    roles = [
-        _evaluate_role(role, path, flags, config, target)
-        for role, path, flags in (
-            (Role.PREFILL, config.prefill, config.prefill_args),
-            (Role.DECODE, config.decode, config.decode_args),
-            (Role.AGGREGATED, config.agg, config.agg_args),
+    manifest, model, gpu = trtllm.release_for(config.release), _model(config.model_path), _gpu(config.gpu)
+    report = Report(release=config.release, gpu=gpu.name if gpu else None)
+    for role, name in ((Role.PREFILL, "prefill"), (Role.DECODE, "decode"), (Role.AGGREGATED, "agg")):
+        path: Path | None = getattr(config, name)
+        if path is None:
+            continue
+        worker = _worker(role, path, getattr(config, f"{name}_args"), config)
+        try:
+            args = trtllm_args(worker, manifest, [gpu] * 8 if gpu else [])
+        except ConfigError as exc:  # a finding, and not an error of this command line
+            _check_engine_of(path)
+            report.findings.append((str(role), _rejected(path, exc)))
+            continue
+        facts = RoleFacts(
+            role=role,
+            args=args,
+            release=config.release,
+            model=model,
+            gpu=gpu,
+            load=Load(isl=config.isl, osl=config.osl, concurrency=config.concurrency),
+            environment=args.profile.environment,
+            strategy=worker.disaggregation_strategy,
         )
-        if path is not None
-    ]
-    report = Report(release=config.release, gpu=target.gpu.name if target.gpu else None, roles=tuple(roles))
-    known = [role_report.facts for role_report in roles if role_report.facts is not None]
-    if len(known) < 2:
-        return report
-    prefill, decode = known
-    prompt = prefill.longest_prompt
-    return replace(
-        report,
-        pair=tuple(check_pair(prefill, decode)),
-        handoff_tokens=prompt,
-        handoff_s={} if prompt is None else transfer_s(prefill, decode, prompt),
-    )
+        report.roles.append(facts)
+        report.findings += [(str(role), finding) for finding in check_role(facts)]
+        if (memory := memory_table(facts)) is not None:
+            report.memory.append((facts, memory))
+    if len(report.roles) == 2:
+        prefill, decode = report.roles
+        report.findings += [("pair", finding) for finding in check_pair(prefill, decode)]
+        report.handoff_tokens = prompt = prefill.longest_prompt
+        report.handoff_s = {} if prompt is None else transfer_s(prefill, decode, prompt)
+    return report
 
 
-def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightConfig, target: _Target) -> RoleReport:
-    """Check one role. Arguments that the release rejects are a finding, not a ConfigError of the command line."""
-    if not os.path.isfile(find_file(path)):
-        raise ConfigError(f"file {path} does not exist", field=str(role))
-    worker = _worker(role, path, flags, config)
-    gpus = [target.gpu] * 8 if target.gpu else []
-    try:
-        args = trtllm_args(worker, target.release, gpus)
-    except ConfigError as exc:
-        _check_engine_of(path)
-        rejected = Finding(
-            severity="error",
-            rule="argument-refused",
-            field=exc.field or "",
-            value=str(path),
-            why=exc.message,
-            fix="change the argument in the message",
-        )
-        return RoleReport(role=role, findings=(rejected,))
-    facts = RoleFacts(
-        role=role,
-        args=args,
-        release=config.release,
-        model=target.model,
-        gpu=target.gpu,
-        load=target.load,
-        environment=args.profile.environment,
-        strategy=worker.disaggregation_strategy,
-    )
-    return RoleReport(
-        role=role, facts=facts, notes=args.notes, findings=tuple(check_role(facts)), memory=memory_table(facts)
+def _rejected(path: Path, error: ConfigError) -> Finding:
+    return Finding(
+        severity="error",
+        rule="argument-refused",
+        field=error.field or "",
+        value=str(path),
+        why=error.message,
+        fix="change the argument in the message",
     )
 
 
@@ -273,8 +227,10 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
     """Return the settings that the worker would load from this command line, without an environment.
 
     Raises:
-        ConfigError: A flag is wrong, or sets what this command sets.
+        ConfigError: The file does not exist, or a flag is wrong or sets what this command sets.
     """
+    if not os.path.isfile(find_file(path)):
+        raise ConfigError(f"file {path} does not exist", field=str(role))
     fixed = {  # field -> value, and what to do instead of another one
         "model_path": (config.model_path or "model", "pass --model-path to this command"),
         "engine": ("trtllm", "only TensorRT-LLM is checked"),
