@@ -13,46 +13,34 @@ _OTHER_TYPES: Final[dict[int, ErrorType]] = {429: "rate_limit_error", 503: "serv
 RETRY_AFTER_S = 1
 RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
-
-STATUS: dict[type[DynamoError], int] = {
-    DynamoError: 500,
-    errors.ConfigError: 500,
-    errors.InternalError: 500,
-    errors.RequestError: 400,
-    errors.InvalidRequest: 400,
-    errors.UnsupportedParameter: 400,
-    errors.ContextTooLong: 400,
-    errors.PayloadTooLarge: 413,
-    errors.HeadTooLarge: 431,
-    errors.RequestTimeout: 408,
-    errors.UnsupportedMedia: 415,
-    errors.ModelNotFound: 404,
-    errors.ResponseNotFound: 404,
-    errors.Cancelled: 409,
-    errors.CapacityError: 503,
-    errors.Overloaded: 429,
-    errors.Draining: 503,
-    errors.NoInstances: 503,
-    errors.PlaneError: 502,
-    errors.Unreachable: 503,
-    errors.Disconnected: 503,
-    errors.DeadlineExceeded: 504,
-    errors.StreamIncomplete: 502,
-    errors.BadFrame: 502,
-    errors.VersionMismatch: 502,
-    errors.KvTransferError: 502,
-    errors.TransferExpired: 502,
-    errors.TransferMismatch: 502,
-    errors.TransferTimeout: 504,
-    errors.TransferFailed: 502,
-    errors.NonFiniteKv: 502,
-    errors.EngineError: 500,
-    errors.EngineNotReady: 503,
-    errors.RequestRejected: 400,
-    errors.MigrationFailed: 502,
-    errors.NonFinite: 500,
-    errors.EngineFailed: 500,
+_BY_STATUS: Final[dict[int, tuple[type[DynamoError], ...]]] = {
+    400: (
+        *(errors.RequestError, errors.InvalidRequest, errors.UnsupportedParameter, errors.ContextTooLong),
+        errors.RequestRejected,
+    ),
+    404: (errors.ModelNotFound, errors.ResponseNotFound),
+    408: (errors.RequestTimeout,),
+    409: (errors.Cancelled,),
+    413: (errors.PayloadTooLarge,),
+    415: (errors.UnsupportedMedia,),
+    429: (errors.Overloaded,),
+    431: (errors.HeadTooLarge,),
+    500: (
+        *(DynamoError, errors.ConfigError, errors.InternalError),
+        *(errors.EngineError, errors.EngineFailed, errors.NonFinite),
+    ),
+    502: (
+        *(errors.PlaneError, errors.StreamIncomplete, errors.BadFrame, errors.VersionMismatch, errors.MigrationFailed),
+        *(errors.KvTransferError, errors.TransferExpired, errors.TransferMismatch, errors.TransferFailed),
+        errors.NonFiniteKv,
+    ),
+    503: (
+        *(errors.CapacityError, errors.Draining, errors.NoInstances, errors.EngineNotReady),
+        *(errors.Unreachable, errors.Disconnected),
+    ),
+    504: (errors.DeadlineExceeded, errors.TransferTimeout),
 }
+STATUS: Final = {cls: status for status, classes in _BY_STATUS.items() for cls in classes}
 
 
 class ErrorResponse(NamedTuple):

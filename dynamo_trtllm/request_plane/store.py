@@ -30,7 +30,6 @@ class Store(Protocol):
             Disconnected: there is no connection to the store.
             Unreachable: the store does not answer.
         """
-        ...
 
     async def get(self, key: str) -> bytes | None:
         """Return the value of a key, or None if the store does not have it.
@@ -39,11 +38,9 @@ class Store(Protocol):
             Disconnected: there is no connection to the store.
             Unreachable: the store does not answer.
         """
-        ...
 
     async def delete(self, key: str) -> None:
         """Delete a key if the store has it. Raises the errors of `get`."""
-        ...
 
     async def aclose(self) -> None: ...
 

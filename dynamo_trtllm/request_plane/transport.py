@@ -28,26 +28,21 @@ class Transport(Protocol):
     @property
     def max_message_bytes(self) -> int:
         """Return the size limit of one message."""
-        ...
 
     def new_inbox(self) -> str:
         """Return a subject that no other client uses."""
-        ...
 
     def on_disconnect(self, callback: OnDisconnect) -> None:
         """Call `callback` whenever messages may have been lost."""
-        ...
 
     def unavailable_reason(self) -> str | None:
         """Return, as text for users, why no message can be sent now. None: no reason is known."""
-        ...
 
     async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
         """Call `receive` for each message to `subject`. Return the function that ends this.
 
         The subscription is active for messages that this transport sends after the call, and for replies to them.
         """
-        ...
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Send a request and return the reply.
@@ -56,19 +51,15 @@ class Transport(Protocol):
             Unreachable: no process listens (raised at once), or none replies in time.
             Disconnected: the connection is lost.
         """
-        ...
 
     def publish(self, subject: str, data: bytes) -> None:
         """Send a message without awaiting. Never raises."""
-        ...
 
     def try_publish(self, subject: str, data: bytes) -> bool:
         """Send a message that may be lost, unless it could displace others. Return False if it can't be sent now."""
-        ...
 
     async def aclose(self) -> None:
         """Send the published messages if possible, then close. Idempotent."""
-        ...
 
 
 class Service(Generator, Protocol):
@@ -83,7 +74,6 @@ class Service(Generator, Protocol):
         Raises:
             DynamoError: the caller gets the same error.
         """
-        ...
 
 
 def no_listener(subject: str) -> Unreachable:

@@ -90,11 +90,9 @@ class OutputParser(Protocol):
 
     def push(self, token_ids: TokenIds) -> Delta:
         """Return the delta of these tokens. Text that may be part of a marker or of a character is withheld."""
-        ...
 
     def finish(self) -> Delta:
         """Return the withheld text. Call it once, after the last push."""
-        ...
 
 
 class Renderer(Protocol):
@@ -106,16 +104,13 @@ class Renderer(Protocol):
     @property
     def inline_bytes(self) -> int:
         """The prompt of a larger body is rendered in a thread, so that it delays no other stream."""
-        ...
 
     @property
     def is_loaded(self) -> bool:
         """False if `preload` would raise `inline_bytes`."""
-        ...
 
     def preload(self) -> None:
         """Load what otherwise the first request that needs it would load. This may take seconds."""
-        ...
 
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt, up to the start of the assistant's turn.
@@ -123,15 +118,12 @@ class Renderer(Protocol):
         Raises:
             InvalidRequest: The conversation can't be rendered.
         """
-        ...
 
     def encode(self, text: str) -> TokenIds:
         """Tokenize plain text. Special tokens in it are encoded as text."""
-        ...
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included."""
-        ...
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
@@ -143,7 +135,6 @@ class Renderer(Protocol):
             forced_ids: Ids that follow the rendered prompt, as if the model had generated them. They set the initial
                 state of the parser and are not output, except that the name of a call is in the first delta.
         """
-        ...
 
     def call_header(self, name: str | None) -> TokenIds | None:
         """Return ids that make the model call a tool when they follow the rendered prompt.
@@ -158,14 +149,12 @@ class Renderer(Protocol):
         Raises:
             InvalidRequest: The name can't be rendered.
         """
-        ...
 
     def answer_header(self) -> tuple[str, TokenIds]:
         """Return what the model generates right before its answer, after any reasoning, as text and as ids.
 
         Both are empty if the answer is the whole output.
         """
-        ...
 
     def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
         """Return a parser for the output of a plain prompt. All text is content.
@@ -173,7 +162,6 @@ class Renderer(Protocol):
         Args:
             hidden: Ids that are no text; other special tokens are shown. None: all special tokens are omitted.
         """
-        ...
 
 
 @dataclass(slots=True)

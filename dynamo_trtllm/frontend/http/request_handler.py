@@ -47,7 +47,6 @@ class ApiAdapter(Protocol[B]):
     @property
     def endpoint(self) -> str:
         """The value of the metric label `endpoint`."""
-        ...
 
     @property
     def id_prefix(self) -> str: ...
@@ -58,7 +57,6 @@ class ApiAdapter(Protocol[B]):
     @property
     def prompt(self) -> frozenset[str]:
         """The body's fields that are not needed any more after planning."""
-        ...
 
     async def resolve(
         self, body: B, served: ServedModel, request_id: str, deadline: float
@@ -69,7 +67,6 @@ class ApiAdapter(Protocol[B]):
             The work that plans the request, and the characters of stored text that it renders. The work may take long,
             is safe in a thread, and raises RequestError if the request is wrong or not supported.
         """
-        ...
 
     def encoder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> SseEncoder: ...
 
@@ -77,7 +74,6 @@ class ApiAdapter(Protocol[B]):
 
     async def on_complete(self, answer: Any) -> None:
         """Handle a complete response before its last part is sent. `answer`: what `encoder` or `aggregator` gave."""
-        ...
 
 
 def _session_id(request: HttpRequest) -> str:
