@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import mul
 from statistics import median
@@ -55,17 +56,12 @@ class _Sample(NamedTuple):
     seconds: float
 
 
-class Outcome(NamedTuple):
-    """How good a prediction was."""
-
-    ratio: float  # of the measured time to the predicted one
-    is_covered: bool  # it was within the interval
-
-
 class RobustFit:
     """An online fit of one kind of time.
 
     Args:
+        on_outcome: is called for each prediction that can be evaluated, with the ratio of the measured time to the
+            predicted one, and whether it was within the interval.
         prior: coefficients to use until enough samples were taken; None: there is no prediction until then.
         segments: the coefficients that are slopes of adjacent segments.
         can_change: an engine that has changed is detected. Not in times that depend on more than the engine, such as
@@ -73,8 +69,14 @@ class RobustFit:
     """
 
     def __init__(
-        self, prior: Sequence[float] | None = None, segments: slice = _NO_SEGMENTS, *, can_change: bool = False
+        self,
+        on_outcome: Callable[[float, bool], None],
+        prior: Sequence[float] | None = None,
+        segments: slice = _NO_SEGMENTS,
+        *,
+        can_change: bool = False,
     ) -> None:
+        self._on_outcome = on_outcome
         self._prior = None if prior is None else list(prior)
         self._segments = segments
         self._can_change = can_change
@@ -88,8 +90,8 @@ class RobustFit:
         self._num_fitted = 0  # samples at the last `refit`
         self.num_samples = self.num_predicted = self.num_covered = self.num_changes = 0
 
-    def add(self, features: Features, kind: Hashable, seconds: float) -> Outcome | None:
-        """Take a sample. Return how good the prediction before it was, if there were enough samples to evaluate it.
+    def add(self, features: Features, kind: Hashable, seconds: float) -> None:
+        """Take a sample. Evaluate the prediction before it, if there were enough samples.
 
         Samples that are not finite are ignored.
 
@@ -99,23 +101,22 @@ class RobustFit:
             seconds: that were measured.
         """
         if not (0 < seconds < math.inf and all(map(math.isfinite, features))):
-            return None
+            return
         self.num_samples += 1
         if self.num_samples <= _WARM_UP:
-            return None
-        samples, outcome = self._kinds.pop(kind, None), None
+            return
+        samples = self._kinds.pop(kind, None)
         if self._coefficients is not None and self.num_samples > _MIN_SAMPLES:
             ratio = seconds / max(1e-9, sum(map(mul, self._coefficients, features)))
-            outcome = self._evaluated(ratio, is_known=samples is not None and len(samples) * 2 >= _PER_KIND)
+            self._evaluate(ratio, is_known=samples is not None and len(samples) * 2 >= _PER_KIND)
         if samples is None:
             samples = deque(maxlen=_PER_KIND)
             if len(self._kinds) >= _MOST_KINDS:
                 del self._kinds[next(iter(self._kinds))]
         samples.append(_Sample(self.num_samples, features, seconds))
         self._kinds[kind] = samples  # as the last one
-        return outcome
 
-    def _evaluated(self, ratio: float, *, is_known: bool) -> Outcome:
+    def _evaluate(self, ratio: float, *, is_known: bool) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
         self.num_predicted += 1
@@ -125,7 +126,7 @@ class RobustFit:
         self._ratios.append(ratio)
         if is_known:
             self._known_ratios.append((self.num_samples, ratio))
-        return Outcome(ratio, is_covered)
+        self._on_outcome(ratio, is_covered)
 
     @property
     def num_new(self) -> int:
@@ -223,17 +224,16 @@ class RobustFit:
 
 def _non_negative(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve a symmetric positive system, without the unknowns that would be negative."""
-    used = list(range(len(right)))
+    used, found = list(range(len(right))), [0.0] * len(right)
     while used:
         solution = _solve([[matrix[i][j] for j in used] for i in used], [right[i] for i in used])
         least = min(solution)
         if least >= 0:
-            found = [0.0] * len(right)
             for i, value in zip(used, solution, strict=True):
                 found[i] = value
-            return found
+            break
         del used[solution.index(least)]
-    return [0.0] * len(right)
+    return found
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
@@ -282,15 +282,14 @@ class CostFit:
     Args:
         prior: from the configuration.
         steps: of the engine; `learn` removes them. Another thread may add some.
-        on_outcome: is called for each prediction that could be evaluated, with the name of the fit, the ratio of the
-            measured time to the predicted one, and whether it was within the interval.
+        on_outcome: is called as by `RobustFit`, with the name of the fit first.
     """
 
     def __init__(
         self,
         prior: CostModel | None = None,
         steps: deque[StepSample] | None = None,
-        on_outcome: OnOutcome | None = None,
+        on_outcome: OnOutcome = lambda name, ratio, is_covered: None,
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
         self._steps.clear()  # those of the warm-up
@@ -298,13 +297,11 @@ class CostFit:
         self._learned_at = -math.inf
         self.model = prior = prior or CostModel()
         self._has_step_tokens = bool(prior.step_tokens)
-        self._on_outcome = on_outcome
-        self.decode = RobustFit(prior.decode.coefficients if prior.decode else None, DECODE_SEGMENTS, can_change=True)
-        self.prefill = RobustFit(
-            prior.prefill.coefficients if prior.prefill else None, PREFILL_SEGMENTS, can_change=True
-        )
-        self.first_token = RobustFit((0.0, 0.0, 0.5, 1.0))
-        self.kv_transfer = RobustFit()
+        decode, prefill = (None if fit is None else fit.coefficients for fit in (prior.decode, prior.prefill))
+        self.decode = RobustFit(partial(on_outcome, "decode_step"), decode, DECODE_SEGMENTS, can_change=True)
+        self.prefill = RobustFit(partial(on_outcome, "prefill_step"), prefill, PREFILL_SEGMENTS, can_change=True)
+        self.first_token = RobustFit(partial(on_outcome, "first_token"), (0.0, 0.0, 0.5, 1.0))
+        self.kv_transfer = RobustFit(partial(on_outcome, "kv_transfer"))
         if prior.prefill is not None:
             self.model = msgspec.structs.replace(prior, first_token=self.first_token.refit())
 
@@ -338,27 +335,19 @@ class CostFit:
             self.model = msgspec.structs.replace(self.model, **changes)
         return self.model
 
-    def _evaluate(self, name: str, outcome: Outcome | None) -> None:
-        if outcome is not None and self._on_outcome is not None:
-            self._on_outcome(name, *outcome)
-
     def _take_step(self, step: StepSample) -> None:
         tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
-        if not tokens:
-            kind: Hashable = requests.bit_length(), context.bit_length()
-            self._evaluate("decode_step", self.decode.add(step.features, kind, step.seconds))
-            return
         if tokens > self.model.step_tokens and not self._has_step_tokens:
             self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        kind = tokens.bit_length(), requests.bit_length() // 2
-        self._evaluate("prefill_step", self.prefill.add(step.features, kind, step.seconds))
+        if tokens:
+            self.prefill.add(step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds)
+        else:
+            self.decode.add(step.features, (requests.bit_length(), context.bit_length()), step.seconds)
 
     def _take_call(self, call: CallSample) -> None:
         tokens, work = call.new_tokens, call.work
         if call.fetches_kv:
-            kind: Hashable = tokens.bit_length()
-            self._evaluate("kv_transfer", self.kv_transfer.add(kv_transfer_features(tokens), kind, call.seconds))
+            self.kv_transfer.add(kv_transfer_features(tokens), tokens.bit_length(), call.seconds)
         elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
             kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
-            features = first_token_features(tokens, *steps_s)
-            self._evaluate("first_token", self.first_token.add(features, kind, call.seconds))
+            self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
