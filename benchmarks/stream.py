@@ -25,6 +25,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     index: int
     planned_s: float  # when it should have been sent; latencies count from here
+    sent_s: float = 0.0
     status: int = 0  # HTTP; 0: no answer
     error: str = ""  # "", the code of the server's error, or connect, cut (the connection ended), timeout, no_end
     first_s: float | None = None  # first event with text
@@ -36,6 +37,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     text: str | None = None  # content, with keep_text
     finish: str | None = None
+    phase_s: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by phase and part, with `x-dynamo-stats`
     gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))  # between reads with text
 
     @property
@@ -68,6 +70,7 @@ class StreamConnection(asyncio.Protocol):
         if self._transport is None or not self.is_open:
             self._end("cut")
         else:
+            record.sent_s = time.perf_counter()
             self._transport.write(request)
         try:
             async with asyncio.timeout(timeout_s):
@@ -158,6 +161,9 @@ class StreamConnection(asyncio.Protocol):
                 match rest.get("prompt_tokens_details"):
                     case {"cached_tokens": int(cached)}:
                         record.cached_tokens = cached
+        match event.get("dynamo_trtllm"):
+            case {"phase_s": {**phases}, "part_s": {**parts}}:
+                record.phase_s = cast("dict[str, float]", phases | parts)
 
     def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:

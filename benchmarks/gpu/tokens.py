@@ -67,7 +67,7 @@ class TokensClient(Client):
         content = orjson.dumps(body | load.extra)
         head = (
             f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            f"Accept: text/event-stream\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"Accept: text/event-stream\r\nx-dynamo-stats: 1\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import open_loop
-from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, kept_rates, mean, num_devices, quantile
+from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, kept_rates, mean, num_devices, phase_times, quantile
 from benchmarks.gpu.plan import Plan, topology
 from benchmarks.stream import RequestRecord
 from benchmarks.summary import interval
@@ -59,6 +59,16 @@ def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and
     assert 35 < low < 45 < 55 < high < 65
     assert found["ttft_ms"] == {"p50": 500.0, "p90": 2000.0, "p99": 2000.0}
     assert (found["requests"], found["failed"]) == (80, 10)
+
+
+def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_no_share_of_ttft() -> None:
+    timed = record()
+    timed.sent_s = 100.1  # of 100.0, as planned
+    timed.phase_s = {"prefill": 0.3, "handoff": 0.08, "handoff.read": 0.05, "decode": 9.0}
+    found = phase_times([timed, record()])
+    assert found["phase_ms"]["handoff.read"] == {"mean": 50.0, "p50": 50.0, "p90": 50.0, "p99": 50.0}
+    assert found["named_ttft_percent"] == {"mean": 95.0, "lowest": 95.0}
+    assert phase_times([record()]) == {}
 
 
 def test_interval_when_values_are_more_then_narrower_and_around_the_statistic() -> None:
