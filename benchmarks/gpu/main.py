@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..deployment import NotReady
-from . import overhead, parity, proxy, scenario
+from . import overhead, parity, scenario, vllm_router
 from .deployment import GpuDeployment, phases
 from .machine import gpu_names
 from .model import FULL_LAYERS, write_model
@@ -24,9 +24,9 @@ from .plan import MODEL_NAME, Plan, disaggregated, replicas
 from .report import table
 from .result import Result, Row, make_result, write
 
-STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "proxy")
-_DEFAULT = tuple(step for step in STEPS if step != "proxy")  # proxy starts engines of its own
-_DISAGGREGATED = ("startup", "parity", "shapes", "cancels", "kill", "proxy")  # steps that need this deployment
+STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "vllm-router")
+_DEFAULT = tuple(step for step in STEPS if step != "vllm-router")  # starts engines of its own
+_DISAGGREGATED = ("startup", "parity", "shapes", "cancels", "kill", "vllm-router")  # steps that need this deployment
 _AGGREGATED = ("startup", "parity", "shapes")
 _MIN_START_S = 30.0  # no engine starts faster
 _ROUND_S = 60.0  # of the overhead step, both arms
@@ -80,8 +80,8 @@ class Run:
             until_s = self._until_s - _ROUND_S
             work = overhead.run(self._plan, self._sizes, self._out / "logs", places=self._places, until_s=until_s)
             await self._step("overhead", work)
-        if "proxy" in self._only:
-            await self._step("shapes-proxy", proxy.run(self._plan, self._sizes, self._out / "logs", pair))
+        if "vllm-router" in self._only:
+            await self._step("shapes-vllm-router", vllm_router.run(self._plan, self._sizes, self._out / "logs", pair))
 
     async def _aggregated(self) -> parity.Reference | None:
         """Run the steps of the aggregated deployment. Return its answers to the prompts of parity."""
@@ -112,7 +112,7 @@ class Run:
                 await self._step("parity", parity.parity(deployment.url, reference, self._sizes))
             if "cancels" in self._only:
                 await self._step("cancels", scenario.cancellations(deployment, self._sizes))
-            if self._only & {"shapes", "proxy"}:
+            if self._only & {"shapes", "vllm-router"}:
                 result = await self._step("shapes-disaggregated", self._shapes(deployment, "disaggregated"))
             for victim in self._victims if "kill" in self._only else ():
                 await self._step(f"kill-{victim}", scenario.kill_worker(deployment, victim, self._sizes))
@@ -205,7 +205,7 @@ def arguments(
     add(
         "--only",
         default=",".join(_DEFAULT),
-        help=f"comma-separated steps out of {', '.join(STEPS)}; proxy: the shapes on vLLM's own servers and a proxy",
+        help=f"comma-separated steps out of {', '.join(STEPS)}; vllm-router: the shapes on vLLM's own servers",
     )
     add("--victims", default="decode,prefill", help="workers that the step kill kills, comma-separated")
     add("--shapes", help="comma-separated ISL/OSL/CONCURRENCY; default: those of the Dynamo guides")
@@ -240,7 +240,7 @@ def plan_of(args: argparse.Namespace, folder: Path | None) -> Plan:
         return Plan(engine="torch", model=model, extra=args.engine_args, ready_s=args.ready_s)
     listed = len(gpu_names())
     gpus = tuple(int(gpu) for gpu in args.gpus.split(",")) if args.gpus else tuple(range(listed))
-    needs_tokenizer = bool({"overhead", "proxy"} & set(args.only))
+    needs_tokenizer = bool({"overhead", "vllm-router"} & set(args.only))
     model = args.model or MODEL_NAME
     if args.model is None and folder is not None:
         model = str(write_model(folder / MODEL_NAME, layers=args.layers, tokenizer=needs_tokenizer))

@@ -3,10 +3,10 @@
 python -m benchmarks.gpu.open_loop --topologies 2A,1P1D --shapes 8192/256,1000/1000 --rates 1,2,4
 
 A topology is a word: 4A is four aggregated workers, 2P2D two prefill and two decode workers; 2A@2 has two GPUs per
-worker. Arrivals are Poisson and the same for all topologies. Before each load, warm-up rounds run until two of them
-agree. Two definitions of a good request are counted: first token and mean gap within their limits, and first token and
-worst gap within theirs. Intervals of 95% are by bootstrap over the requests. The result file is written after each
-load.
+worker. vllm-router:1P1D are vLLM's own servers behind vllm-router. Arrivals are Poisson and the same for all
+topologies. Before each load, warm-up rounds run until two of them agree. Two definitions of a good request are counted:
+first token and mean gap within their limits, and first token and worst gap within theirs. Intervals of 95% are by
+bootstrap over the requests. The result file is written after each load.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from . import machine, tokens
 from .deployment import GpuDeployment, phases
 from .main import plan_arguments, plan_of
 from .plan import Plan, topology
+from .vllm_router import PREFIX, RoutedServers
 
 _COMPILED = "JIT compilation during inference"  # in vLLM's log: a kernel that a request had to wait for
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -241,8 +242,13 @@ class Ladder:
     async def run(self) -> None:
         """Run all topologies. What failed or had no time left is named in the result."""
         for word in self._args.topologies:
-            workers = topology(self._plan, word)
-            deployment = GpuDeployment(self._plan, workers, self._args.out.parent / "logs" / f"{word}.log")
+            workers = topology(self._plan, word.removeprefix(PREFIX))
+            logs = self._args.out.parent / "logs"
+            deployment: GpuDeployment | RoutedServers = (
+                RoutedServers(self._plan, workers, logs)
+                if word.startswith(PREFIX)
+                else GpuDeployment(self._plan, workers, logs / f"{word}.log")
+            )
             try:
                 say(f"{word}: starting {len(workers)} workers, {self._until_s - time.monotonic():.0f} s left")
                 deployment.start()  # blocks: the servers end with the thread that started them
@@ -255,7 +261,7 @@ class Ladder:
             finally:
                 deployment.stop()
 
-    async def _loads(self, word: str, deployment: GpuDeployment, gpus: int) -> None:
+    async def _loads(self, word: str, deployment: GpuDeployment | RoutedServers, gpus: int) -> None:
         for shape in self._args.shapes:
             for rate in self._args.rates:
                 name = f"{word} {shape[0]}/{shape[1]} at {rate:g}/s"
@@ -366,10 +372,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     day = time.strftime("%Y-%m-%d", time.gmtime())
     add("--out", type=Path, default=Path(f"benchmarks/results/open-loop-{day}.json"), help="the result file")
     args = parser.parse_args(argv)
-    args.only = []
+    needs_tokenizer = any(word.startswith(PREFIX) for word in args.topologies)
+    args.only = ["vllm-router"] if needs_tokenizer else []
     try:
         for word in args.topologies:
-            topology(plan_of(args, None), word)
+            topology(plan_of(args, None), word.removeprefix(PREFIX))
     except ValueError as exc:
         parser.error(str(exc))
     return args

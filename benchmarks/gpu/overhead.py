@@ -16,6 +16,7 @@ from typing import Any
 
 from . import tokens
 from .deployment import GpuDeployment, phases
+from .machine import wait_free
 from .plan import Plan, single
 from .result import Row
 from .scenario import ScenarioResult, Sizes
@@ -90,7 +91,9 @@ async def _start(
     """Start the arms of a placement. Return their URLs when all are ready."""
     server = None
     if THEIRS in placement:
-        server = vllm_server(plan, placement[THEIRS], logs.with_name(logs.name + "-vllm.log"))
+        gpus = plan.halves[placement[THEIRS]]
+        wait_free(gpus)
+        server = vllm_server(plan, gpus, logs.with_name(logs.name + "-vllm.log"))
         stack.callback(server.stop)
         server.begin()
     urls = {}

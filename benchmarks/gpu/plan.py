@@ -163,8 +163,8 @@ def single(plan: Plan, half: int) -> list[dict[str, Any]]:
     return [worker(plan, "whole-1", AGGREGATED, plan.halves[half])]
 
 
-def server_arguments(plan: Plan, port: int) -> list[str]:
-    """Return arguments for vLLM's own server that equal those of our worker's engine."""
+def server_arguments(plan: Plan, port: int, width: int) -> list[str]:
+    """Return arguments for vLLM's own server, on `width` GPUs, that equal those of our worker's engine."""
     argv = [
         f"--model={plan.model}",
         f"--served-model-name={MODEL_NAME}",
@@ -174,10 +174,10 @@ def server_arguments(plan: Plan, port: int) -> list[str]:
         f"--max-model-len={plan.max_seq_len}",
         f"--max-num-batched-tokens={plan.max_num_tokens}",
         f"--max-num-seqs={plan.max_batch_size}",
-        f"--tensor-parallel-size={plan.width}",
+        f"--tensor-parallel-size={width}",
         f"--worker-extension-cls={EXTENSION}",  # creates the same dummy weights as our worker
     ]
-    if plan.width > 1:
+    if width > 1:
         argv.append("--enable-expert-parallel")
     for name, value in engine_arguments(plan).items():
         flag = name.replace("_", "-")

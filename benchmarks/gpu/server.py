@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from dynamo_trtllm.subprocesses import spawn
 
 from ..chaos.scrape import fetch
 from ..deployment import NotReady
-from .machine import wait_free
 from .plan import ENVIRONMENT, Plan, server_arguments
 
 _STOP_S = 30.0
@@ -31,25 +30,23 @@ class Command:
     argv: Sequence[str]
     port: int
     env: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
-    gpus: Collection[int] = ()
     ready_s: float = 30.0
 
 
 class Server:
     """One server. Call `begin` from the main thread and always call `stop`. It ends with this process."""
 
-    def __init__(self, command: Command, log: Path) -> None:
+    def __init__(self, command: Command, log: Path, lines: list[str] | None = None) -> None:
         self._command = command
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._begun_s = 0.0
-        self.lines: list[str] = []
+        self.lines: list[str] = [] if lines is None else lines  # of the log, or of the logs of several servers
         self.url = f"http://127.0.0.1:{command.port}"
         self.started_s = 0.0
 
     def begin(self) -> None:
-        """Wait until its GPUs are free and start it. `wait` blocks until it is ready."""
-        wait_free(self._command.gpus)
+        """Start it. `wait` blocks until it is ready."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         argv = [sys.executable, "-m", self._command.module, *self._command.argv]
         env = inherited | dict(self._command.env)
@@ -62,8 +59,9 @@ class Server:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with process.stdout as output, self._log.open("w") as log:
             for raw in output:
-                self.lines.append(raw.decode(errors="replace").rstrip())
-                log.write(self.lines[-1] + "\n")
+                line = raw.decode(errors="replace").rstrip()
+                self.lines.append(line)
+                log.write(line + "\n")
                 log.flush()
 
     def wait(self) -> None:
@@ -98,31 +96,38 @@ class Server:
 
 
 def vllm_server(
-    plan: Plan, half: int, log: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None
+    plan: Plan,
+    gpus: Sequence[int],
+    log: Path,
+    more: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    lines: list[str] | None = None,
 ) -> Server:
-    """Return vLLM's OpenAI-compatible server on the first (0) or second (1) half of the GPUs.
+    """Return vLLM's OpenAI-compatible server.
 
     Args:
         plan: engine arguments and model.
-        half: which half of the GPUs.
+        gpus: that it uses; none: the CPU.
         log: file for the output.
         more: arguments in addition to those of the plan.
         env: environment variables in addition to those of the plan.
+        lines: list for the output of several servers.
     """
+    from dynamo_trtllm.engines.warm_up import cache_folders
     from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
 
     port = free_ports()
-    gpus = plan.halves[half]
-    own = {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
-        "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent),  # avoids a download
-    }
+    own = {"TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent)}  # avoids a download
+    if gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+    if plan.compile_cache is not None:  # the folders that our workers use
+        root = Path(plan.compile_cache)
+        own |= {"VLLM_CACHE_ROOT": str(root / "vllm"), **cache_folders(root)}
     command = Command(
         module="vllm.entrypoints.openai.api_server",
-        argv=[*server_arguments(plan, port), *more],
+        argv=[*server_arguments(plan, port, max(1, len(gpus))), *more],
         port=port,
         env=ENVIRONMENT | own | dict(env or {}),
-        gpus=gpus,
         ready_s=plan.ready_s,
     )
-    return Server(command, log)
+    return Server(command, log, lines)

@@ -92,7 +92,7 @@ def test_environment_when_an_engine_is_started_then_multicast_is_off_in_it(worke
 
 def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -> None:
     chosen = plan(2, is_eager=True, max_seq_len=1000, max_num_tokens=2000, max_batch_size=30, extra={"block_size": 32})
-    argv = server_arguments(chosen, port=1234)
+    argv = server_arguments(chosen, port=1234, width=1)
     flags = single(chosen, 0)[0]["flags"]
     assert f"--max-model-len={flags['max-seq-len']}" in argv
     assert f"--max-num-batched-tokens={flags['max-num-tokens']}" in argv
@@ -102,11 +102,11 @@ def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -
     assert engine_arguments(chosen) == flags["override-engine-args"]
     assert f"--worker-extension-cls={EXTENSION}" in argv  # or its made-up weights were others
     assert "--enable-expert-parallel" not in argv
-    assert "--enable-expert-parallel" in server_arguments(plan(4), port=1)
+    assert "--enable-expert-parallel" in server_arguments(plan(4), port=1, width=2)
 
 
 def test_their_server_when_an_argument_is_a_list_then_its_values_follow_as_words() -> None:
-    argv = server_arguments(replace(plan(2), extra={"cudagraph_capture_sizes": [1, 8]}), port=1)
+    argv = server_arguments(replace(plan(2), extra={"cudagraph_capture_sizes": [1, 8]}), port=1, width=1)
     at = argv.index("--cudagraph-capture-sizes")
     assert argv[at + 1 : at + 3] == ["1", "8"]
 
