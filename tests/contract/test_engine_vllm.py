@@ -210,7 +210,7 @@ async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_no
 ) -> None:
     """Only the engine process can tell: whoever ends late reads, in the worker's process, may be late too."""
     kv_params = await prefill_params(engines.prefill, PROMPT)
-    clock = SimpleNamespace(time=lambda: kv_params.expires_at)
+    clock = SimpleNamespace(time=lambda: kv_params.expires_at, monotonic=time.monotonic)
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
@@ -219,6 +219,16 @@ async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_no
     assert again.stats.cached_tokens == 0
     release(engines.prefill, kv_params)
     await check_nothing_left(engines.decode)
+
+
+async def test_decode_when_its_kv_was_read_then_its_last_chunk_has_the_parts_of_the_wait(engines: Engines) -> None:
+    kv_params = await prefill_params(engines.prefill, PROMPT)
+    chunks = await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
+    stats = chunks[-1].stats
+    assert stats is not None
+    parts = [stats.more[f"handoff.{part}"] for part in ("queue", "post", "read", "notice")]
+    assert all(part >= 0 for part in parts)
+    assert 0 < sum(parts) <= stats.kv_transfer_s
 
 
 @pytest.mark.parametrize("how", SPOILED)

@@ -224,7 +224,8 @@ class ExternalCall(Stream):
         """Return the timings. The phases that the library does not report are one, measured outside the library."""
         first_s, kv_params = self._started_at - self.created_at, self._request.kv_params
         if phases := call.phases(result):
-            phases["submit"] = max(0.0, first_s - sum(phases.values()))
+            inside_s = sum(seconds for name, seconds in phases.items() if "." not in name)  # with a dot: a part
+            phases["submit"] = max(0.0, first_s - inside_s)
         else:
             phases = {"prefill" if kv_params is None else "handoff": first_s}
         cached_tokens = output.cached_tokens if kv_params is None else 0

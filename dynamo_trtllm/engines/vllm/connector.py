@@ -13,6 +13,9 @@ attention, as in gpt-oss). `_handle_failed_transfer` marks no block there, so th
 answered from memory that was never written, and that memory enters the prefix cache. Here the worker half reports
 failed requests with each step, and the scheduler ends them before anything is computed or cached from their blocks. A
 read that ends after the KV transfer has expired counts as failed, because the blocks may hold another request's KV.
+
+Times: a read waits for several steps of the engine. Both halves note when, on the host's monotonic clock, and the last
+output of the request returns it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.vllm.bindings import PACKAGE, measure_steps
-from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, num_remote_tokens
+from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, num_remote_tokens
 from dynamo_trtllm.engines.vllm.transfers import listen_there
 
 _log = logging.getLogger(__name__)
@@ -40,14 +43,19 @@ _Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client 
 
 
 @dataclass
-class FailedReads(_WorkerMetadata):  # type: ignore[misc]
-    """The ids of requests whose KV could not be read since the last step, of one rank or of all ranks."""
+class EndedReads(_WorkerMetadata):  # type: ignore[misc]
+    """The requests whose reads of KV have ended since the last step, of one rank or of all ranks."""
 
-    request_ids: frozenset[str]
+    failed: frozenset[str]  # ids
+    times: dict[str, tuple[float, float]]  # by id: when the read began, and when its end was seen
 
-    def aggregate(self, other: FailedReads) -> FailedReads:
-        """Return the failed reads of both ranks."""
-        return FailedReads(self.request_ids | other.request_ids)
+    def aggregate(self, other: EndedReads) -> EndedReads:
+        """Return the reads of both ranks. A read begins with the first rank and ends with the last one."""
+        times = self.times | other.times
+        for request_id in self.times.keys() & other.times.keys():
+            (began, ended), (begun, end) = self.times[request_id], other.times[request_id]
+            times[request_id] = min(began, begun), max(ended, end)
+        return EndedReads(self.failed | other.failed, times)
 
 
 class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
@@ -61,26 +69,54 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         if self.connector_scheduler is not None:
             listen_there(self.connector_scheduler, vllm_config)
         self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes run on another thread
+        self._begun: dict[str, float] = {}  # reads, by request
+        self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended since the last step
         if self.connector_worker is not None:
             self._watch_reads(self.connector_worker)
 
     def _watch_reads(self, worker: Any) -> None:
         """Record a failed read before vLLM does: the step that counts it as received must also report it."""
-        handle = worker._handle_failed_transfer
+        handle, read = worker._handle_failed_transfer, worker._read_blocks_for_req
 
         @functools.wraps(handle)
         def recording(req_id: str, *args: Any, **keywords: Any) -> None:
             self._failed.put(req_id)
             handle(req_id, *args, **keywords)
 
-        worker._handle_failed_transfer = recording
+        @functools.wraps(read)
+        def beginning(req_id: str, *args: Any, **keywords: Any) -> None:
+            self._begun[req_id] = time.monotonic()
+            read(req_id, *args, **keywords)
 
-    def build_connector_worker_meta(self) -> FailedReads | None:
-        """Return the reads that failed since the last call. vLLM calls it after each step, in each rank."""
+        worker._handle_failed_transfer, worker._read_blocks_for_req = recording, beginning
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in each step."""
+        sent, received = super().get_finished(finished_req_ids)
+        now = time.monotonic()
+        self._times |= {request_id: (self._begun.pop(request_id, now), now) for request_id in received}
+        return sent, received
+
+    def build_connector_worker_meta(self) -> EndedReads | None:
+        """Return the reads that ended since the last call. vLLM calls it after each step, in each rank."""
         failed = set()
         while not self._failed.empty():
             failed.add(self._failed.get())
-        return FailedReads(frozenset(failed)) if failed else None
+        times, self._times = self._times, {}
+        return EndedReads(frozenset(failed), times) if failed or times else None
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note when the blocks are there into which KV is read; the read begins with the next step."""
+        params = request.kv_transfer_params or {}
+        if num_external_tokens and params.get("do_remote_prefill"):
+            params[READ_TIMES] = [time.monotonic()]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether blocks stay for another engine, and what goes out with the request's last output."""
+        stays, params = super().request_finished_all_groups(request, block_ids)
+        times = (request.kv_transfer_params or {}).get(READ_TIMES)
+        return stays, {READ_TIMES: times} if params is None and times else params
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens beyond those computed here are read, and whether they are read between steps."""
@@ -112,6 +148,7 @@ def _end_failed_reads(scheduler: Any) -> None:
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = update(self, scheduler_output, model_runner_output)
+        _note_times(self.requests, model_runner_output.kv_connector_output)
         for request_id in _failed_reads(self.requests, model_runner_output.kv_connector_output):
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
@@ -138,7 +175,16 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
     known = [(each, requests[each]) for each in report.finished_recving or () if each in requests]
     late = {each for each, request in known if (request.kv_transfer_params or {}).get(EXPIRES_AT, math.inf) <= now}
     meta = report.kv_connector_worker_meta
-    return late | meta.request_ids if isinstance(meta, FailedReads) else late
+    return late | meta.failed if isinstance(meta, EndedReads) else late
+
+
+def _note_times(requests: Any, report: Any) -> None:
+    """Append to the times of each request whose read has ended. See `_failed_reads` for the arguments."""
+    meta = None if report is None else report.kv_connector_worker_meta
+    for request_id, times in meta.times.items() if isinstance(meta, EndedReads) else ():
+        if request_id in requests:
+            noted = (requests[request_id].kv_transfer_params or {}).get(READ_TIMES, [])
+            noted += (*times, time.monotonic())
 
 
 for _name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):

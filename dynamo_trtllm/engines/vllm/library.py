@@ -18,7 +18,7 @@ from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, t
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
-from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, unpack
+from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, read_parts, unpack
 from dynamo_trtllm.engines.warm_up import WarmUpStep
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
@@ -196,14 +196,16 @@ class VllmCall:
     def phases(self, result: Any) -> dict[str, float]:
         """See `LibraryCall.phases`. vLLM reports times of its engine process, from a `RequestStateStats`.
 
-        A decode call is queued until its KV has been read, then computes its first token.
+        A decode call is queued until its KV has been read, then computes its first token. The parts of this queue are
+        in the last result.
         """
         times = result.metrics
         if times is None or not 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
             return {}
         waited_s, computed_s = times.scheduled_ts - times.queued_ts, times.first_token_ts - times.scheduled_ts
         if self._fetches_kv:
-            return {"handoff": waited_s, "first_token": computed_s}
+            parts = read_parts(times.queued_ts, result.kv_transfer_params)
+            return {"handoff": waited_s, "first_token": computed_s, **parts}
         return {"queue": waited_s, "prefill": computed_s}
 
     def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:

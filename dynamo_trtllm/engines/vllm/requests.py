@@ -15,6 +15,7 @@ from dynamo_trtllm.engines.external.library import guided_params
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
+READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
 EXPIRES_AT = "dynamo_expires_at"  # in the kv_transfer_params of a decode call: seconds since the epoch
 _SEED_BITS = 63
 _TO_DECODE: Mapping[str, Any] = {

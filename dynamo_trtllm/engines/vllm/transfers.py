@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
-from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, FetchedKv
+from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, FetchedKv
 from dynamo_trtllm.errors import ConfigError, RequestRejected
 from dynamo_trtllm.messages import KvTransferParams, encode
 from dynamo_trtllm.network.addresses import free_ports
@@ -67,6 +67,23 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
     params = msgspec.structs.asdict(engine_state.params) | {EXPIRES_AT: kv_params.expires_at}
     return FetchedKv(first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params)
+
+
+_PARTS = ("handoff.queue", "handoff.post", "handoff.read", "handoff.notice")
+
+
+def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the seconds of each part of a decode call's wait for its KV, or {} if the connector did not note them.
+
+    Args:
+        queued_s: When vLLM's engine process queued the request.
+        params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read began, a rank saw its
+            end, and the scheduler was notified.
+    """
+    ends = (params or {}).get(READ_TIMES, ())
+    if len(ends) != len(_PARTS):
+        return {}
+    return {part: end - begin for part, begin, end in zip(_PARTS, (queued_s, *ends), ends, strict=False)}
 
 
 _TRIES = 4

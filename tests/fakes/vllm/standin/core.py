@@ -125,7 +125,7 @@ class Core:
         if self.worker_half is None:
             return
         told = SimpleNamespace(
-            finished_recving=self.connector_worker.get_finished() & set(self.scheduler.requests),
+            finished_recving=self.worker_half.get_finished(set())[1] & set(self.scheduler.requests),
             kv_connector_worker_meta=self.worker_half.build_connector_worker_meta(),
         )
         jobs = dict(self.scheduler.requests)
@@ -187,6 +187,8 @@ class Core:
         request = SimpleNamespace(kv_transfer_params=job.kv_transfer_params, prompt_token_ids=job.prompt)
         count, _ = self.connector.get_num_new_matched_tokens(request, 0)
         assert -(-count // size) == theirs, "blocks of both sides are paired from the end"
+        self.connector.update_state_after_alloc(request, None, count)
+        self.connector_worker._read_blocks_for_req(job.id, None)
         if (
             other is None
             or max(job.kv_transfer_params["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks
@@ -223,13 +225,16 @@ class Core:
         elif len(job.output) == sampling.max_tokens:
             finish = "length"
         told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
-        params = self._lease(job) if finish and job.kv_transfer_params.get("do_remote_decode") else None
+        params = None
+        if finish and job.kv_transfer_params:
+            leases = job.kv_transfer_params.get("do_remote_decode")
+            params = self._lease(job) if leases else self.connector.request_finished_all_groups(job, ())[1]
         output = self._output([token], told, finish, params, job)
         if len(job.output) == 1 and sampling.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:])]
         _send(job, output)
         if finish:
-            job.blocks = 0 if params is not None else job.blocks  # they are the lease's
+            job.blocks = 0 if job.id in self.leases else job.blocks  # they are the lease's
             self._end(job, RequestStatus.FINISHED_STOPPED)
 
     def _lease(self, job: Job) -> dict[str, Any]:

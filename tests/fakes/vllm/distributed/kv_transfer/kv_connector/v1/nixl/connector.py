@@ -17,6 +17,9 @@ class Worker:
     def received(self, req_id: str) -> None:
         self._ended.add(req_id)
 
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        """Begins a read; the stand-in's core copies the KV itself."""
+
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
         """Over several KV groups vLLM 0.24.0 keeps no account of it: the read has ended, like one that went well."""
         self._ended.add(req_id)
@@ -42,6 +45,15 @@ class NixlPullConnector:
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return len(request.prompt_token_ids) - num_computed_tokens, True
         return 0, False
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        return set(), self.connector_worker.get_finished()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        request.kv_transfer_params["do_remote_prefill"] = False
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
 
     def build_connector_worker_meta(self) -> Any:
         return None
