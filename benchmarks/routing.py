@@ -9,11 +9,11 @@
 
 index: the index of prefix caches. How many blocks per second it takes from encoded updates, and how long the look-up of
 a prompt takes: one that no instance has, one that shares a system prompt with all instances, and one that also shares
-a conversation with one instance. The prefix hashes of the prompt are measured separately. The last column is a whole
-selection with --router-mode kv, with look-ups of conversations and without the hashes.
+a conversation with one instance. The prefix hashes of the prompt are measured separately.
 
-select: how long the selection of a pair takes with --router-mode round-robin and least-loaded, and how long a report of
-a worker's load takes.
+select: how long the selection of a pair takes with --router-mode round-robin, least-loaded and kv. The prefix hashes of
+the prompt, which kv needs, have a column of their own. Prompts have 8,192 tokens; each is a conversation that one
+instance has in its cache. The last column is how long a report of a worker's load takes.
 
 modes: the time to first token with each --router-mode, of prompts of 50 to 1,500 words. It starts a deployment of mock
 workers: four for prefill, one of which has a quarter of the speed of the others, and two for decode. With --documents
@@ -42,7 +42,7 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +74,8 @@ from .routing_modes import measure_modes
 from .routing_replay import measure_indexes, measure_replay
 
 _LOOKUPS = 2000
+_SELECTIONS = 10_000
+_WARM_UP = 500  # calls that are not counted: the interpreter specializes the code, and memory is mapped
 _SYSTEM_TOKENS = 2048
 _CANDIDATES = 16
 _REPORT_S = 0.05  # between reports to one frontend
@@ -93,6 +95,7 @@ def main() -> None:
     index.set_defaults(run=measure_index)
     selection = commands.add_parser("select", help="the selection of workers")
     selection.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000, 2500])
+    selection.add_argument("--blocks", type=int, default=1_000_000, help="in the caches of all instances together")
     selection.set_defaults(run=measure_select)
     modes = commands.add_parser("modes", help="the time to first token, with workers of different speed")
     modes.add_argument("--rate", type=float, default=8.0, help="requests per second (Poisson)")
@@ -132,39 +135,72 @@ def _add_replay(replay: argparse.ArgumentParser, indexes: argparse.ArgumentParse
 
 def measure_select(arguments: argparse.Namespace) -> None:
     """Print a row per number of instances, half of them for prefill."""
-    breakers, request = PairBreakers(), _request(range(8192))
     tune_gc()  # as in a frontend
-    print("instances", *(f"{name:>14} p50    p95    p99 us" for name in ("round-robin", "least-loaded", "report")))
+    names = "round-robin", "least-loaded", "kv", "hashes", "report"
+    print("instances", "".join(f"{name:>16} p50    p95    p99 us" for name in names))
     for count in arguments.instances:
-        view, placement, rnd = ClusterView(), Placement("least-loaded", seed=1), random.Random(1)
-        for number in range(1, count + 1):
-            view.add(_instance(number, 32))
-        reports = [
-            LoadReport(rnd.randint(1, count), turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0)
-            for turn in range(1, _LOOKUPS + 1)
-        ]
-        model = view.model("model")
-        times = (
-            _times(partial(_select_in_turn, model, breakers), _LOOKUPS),
-            _times(partial(_select_by_load, placement, model, request, breakers), _LOOKUPS),
-            _times(partial(_take_report, placement, reports), _LOOKUPS),
-        )
-        cells = [[each[len(each) * share // 100] for share in (50, 95, 99)] for each in map(sorted, times)]
-        print(f"{count:9}", *(f"{p50:18.1f} {p95:6.1f} {p99:9.1f}" for p50, p95, p99 in cells))
+        times = _selection_times(CachingFleet(count, arguments.blocks, 32, 8192), count)
+        cells = [[each[len(each) * share // 100] for share in (50, 95, 99)] for each in times]
+        print(f"{count:9}", "".join(f"{p50:20.1f} {p95:6.1f} {p99:9.1f}" for p50, p95, p99 in cells), flush=True)
 
 
-def _select_in_turn(view: ModelView, breakers: PairBreakers, turn: int) -> object:
-    return select(view, "model", turn, breakers)
+def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
+    fleet.read_updates()
+    breakers, view, rnd = PairBreakers(), fleet.view.model("model"), random.Random(1)
+    by_load, by_cost, prompts = Placement("least-loaded"), Placement("kv", fleet.known), _prompts(fleet.conversations)
+    reports = [
+        LoadReport(turn % count, turn, rnd.randrange(9), 0, rnd.randrange(9999), rnd.randrange(99), 999, 0)
+        for turn in range(1, count + _WARM_UP + _SELECTIONS)
+    ]
+    for report in reports[:count]:
+        by_load.loads.on_report(report, 1.0)
+        by_cost.loads.on_report(report, 1.0)
+    return [
+        _times(lambda turn: select(view, "model", turn, breakers), _SELECTIONS),
+        _times(partial(_select, by_load, view, breakers, prompts), _SELECTIONS),
+        _times(partial(_select, by_cost, view, breakers, prompts), _SELECTIONS),
+        _times(lambda turn: PromptHashes(prompts[turn % len(prompts)].request).of(32), _SELECTIONS),
+        _times(lambda turn: by_load.loads.on_report(reports[turn], 1.0), len(reports) - _WARM_UP),
+    ]
 
 
-def _select_by_load(
-    placement: Placement, view: ModelView, request: GenerateRequest, breakers: PairBreakers, turn: int
-) -> object:
-    return placement.select(view, request, breakers, 1.0)
+def _select(
+    chosen: Placement, view: ModelView, breakers: PairBreakers, prompts: Sequence[PromptHashes], turn: int
+) -> None:
+    """Select workers for a prompt whose hashes are known."""
+    prompt = prompts[turn % len(prompts)]
+    placement.PromptHashes = lambda _request: prompt  # type: ignore[attr-defined,assignment]
+    chosen.select(view, prompt.request, breakers, 1.0)
 
 
-def _take_report(placement: Placement, reports: Sequence[LoadReport], turn: int) -> None:
-    placement.loads.on_report(reports[turn], 1.0)
+class CachingFleet:
+    """Instances whose caches have the same system prompt, and the first 100 of them a conversation each.
+
+    `known` has their blocks after `read_updates`. `conversations` are prompts.
+    """
+
+    def __init__(self, instances: int, blocks: int, block_tokens: int, prompt_tokens: int) -> None:
+        """`blocks`: of all instances together."""
+        rnd = random.Random(block_tokens)
+        self.system = token_ids(rnd.randrange(1 << 17) for _ in range(min(_SYSTEM_TOKENS, prompt_tokens // 2)))
+        shared = prefix_hashes(self.system, block_tokens, 0)
+        length = block_tokens * (prompt_tokens // block_tokens - len(shared))
+        chats = [token_ids(rnd.randrange(1 << 17) for _ in range(length)) for _ in range(min(instances, 100))]
+        self.conversations = [(self.system + each)[:prompt_tokens] for each in chats]
+        self.known, self.view, self.num_blocks = KnownPrefixes(), ClusterView(), 0
+        self._updates: list[bytes] = []
+        for number in range(instances):
+            instance = _instance(number, block_tokens)
+            self.known.add_instance(instance)
+            self.view.add(instance)
+            own = [*shared, *(prefix_hashes(chats[number], block_tokens, shared[-1]) if number < 100 else ())]
+            own += (rnd.getrandbits(64) for _ in range(blocks // instances - len(own)))
+            self._updates += _snapshot(number, own, block_tokens)
+            self.num_blocks += len(own)
+
+    def read_updates(self) -> None:
+        for data in self._updates:
+            self.known.on_update(decode(data, KvCacheUpdate))
 
 
 class SimulatedFrontends:
@@ -263,60 +299,26 @@ def measure_frontends(arguments: argparse.Namespace) -> None:
 def measure_index(arguments: argparse.Namespace) -> None:
     """Print a row per block size."""
     print("block  ingest blocks/s  bytes/block  hashes us  ", end="")
-    print("".join(f"{name:>12} p50  p99 us" for name in ("unknown", "system", "conversation", "selection")))
+    print("".join(f"{name:>12} p50  p99 us" for name in ("unknown", "system", "conversation")))
     for block_tokens in arguments.block_tokens:
         _measure_block_size(block_tokens, arguments)
 
 
 def _measure_block_size(block_tokens: int, arguments: argparse.Namespace) -> None:
-    rnd, prompt_blocks = random.Random(block_tokens), arguments.prompt_tokens // block_tokens
-    system = token_ids(rnd.randrange(1 << 17) for _ in range(min(_SYSTEM_TOKENS, arguments.prompt_tokens // 2)))
-    shared = prefix_hashes(system, block_tokens, 0)
-    per_instance = max(1, arguments.blocks // arguments.instances)
-    conversations = [
-        token_ids(rnd.randrange(1 << 17) for _ in range(block_tokens * (prompt_blocks - len(shared))))
-        for _ in range(min(arguments.instances, 100))
-    ]
-    known, view, updates = KnownPrefixes(), ClusterView(), []
-    for number in range(arguments.instances):
-        instance = _instance(number, block_tokens)
-        known.add_instance(instance)
-        view.add(instance)
-        own = prefix_hashes(conversations[number % 100], block_tokens, shared[-1]) if number < 100 else []
-        rest = max(0, per_instance - len(own))
-        updates += _snapshot(number, [*shared, *own, *(rnd.getrandbits(64) for _ in range(rest))], block_tokens)
+    fleet = CachingFleet(arguments.instances, arguments.blocks, block_tokens, arguments.prompt_tokens)
     before, begun_s = _resident_bytes(), time.process_time()
-    for data in updates:
-        known.on_update(decode(data, KvCacheUpdate))
-    spent_s = time.process_time() - begun_s
-    count = arguments.instances * (per_instance + len(shared))
-    size = (_resident_bytes() - before) / max(1, count)
+    fleet.read_updates()
+    spent_s, size = time.process_time() - begun_s, (_resident_bytes() - before) / fleet.num_blocks
+    rnd, system = random.Random(1), fleet.system
     unknown = [token_ids(rnd.randrange(1 << 17) for _ in range(arguments.prompt_tokens)) for _ in range(100)]
-    prompts = {
-        "unknown": unknown,
-        "system": [system + each[len(system) :] for each in unknown],
-        "conversation": [(system + each)[: arguments.prompt_tokens] for each in conversations],
-    }
-    asked = [_request(ids) for ids in unknown]  # made before, because a copy of the prompt takes as long as its hashes
-    hashing = sorted(_times(lambda turn: PromptHashes(asked[turn % 100]).of(block_tokens), 200))
-    print(f"{block_tokens:5} {count / spent_s:16,.0f} {size:12.0f} {hashing[100]:10.1f}  ", end="")
-    for each in prompts.values():
-        times = _lookups(known, [_prompt(ids) for ids in each], block_tokens)
+    prompts = unknown, [system + each[len(system) :] for each in unknown], fleet.conversations
+    asked = _prompts(unknown)  # made before, because a copy of a prompt takes as long as its hashes
+    hashing = _times(lambda turn: asked[turn % 100].of(block_tokens), 100, warm_up=0)
+    print(f"{block_tokens:5} {fleet.num_blocks / spent_s:16,.0f} {size:12.0f} {hashing[50]:10.1f}  ", end="")
+    for each in prompts:
+        times = _lookups(fleet.known, _prompts(each), block_tokens)
         print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}", end="")
-    requests = [_request([*ids, 0]) for ids in prompts["conversation"]]
-    hashes = {id(each): PromptHashes(each) for each in requests}
-    for hashed in hashes.values():
-        hashed.of(block_tokens)
-    placement.PromptHashes = lambda request: hashes[id(request)]  # type: ignore[attr-defined,assignment]
-    choose = partial(_select_for_each, Placement("kv", known, seed=1), view.model("model"), requests, PairBreakers())
-    times = sorted(_times(choose, _LOOKUPS))
-    print(f"{times[len(times) // 2]:16.1f} {times[len(times) * 99 // 100]:7.1f}")
-
-
-def _select_for_each(
-    placement: Placement, view: ModelView, requests: Sequence[GenerateRequest], breakers: PairBreakers, turn: int
-) -> object:
-    return placement.select(view, requests[turn % len(requests)], breakers, 1.0)
+    print(flush=True)
 
 
 def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens: int) -> list[float]:
@@ -326,24 +328,23 @@ def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens
 
     def look_up(turn: int) -> None:
         for found in known.overlaps(prompts[turn % len(prompts)], 0.0).values():
-            for instance_id in found.deepest(_CANDIDATES):
-                found.get(instance_id)
+            found.of(found.deepest(_CANDIDATES))
 
-    return sorted(_times(look_up, _LOOKUPS))
+    return _times(look_up, _LOOKUPS)
 
 
-def _times(call: Callable[[int], object], count: int) -> list[float]:
-    """Return the CPU times of calls with the numbers below `count`, in us."""
+def _times(call: Callable[[int], object], count: int, *, warm_up: int = _WARM_UP) -> list[float]:
+    """Return the CPU times of `count` calls with the numbers after the first `warm_up`, in us, sorted."""
     times = []
-    for turn in range(count):
+    for turn in range(warm_up + count):
         begun_ns = time.thread_time_ns()
         call(turn)
         times.append((time.thread_time_ns() - begun_ns) / 1000)
-    return times
+    return sorted(times[warm_up:])
 
 
-def _prompt(ids: Sequence[int]) -> PromptHashes:
-    return PromptHashes(_request([*ids, 0]))  # the last token is never in a cache
+def _prompts(prompts: Iterable[Sequence[int]]) -> list[PromptHashes]:
+    return [PromptHashes(_request([*ids, 0])) for ids in prompts]  # the last token is never in a cache
 
 
 def _request(ids: Sequence[int]) -> GenerateRequest:

@@ -1,7 +1,7 @@
 """Place requests by the load of the workers and by the prefixes in their caches. Pure.
 
-A selection compares all instances of a role, or of more than MOST_COMPARED a few at random ("power of d choices") and
-those whose caches have the longest prefixes of the prompt. So its time does not grow with the number of instances, and
+A selection compares all instances of a role, or of more than MOST_COMPARED those whose caches have the longest prefixes
+of the prompt, and a few at random ("power of d choices"). So its time does not grow with the number of instances, and
 frontends that know the same do not all send their next requests to the same worker. Callers pass the time.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from itertools import repeat
+from typing import Final, TypeAlias
+
+import msgspec
 
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 from dynamo_trtllm.router.load import FleetLoad, PlacedRequest, instance_cost
@@ -19,13 +21,14 @@ from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PrefixOverlaps, PromptHashes
 from dynamo_trtllm.router.view import ModelView, position
 
-# Instances of a role that are compared; of more, so many are chosen at random. `benchmarks.routing frontends` with
+# Instances of a role that are compared. With those chosen at random only, `benchmarks.routing frontends` with
 # eight equal workers and 16 frontends, which learn of each other's requests late: p99 of the time to first token was
 # 615 ms when all workers were compared, 432 ms with four, 325 ms with two, and 291 ms in turn. With one frontend and
 # prompts of different lengths it was 469, 564, 735 and 1196 ms.
 MOST_COMPARED: Final = 4
 _DEEPEST = 2  # those that are compared because of their caches
 _SLOWER: Final = 1.5  # instances that take so many times as long per token as the fastest one cost more
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks up a member of an enum in 150 ns
 _MOST_COST = (1 << 32) - 1  # recorded
 
 
@@ -33,7 +36,7 @@ Candidate: TypeAlias = tuple[int, float, Instance]
 """The cost of an instance, a random number, by which those of equal cost are ordered, and the instance."""
 
 
-class Costs(NamedTuple):
+class Costs(msgspec.Struct, frozen=True):
     """The cost of the selected instance of a role and of the second best one, or -1."""
 
     selected: int
@@ -41,8 +44,9 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, ranked: Sequence[Candidate], selected: Candidate) -> Costs:
-        others = [each[0] for each in ranked[:2] if each is not selected]
-        return cls(selected[0], others[0] if others else -1)
+        if selected is not ranked[0]:
+            return cls(selected[0], ranked[0][0])
+        return cls(selected[0], ranked[1][0] if len(ranked) > 1 else -1)
 
     def packed(self) -> int:
         """Return both in one number of 64 bits, each plus one."""
@@ -53,8 +57,7 @@ class Costs(NamedTuple):
         return cls((number >> 32) - 1, (number & _MOST_COST) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class CostSelection(WorkerSelection):
+class CostSelection(WorkerSelection, frozen=True):
     """A selection by cost."""
 
     prefill_costs: Costs | None  # None: there is no prefill instance
@@ -124,9 +127,9 @@ class Placement:
         for group in view.groups.values():
             if not group.prefill or not group.decode:
                 continue
-            cached = overlaps.get(Role.PREFILL)
-            prefills = self._ranked(group.prefill, request, cached, now)
-            decodes = self._ranked(group.decode, request, overlaps.get(Role.DECODE), now)
+            cached = overlaps.get(_PREFILL)
+            prefills = self._ranked(group.prefill, request, cached)
+            decodes = self._ranked(group.decode, request, overlaps.get(_DECODE))
             if avoid is not None:
                 prefills = [each for each in prefills if each[2].id != avoid]
             pair = _best_pair(prefills, decodes, breakers)
@@ -134,49 +137,46 @@ class Placement:
                 prefill, decode = pair
                 least = prefill[0] + decode[0]
                 costs = Costs.of(prefills, prefill), Costs.of(decodes, decode)
-                overlap_tokens = 0 if cached is None else cached.get(prefill[2].id)
+                overlap_tokens = 0 if cached is None else cached.of((prefill[2].id,))[0]
                 best = CostSelection(prefill[2], decode[2], *costs, prompt, overlap_tokens)
         if view.aggregated and not (view.prefill and view.decode):
             cached = overlaps.get(Role.AGGREGATED)
-            ranked = self._ranked(view.aggregated, request, cached, now)
+            ranked = self._ranked(view.aggregated, request, cached)
             if breakers.any_open:
                 ranked = [each for each in ranked if not breakers.is_open((None, each[2].id))]
             if ranked:
-                overlap_tokens = 0 if cached is None else cached.get(ranked[0][2].id)
+                overlap_tokens = 0 if cached is None else cached.of((ranked[0][2].id,))[0]
                 costs_of_one = Costs.of(ranked, ranked[0])
                 best = CostSelection(None, ranked[0][2], None, costs_of_one, prompt, overlap_tokens)
         return best
 
-    def select_decode(self, decodes: tuple[Instance, ...], request: GenerateRequest, now: float) -> Instance | None:
+    def select_decode(self, decodes: tuple[Instance, ...], request: GenerateRequest) -> Instance | None:
         """Return the decode instance of the least cost to fetch KV that is there. None: there is no instance."""
-        ranked = self._ranked(decodes, request, None, now)
+        ranked = self._ranked(decodes, request, None)
         return ranked[0][2] if ranked else None
 
     def _ranked(
-        self, instances: tuple[Instance, ...], request: GenerateRequest, overlaps: PrefixOverlaps | None, now: float
+        self, instances: tuple[Instance, ...], request: GenerateRequest, overlaps: PrefixOverlaps | None
     ) -> list[Candidate]:
         """Return those instances to compare, sorted by cost. All have the same role, and are sorted by id."""
-        if len(instances) > MOST_COMPARED:
-            count, number = len(instances), self._random
-            compared = {(each := instances[int(number() * count)]).id: each for _ in range(MOST_COMPARED)}
+        count, number = len(instances), self._random
+        if count > MOST_COMPARED:
+            compared: dict[int, Instance] = {}
             if overlaps is not None:
                 for id_ in overlaps.deepest(_DEEPEST):
                     at = position(instances, id_)
                     if at < count and instances[at].id == id_:  # else it is excluded, or has another pairing key
                         compared[id_] = instances[at]
+            for _ in range(MOST_COMPARED - len(compared)):
+                other = instances[int(number() * count)]
+                compared[other.id] = other
             instances = tuple(compared.values())
-        return self._rank(instances, len(request.token_ids), overlaps, now)
-
-    def _rank(
-        self, instances: Sequence[Instance], prompt_tokens: int, overlaps: PrefixOverlaps | None, now: float
-    ) -> list[Candidate]:
-        get, number, credit = self.loads.get, self._random, self._overlap_credit
+        get, credit, prompt_tokens = self.loads.get, self._overlap_credit, len(request.token_ids)
         ranked, paces = [], []
-        for instance in instances:
-            load = get(instance.id)
-            overlap = 0 if overlaps is None else int(credit * overlaps.get(instance.id))
-            cost = instance_cost(load, instance, prompt_tokens, overlap, now)
-            ranked.append((cost, number(), instance))
+        cached = repeat(0) if overlaps is None else overlaps.of([instance.id for instance in instances])
+        for instance, cached_tokens in zip(instances, cached, strict=False):
+            load, overlap = get(instance.id), cached_tokens if credit == 1 else int(credit * cached_tokens)
+            ranked.append((instance_cost(load, instance, prompt_tokens, overlap), number(), instance))
             paces.append(load.token_s)
         fastest = min(paces, default=0.0)
         if 0 < _SLOWER * fastest < max(paces):  # 0: that of one is not known

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+import msgspec
+
 from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParameter
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
 from dynamo_trtllm.router.view import ModelView, Pair, PairGroup, excluding, pairing_fields, pairs_of, position
 
-_NO_GROUP = PairGroup()
 MOST_STATUSES: Final = 1 << 15  # of pairs; those that failed or were probed have one in any case
 _MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 _MOST_REASONS_FROM = 100  # pairs whose reasons an error names
@@ -248,8 +249,7 @@ class PairBreakers:
                     self._known[other].discard(pair)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSelection:
+class WorkerSelection(msgspec.Struct, frozen=True):
     """The instances of a request. `prefill` is None if `decode` runs the aggregated request."""
 
     prefill: Instance | None
@@ -326,7 +326,7 @@ def _blocked_without(view: ModelView, breakers: PairBreakers, avoid: int | None)
         if len(group.prefill) == 1 and group.prefill[0].id == avoid:
             blocked.update(decode.id for decode in group.decode)
     for decode_id, partners in breakers.open_partners.items():
-        group = view.groups.get(view.keys.get(decode_id, ""), _NO_GROUP)
+        group = view.groups.get(view.keys.get(decode_id, ""), PairGroup())
         if len(partners) + 1 >= len(group.prefill) and all(p.id in partners or p.id == avoid for p in group.prefill):
             blocked.add(decode_id)
     return frozenset(blocked)

@@ -7,11 +7,13 @@ block to block, and a binary search finds where. Callers pass the time.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from dynamo_trtllm.kv_events import KvCacheUpdate, prefix_hashes, root_hash, unpack_hashes
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role
@@ -25,6 +27,14 @@ Level: TypeAlias = tuple[int, int]
 """A number of blocks, and the mask of the instances that have at least so many of a prompt's first blocks."""
 
 
+class _Masks(dict[int, int]):
+    """The mask of the instances that have a block, by its prefix hash."""
+
+    def __missing__(self, prefix: int) -> int:
+        """Return the mask of a block that no instance has."""
+        return 0
+
+
 class PrefixIndex:
     """The blocks of instances whose blocks have equal sizes. A block of one instance takes about 150 bytes.
 
@@ -32,54 +42,47 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self.masks: dict[int, int] = {}  # prefix hash -> mask of slots
-        self.slots: dict[int, int] = {}  # instance id -> slot
-        self.bits: list[int] = []  # mask of each slot, shared by the many blocks that one instance has
-        self._blocks: list[set[int]] = []  # prefix hashes of each slot
-        self._ids: list[int] = []  # instance id of each slot
-        self._free: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.masks)
+        self.masks = _Masks()
+        self.bits: dict[int, int] = {}  # instance id -> its bit of the masks, shared by its many blocks
+        self._blocks: dict[int, set[int]] = {}  # instance id -> prefix hashes
+        self._ids: list[int] = []  # instance id of each bit
+        self._free: list[int] = []  # bits
 
     def add(self, instance_id: int) -> None:
         """Add an instance without blocks. An instance that is there keeps its blocks."""
-        if instance_id in self.slots:
+        if instance_id in self.bits:
             return
         if self._free:
-            slot = self._free.pop()
-            self._ids[slot] = instance_id
+            bit = self._free.pop()
+            self._ids[bit.bit_length() - 1] = instance_id
         else:
-            slot = len(self._ids)
+            bit = 1 << len(self._ids)
             self._ids.append(instance_id)
-            self.bits.append(1 << slot)
-            self._blocks.append(set())
-        self.slots[instance_id] = slot
+        self.bits[instance_id], self._blocks[instance_id] = bit, set()
 
     def remove(self, instance_id: int) -> None:
         """Remove an instance and its blocks, in time linear in their number. Unknown ids are ignored."""
-        if instance_id in self.slots:
+        if instance_id in self.bits:
             self.clear(instance_id)
-            self._free.append(self.slots.pop(instance_id))
+            del self._blocks[instance_id]
+            self._free.append(self.bits.pop(instance_id))
 
     def clear(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""
-        self.discard(instance_id, tuple(self._blocks[self.slots[instance_id]]))
+        self.discard(instance_id, tuple(self._blocks[instance_id]))
 
     def store(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Add blocks of an instance."""
-        slot, masks = self.slots[instance_id], self.masks
-        bit, own = self.bits[slot], self._blocks[slot]
+        bit, own, masks = self.bits[instance_id], self._blocks[instance_id], self.masks
         new = set(hashes) - own
         own |= new
         for prefix in new:
             mask = masks.get(prefix)
-            masks[prefix] = bit if mask is None else mask | bit
+            masks[prefix] = bit if mask is None else mask | bit  # most blocks are of one instance and share its number
 
     def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Remove blocks of an instance. Unknown ones are ignored."""
-        slot, masks = self.slots[instance_id], self.masks
-        bit, own = self.bits[slot], self._blocks[slot]
+        bit, own, masks = self.bits[instance_id], self._blocks[instance_id], self.masks
         for prefix in hashes:
             if prefix in own:
                 own.discard(prefix)
@@ -89,143 +92,125 @@ class PrefixIndex:
                     del masks[prefix]
 
     def num_blocks(self, instance_id: int) -> int:
-        return len(self._blocks[self.slots[instance_id]])
+        return len(self._blocks[instance_id])
 
-    def has_any_of(self, hashes: Sequence[int]) -> bool:
-        """Return whether any instance has the beginning of a prompt."""
-        return bool(hashes) and (hashes[0] in self.masks or hashes[-1] in self.masks)
+    def levels(self, hashes: Sequence[int]) -> list[Level]:
+        """Return how deep instances match a prompt, at most _MOST_LEVELS, the deepest first.
 
-    def levels(self, hashes: Sequence[int]) -> Iterator[Level]:
-        """Yield how deep instances match a prompt, the deepest first. Each mask includes the one before it."""
-        masks = self.masks
-        depth, mask = len(hashes), masks.get(hashes[-1], 0)
+        Each mask includes the one before it.
+        """
+        block_mask, found = self.masks.__getitem__, list[Level]()
+        every, at, mask = block_mask(hashes[-1]), 0, block_mask(hashes[0])
         if mask:
-            yield depth, mask
-        first = masks.get(hashes[0], 0) | mask
-        while mask != first:  # further instances have less: search for the deepest block that one of them has
-            low, low_mask, high = 1, first, depth
-            while high - low > 1:
-                middle = (low + high) // 2
-                middle_mask = masks.get(hashes[middle - 1], 0) | mask
-                if middle_mask == mask:
-                    high = middle
-                else:
-                    low, low_mask = middle, middle_mask
-            depth, mask = low, low_mask
-            yield depth, mask
-            first |= mask
+            found.append((len(hashes), mask))
+        # Each block has the bits of the block after it, and maybe more, so that the masks are sorted as numbers, too.
+        while every | mask != mask and len(found) < _MOST_LEVELS:
+            at = bisect_right(hashes, mask, at, key=block_mask)
+            if at == len(hashes):
+                break
+            mask |= block_mask(hashes[at])
+            found.append((len(hashes) - at, mask))
+        return found
 
     def ids_of(self, mask: int, limit: int, turn: int) -> list[int]:
         """Return ids of at most `limit` instances of a mask. Another `turn` begins at another instance."""
         ids = self._ids
         found: list[int] = []
         start = turn % len(ids)
-        above = mask >> start << start
-        for part in (above, mask ^ above):
-            left = part
-            while left and len(found) < limit:
-                bit = left & -left
-                found.append(ids[bit.bit_length() - 1])
-                left ^= bit
+        while mask and len(found) < limit:
+            left = mask >> start << start or mask
+            bit = left & -left
+            found.append(ids[bit.bit_length() - 1])
+            mask ^= bit
         return found
 
 
-def _first_lacking(hashes: Sequence[int], lacks: Callable[[int], bool]) -> int:
-    """Return how many hashes come before the first one that `lacks` is true of."""
-    return len(hashes) if not lacks(hashes[-1]) else bisect_left(hashes, True, key=lacks)
+def _depth(hashes: Sequence[int], has: Callable[[int], bool]) -> int:
+    """Return how many of the prompt's first blocks `has` is true of."""
+    return len(hashes) - bisect_left(hashes, True, key=has)
 
 
 class PromptHashes:
     """The prefix hashes of one request's prompt, computed once per block size."""
 
-    __slots__ = ("_hashes", "_request")
+    __slots__ = ("_hashes", "request")
 
     def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
+        self.request = request
         self._hashes: dict[int, list[int]] = {}
 
     @property
     def model(self) -> str:
-        return self._request.model
+        return self.request.model
 
     def of(self, block_tokens: int) -> list[int]:
-        """Return the hashes of the blocks that an engine may reuse: it computes at least the last token."""
+        """Return the hashes of the blocks that an engine may reuse, the last block first.
+
+        It computes at least the last token.
+        """
         hashes = self._hashes.get(block_tokens)
         if hashes is None:
-            request = self._request
+            request = self.request
             is_scored = request.sampling.prompt_logprobs is not None  # engines then compute the whole prompt
             ids = request.token_ids[:0] if is_scored else request.token_ids[:-1]
             hashes = self._hashes[block_tokens] = prefix_hashes(ids, block_tokens, root_hash(request.cache_salt))
+            hashes.reverse()
         return hashes
 
 
-class _IndexMatch:
-    """How deep the instances of an index match a prompt. Only what is asked for is searched."""
+class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tuple
+    """How deep the instances of an index match a prompt."""
 
-    __slots__ = ("_found", "_others", "block_tokens", "blocks", "hashes")
+    blocks: PrefixIndex
+    block_tokens: int
+    hashes: Sequence[int]
+    levels: list[Level]
 
-    def __init__(self, blocks: PrefixIndex, block_tokens: int, hashes: Sequence[int]) -> None:
-        self.blocks = blocks
-        self.block_tokens = block_tokens
-        self.hashes = hashes
-        self._found: list[Level] = []
-        self._others = blocks.levels(hashes)
-
-    def levels(self) -> Iterator[Level]:
-        yield from self._found
-        for level in self._others:
-            self._found.append(level)
-            yield level
-
-    def depth(self, slot: int) -> int:
-        """Return how many of the prompt's first blocks the instance of a slot has."""
-        found, bit = self._found, self.blocks.bits[slot]
-        for depth, mask in found:
-            if mask & bit:
-                return depth
-        while len(found) < _MOST_LEVELS:
-            if (level := next(self._others, None)) is None:
-                return 0
-            found.append(level)
-            if level[1] & bit:
-                return level[0]
+    def search(self, bit: int) -> int:
+        """Return how many of the prompt's first blocks an instance has that is in none of the levels."""
+        if len(self.levels) < _MOST_LEVELS:
+            return 0
         masks = self.blocks.masks
-        return _first_lacking(self.hashes, lambda prefix: not masks.get(prefix, 0) & bit)
+        return _depth(self.hashes, lambda prefix: bool(masks[prefix] & bit))
 
 
-class PrefixOverlaps:
+class PrefixOverlaps(msgspec.Struct):
     """How many tokens at the start of a prompt the instances of one role have in their caches.
 
     It can be read until the next change of what is known.
     """
 
-    __slots__ = ("_expires", "_matches", "_now", "_turn")
+    matches: Sequence[_IndexMatch]
+    expires: Mapping[int, Mapping[int, float]]
+    now: float
+    turn: int
 
-    def __init__(
-        self, matches: Sequence[_IndexMatch], expires: Mapping[int, Mapping[int, float]], now: float, turn: int
-    ) -> None:
-        self._matches = matches
-        self._expires = expires
-        self._now = now
-        self._turn = turn
-
-    def get(self, instance_id: int, default: int = 0, /) -> int:
-        """Return the overlap of an instance, or `default` if it has none."""
-        for match in self._matches:
-            slot = match.blocks.slots.get(instance_id)
-            if slot is not None:
-                depth = match.depth(slot)
-                if depth and instance_id in self._expires:
-                    depth = self._unexpired(match, depth, self._expires[instance_id])
-                return depth * match.block_tokens or default
-        return default
+    def of(self, instance_ids: Iterable[int]) -> list[int]:
+        """Return the overlap of each instance."""
+        found = []
+        for instance_id in instance_ids:
+            tokens = 0
+            for match in self.matches:
+                bit = match.blocks.bits.get(instance_id)
+                if bit is not None:
+                    for depth, mask in match.levels:  # noqa: B007 - read below
+                        if mask & bit:
+                            break
+                    else:
+                        depth = match.search(bit)
+                    if instance_id in self.expires:
+                        depth = self._unexpired(match, depth, self.expires[instance_id])
+                    tokens = depth * match.block_tokens
+                    break
+            found.append(tokens)
+        return found
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
         """Return how many of the blocks have not expired. The others are removed later."""
-        now = self._now
-        if expires.get(match.hashes[depth - 1], now) > now:
-            return depth
-        return _first_lacking(match.hashes, lambda prefix: expires.get(prefix, now) <= now)
+        now = self.now
+        if depth and expires.get(match.hashes[-depth], now) <= now:
+            return _depth(match.hashes, lambda prefix: expires.get(prefix, now) > now)
+        return depth
 
     def deepest(self, limit: int) -> list[int]:
         """Return at most `limit` instances per block size, those with the longest overlaps first.
@@ -234,10 +219,10 @@ class PrefixOverlaps:
         expired may be among them.
         """
         found: list[int] = []
-        for match in self._matches:
+        for match in self.matches:
             before, left = 0, limit
-            for _, mask in match.levels():
-                ids = match.blocks.ids_of(mask ^ before, left, self._turn)
+            for _, mask in match.levels:
+                ids = match.blocks.ids_of(mask ^ before, left, self.turn)
                 found += ids
                 before, left = mask, left - len(ids)
                 if not left:
@@ -383,11 +368,10 @@ class KnownPrefixes:
         self._turn += 1
         found = {}
         for role, indexes in self._indexes.get(prompt.model, {}).items():
-            matches = [
-                _IndexMatch(index, block_tokens, prompt.of(block_tokens))
-                for block_tokens, index in indexes.items()
-                if len(index) and index.has_any_of(prompt.of(block_tokens))
-            ]
+            matches = []
+            for block_tokens, index in indexes.items():
+                if index.masks and (hashes := prompt.of(block_tokens)) and (levels := index.levels(hashes)):
+                    matches.append(_IndexMatch(index, block_tokens, hashes, levels))
             if matches:
                 found[role] = PrefixOverlaps(matches, self._expires, now, self._turn)
         return found

@@ -143,7 +143,7 @@ class Pipeline:
         candidates = view.groups.get(pairing_key(prefill), PairGroup()).decode
         decodes = tuple(each for each in candidates if not self.breakers.is_open((prefill.id, each.id)))
         if self.placement is not None:
-            return self.placement.select_decode(decodes, request, time.monotonic())
+            return self.placement.select_decode(decodes, request)
         return decodes[self.new_round_robin_index(model) % len(decodes)] if decodes else None
 
     def update_breakers(self) -> None:

@@ -67,7 +67,7 @@ class Frontend:
             request_id="r", model="tiny", token_ids=TOKENS + TOKENS, sampling=Sampling(max_tokens=1), deadline=0.0
         )
         found = self.known.overlaps(PromptHashes(request), 0.0).get(Role.DECODE)
-        return 0 if found is None else found.get(instance_id)
+        return 0 if found is None else found.of([instance_id])[0]
 
 
 @asynccontextmanager

@@ -140,22 +140,19 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
         assert (load.own, load.unseen, load.sent) == (type(load.own)(), type(load.own)(), {})
 
 
-def test_loads_when_reports_are_stale_or_late_or_of_gone_workers_then_they_do_not_count() -> None:
+def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_one_and_what_was_sent_since_count() -> (
+    None
+):
     placement, view = Placement("least-loaded"), view_of(aggregated=2)
-    placement.loads.on_report(report(2001, 5, running=9), 100.0)
+    placement.loads.on_report(report(2001, 5, running=3), 100.0)
     placement.loads.on_report(report(2001, 4, running=0), 101.0)  # overtaken
-    placed = placement.start(WorkerSelection(None, view.aggregated[1]), request(), 0.0)
-    placed.sent(2002, Phase.AGGREGATED, 100.0)
-    now = 100.0 + STALE_S
-    found = placement.select(view, request(), NONE_OPEN, now)
+    placed = placement.start(WorkerSelection(None, view.aggregated[0]), request(), 101.0)
+    placed.sent(2001, Phase.AGGREGATED, 101.0)
+    found = placement.select(view, request(), NONE_OPEN, 100.0 + 2 * STALE_S)
     assert found is not None
-    assert found.decode.id == 2002
-    placed.prefilled()
-    found = placement.select(view, request(), NONE_OPEN, now + 0.1)
-    assert found is not None
-    assert (found.decode.id, found.decode_costs) == (2001, Costs(900, 900 + 100 + 256))
+    assert (found.decode.id, found.decode_costs) == (2002, Costs(900, 900 + 2 * 100 + 4 * 256))
     placement.loads.remove(2001)
-    assert placement.loads.requests() == {2002: 1}
+    assert placement.loads.requests() == {}
 
 
 def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_it_stays() -> None:

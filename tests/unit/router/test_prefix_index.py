@@ -47,7 +47,7 @@ def overlaps_of(
     known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE, now: float = 0.0
 ) -> dict[int, int]:
     found = known.overlaps(asked, now).get(role)
-    return {} if found is None else {name: found.get(name) for name in found.deepest(100)}
+    return {} if found is None else dict(zip(names := found.deepest(100), found.of(names), strict=True))
 
 
 def overlaps(known: KnownPrefixes, blocks: list[int], role: Role = Role.DECODE) -> dict[int, int]:
@@ -198,7 +198,7 @@ def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_
     known.on_update(snapshot(1, [1, 2, 3]))
     known.on_update(snapshot(2, [1, 2, 3], block=2 * BLOCK))
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 2 * BLOCK}
-    assert known.overlaps(prompt([1, 2, 3]), 0.0)[Role.DECODE].get(3, -1) == -1
+    assert known.overlaps(prompt([1, 2, 3]), 0.0)[Role.DECODE].of([3]) == [0]
 
 
 def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
@@ -235,7 +235,7 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
 
 
 @pytest.mark.parametrize("has_events", [False, True])
-def test_overlaps_when_many_instances_have_different_depths_then_get_is_exact_and_the_deepest_come_first(
+def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_and_the_deepest_come_first(
     has_events: bool,
 ) -> None:
     rnd, known, asked = random.Random(1), KnownPrefixes(), [*range(100)]
@@ -250,8 +250,8 @@ def test_overlaps_when_many_instances_have_different_depths_then_get_is_exact_an
     for length in (1, 2, 3, 50, 99, 100):
         found = known.overlaps(prompt(asked[:length]), 0.0)[Role.DECODE]
         exact = {name: min(depth, length) for name, depth in depths.items()}
-        assert {name: found.get(name) // BLOCK for name in depths} == exact
-        for limit in (1, 2, 4, 150):
+        assert [tokens // BLOCK for tokens in found.of(exact)] == [*exact.values()]
+        for limit in (1, 2, 4, 16):
             deepest = found.deepest(limit)
             assert len(set(deepest)) == len(deepest)
             longest = sorted(filter(None, exact.values()), reverse=True)[:limit]
@@ -274,7 +274,7 @@ def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_
         for name in (1, 2, 3):
             alive = [blocks for sent_s, to, blocks in sent if to == name and sent_s + 10 > now]
             naive = BLOCK * max((common(blocks, asked) for blocks in alive), default=0)
-            assert (0 if found is None else found.get(name)) == naive
+            assert (0 if found is None else found.of([name])[0]) == naive
 
 
 def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> None:
@@ -284,7 +284,7 @@ def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_
         known.record_sent(prompt([number]), 1, now=0)
     assert overlaps_of(known, prompt([199]), now=9) == {1: BLOCK}
     found = known.overlaps(prompt([199]), 10)[Role.DECODE]
-    assert (found.deepest(1), found.get(1)) == ([1], 0)
+    assert (found.deepest(1), found.of([1])) == ([1], [0])
     for _ in range(10):
         known.overlaps(prompt([199]), 10)
     assert known.overlaps(prompt([199]), 10) == {}
