@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -24,8 +23,7 @@ _NO_TOOLS: Final = frozenset(("all", "user", ASSISTANT))  # recipients that are 
 _BUILTIN_TOOL: Final = re.compile(r"(python|browser|container)(\..*)?\Z")  # gpt-oss knows them from training
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(NamedTuple):
     """Role, channel and recipient of a message header; empty if the header does not have it."""
 
     role: str = ASSISTANT
@@ -49,30 +47,6 @@ class Header:
         return self.role == ASSISTANT and self.channel == "analysis" and self.recipient in {"", *_NO_TOOLS}
 
 
-def read_header(sender: str, channel: str | None, content_type: str | None, *, is_started: bool) -> Header | None:
-    """Parse a header, whose text is `sender<|channel|>channel<|constrain|>content_type`.
-
-    Args:
-        sender: Text before the first marker.
-        channel: Text after `<|channel|>`, or None.
-        content_type: Text after `<|constrain|>`, or None.
-        is_started: The sender begins with the role, because `<|start|>` preceded it.
-
-    Returns:
-        The header, or None if the text is not a valid header.
-    """
-    sent, addressed = sender.split(), (channel or "").split()
-    role = sent.pop(0) if is_started and sent else ASSISTANT
-    name = addressed.pop(0) if addressed else ""
-    recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
-    others = [word for word in addressed if not _is_recipient(word)]
-    if not all(map(_is_recipient, sent)) or len(recipients) > 1 or len(others) > 1:
-        return None
-    if (content_type is not None and len(content_type.split()) > 1) or _is_recipient(name):
-        return None
-    return Header(role=role, channel=name, recipient="".join(recipients))
-
-
 def _is_recipient(word: str) -> bool:
     return word.startswith((_TO, _FUNCTIONS))
 
@@ -87,20 +61,17 @@ _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
-class _HarmonyState(Enum):
-    """Position of the next token."""
+class _Part(Enum):
+    """Part of the output to which the next token belongs."""
 
     HEADER = auto()
-    BODY = auto()
     BETWEEN = auto()  # after the end of a message
-
-
-class _BodyKind(Enum):
-    """Part of the output to which the text of the current body belongs."""
-
     CONTENT = auto()
     REASONING = auto()
     ARGUMENTS = auto()
+
+
+_OUTSIDE: Final = (_Part.HEADER, _Part.BETWEEN)  # a body
 
 
 class HarmonyTexts(NamedTuple):
@@ -135,13 +106,12 @@ class HarmonyParser:
         is_call_split: bool = True,
     ) -> None:
         self._token_bytes = token_bytes
-        self._reasoning = _BodyKind.REASONING if is_reasoning_split else _BodyKind.CONTENT
+        self._reasoning = _Part.REASONING if is_reasoning_split else _Part.CONTENT
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        self._texts = {_BodyKind.CONTENT: texts.content, _BodyKind.REASONING: texts.reasoning}
+        self._texts = {_Part.CONTENT: texts.content, _Part.REASONING: texts.reasoning}
         self._token_texts: TokenTextCache | None = None  # fast path for a token that continues the current body
-        self._state = _HarmonyState.HEADER
-        self._body_kind = _BodyKind.CONTENT
+        self._part = _Part.HEADER
         self._header: list[int] = []
         self._blanks = 0  # in the header
         self._calls = 0
@@ -158,20 +128,20 @@ class HarmonyParser:
         return self._take()
 
     def finish(self) -> Delta:
-        if self._state is _HarmonyState.HEADER and self._header and not self._is_cut_header():
+        if self._part is _Part.HEADER and self._header and not self._is_cut_header():
             self._header_is_text()
         self._flush()
         return self._take()
 
     def _take(self) -> Delta:
         out, self._out = self._out, DeltaBuilder()
-        self._token_texts = self._texts.get(self._body_kind) if self._state is _HarmonyState.BODY else None
+        self._token_texts = self._texts.get(self._part)
         return out.delta()
 
     def _run(self, token_ids: TokenIds) -> None:
         run: list[int] = []  # body tokens not decoded yet
         for token_id in token_ids:
-            if self._state is _HarmonyState.BODY and token_id < FIRST_SPECIAL:
+            if token_id < FIRST_SPECIAL and self._part not in _OUTSIDE:
                 run.append(token_id)
                 continue
             if run:
@@ -186,8 +156,8 @@ class HarmonyParser:
 
     def _text(self, token_id: int) -> None:
         """Process an ordinary token outside a body."""
-        if self._state is _HarmonyState.BETWEEN:
-            self._open(_BodyKind.CONTENT)
+        if self._part is _Part.BETWEEN:
+            self._part = _Part.CONTENT
             self._body([token_id])
             return
         self._header.append(token_id)
@@ -195,13 +165,13 @@ class HarmonyParser:
             self._header_is_text()
 
     def _control(self, token_id: int) -> None:
-        if self._state is _HarmonyState.HEADER and token_id == _MESSAGE:
+        if self._part is _Part.HEADER and token_id == _MESSAGE:
             self._end_header()
-        elif self._state is _HarmonyState.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
+        elif self._part is _Part.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
             self._header.append(token_id)
         elif token_id in (_START, _CHANNEL):  # a new message; the model may omit the end marker or the start marker
             self._end_message()
-            self._state = _HarmonyState.HEADER
+            self._part = _Part.HEADER
             self._header = [token_id]
         elif token_id in _ENDS:
             self._end_message()
@@ -227,25 +197,37 @@ class HarmonyParser:
             return
         self._clear_header()
         if self._is_call_split and header.call is not None:
-            self._open(_BodyKind.ARGUMENTS)
+            self._part = _Part.ARGUMENTS
             self._out.begin_call(self._calls, header.call)
             self._calls += 1
         else:
-            self._open(self._reasoning if header.is_reasoning else _BodyKind.CONTENT)
+            self._part = self._reasoning if header.is_reasoning else _Part.CONTENT
 
     def _read_header(self) -> Header | None:
-        """Parse the withheld tokens; return None if they are not a header."""
-        parts: list[tuple[int, list[int]]] = [(_START, [])]
+        """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None: they are no header.
+
+        The sender begins with the role if `<|start|>` precedes it.
+        """
+        control = _START
+        parts: dict[int, list[int]] = {control: []}
         for token_id in self._header:
             if token_id < FIRST_SPECIAL:
-                parts[-1][1].append(token_id)
+                parts[control].append(token_id)
+            elif token_id in parts and token_id != _START:
+                return None
             elif token_id != _START:
-                parts.append((token_id, []))
-        texts = {control: self._bytes(ids).decode(errors="replace") for control, ids in parts}
-        if len(texts) < len(parts):
+                control, parts[token_id] = token_id, []
+        words = {control: self._bytes(ids).decode(errors="replace").split() for control, ids in parts.items()}
+        sent, addressed, content_type = (words.get(control, []) for control in (_START, _CHANNEL, _CONSTRAIN))
+        role = sent.pop(0) if sent and self._header[0] == _START else ASSISTANT
+        channel = addressed.pop(0) if addressed else ""
+        recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
+        num_others = sum(not _is_recipient(word) for word in addressed)
+        if not all(map(_is_recipient, sent)) or _is_recipient(channel):
             return None
-        is_started = bool(self._header) and self._header[0] == _START
-        return read_header(texts[_START], texts.get(_CHANNEL), texts.get(_CONSTRAIN), is_started=is_started)
+        if len(recipients) > 1 or num_others > 1 or len(content_type) > 1:
+            return None
+        return Header(role, channel, "".join(recipients))
 
     def _is_cut_header(self) -> bool:
         """Return True if the withheld tokens are the beginning of a header that the end of the output cut off."""
@@ -259,7 +241,7 @@ class HarmonyParser:
         """Emit the withheld header as content. The text up to the next control token is content, too."""
         shown = self._header[self._prefill_ids :]
         self._clear_header()
-        self._open(_BodyKind.CONTENT)
+        self._part = _Part.CONTENT
         self._body(shown)
 
     def _clear_header(self) -> None:
@@ -267,20 +249,15 @@ class HarmonyParser:
         self._blanks = 0
         self._prefill_ids = 0
 
-    def _open(self, body_kind: _BodyKind) -> None:
-        self._state = _HarmonyState.BODY
-        self._body_kind = body_kind
-
     def _end_message(self) -> None:
-        if self._state is _HarmonyState.HEADER and self._header and self._read_header() != Header():
+        if self._part is _Part.HEADER and self._header and self._read_header() != Header():
             self._header_is_text()
         self._flush()
         self._clear_header()
-        self._state = _HarmonyState.BETWEEN
-        self._body_kind = _BodyKind.CONTENT
+        self._part = _Part.BETWEEN
 
     def _body(self, ids: list[int]) -> None:
-        if self._body_kind is _BodyKind.REASONING:
+        if self._part is _Part.REASONING:
             self._out.reasoning_tokens += len(ids)
         self._put(self._decoder.decode(self._bytes(ids)))
 
@@ -292,7 +269,7 @@ class HarmonyParser:
         self._decoder.reset()
 
     def _put(self, text: str) -> None:
-        if self._body_kind is _BodyKind.ARGUMENTS:
+        if self._part is _Part.ARGUMENTS:
             self._out.add_arguments(self._calls - 1, text)
         elif text:
-            (self._out.content if self._body_kind is _BodyKind.CONTENT else self._out.reasoning).append(text)
+            (self._out.reasoning if self._part is _Part.REASONING else self._out.content).append(text)
