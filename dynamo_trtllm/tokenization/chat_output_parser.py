@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
 from dynamo_trtllm.messages import TokenIds
@@ -84,6 +85,7 @@ class ReasoningParser:
         return rest
 
 
+@dataclass(eq=False)
 class ChatOutputParser:
     """OutputParser for models with a chat template.
 
@@ -94,18 +96,14 @@ class ChatOutputParser:
         forced_ids: Ids that follow the prompt. Reasoning tokens among them are not counted.
     """
 
-    def __init__(
-        self,
-        text: OutputParser,
-        *,
-        reasoning_parser: ReasoningParser | None,
-        calls: ToolCallParser | None,
-        forced_ids: TokenIds,
-    ) -> None:
-        self._text = text
-        self._reasoning_parser = reasoning_parser
-        self._calls = calls
-        self._out = DeltaBuilder()
+    text: OutputParser
+    _: KW_ONLY
+    reasoning_parser: ReasoningParser | None
+    calls: ToolCallParser | None
+    forced_ids: InitVar[TokenIds]
+    _out: DeltaBuilder = field(default_factory=DeltaBuilder, init=False)
+
+    def __post_init__(self, forced_ids: TokenIds) -> None:
         self._add(forced_ids)
         self._out.reasoning_tokens = 0
 
@@ -114,11 +112,11 @@ class ChatOutputParser:
         return self._take()
 
     def finish(self) -> Delta:
-        self._push_content(self._without_reasoning(self._text.finish().content))
-        if self._reasoning_parser is not None:
-            self._push_content(self._reasoning_parser.finish(self._out))
-        if self._calls is not None:
-            self._calls.finish(self._out)
+        self._push(self.text.finish().content)
+        if self.reasoning_parser is not None:
+            self._push_answer(self.reasoning_parser.finish(self._out))
+        if self.calls is not None:
+            self.calls.finish(self._out)
         return self._take()
 
     def _take(self) -> Delta:
@@ -126,28 +124,23 @@ class ChatOutputParser:
         return out.delta()
 
     def _add(self, token_ids: TokenIds) -> None:
-        at = 0
-        while at < len(token_ids) and self._reasoning_parser is not None and not self._reasoning_parser.is_over:
-            self._push_reasoning_token(self._reasoning_parser, token_ids[at : at + 1])
+        reasoning, out, at = self.reasoning_parser, self._out, 0
+        while at < len(token_ids) and reasoning is not None and not reasoning.is_over:
+            num_texts, was_inside = len(out.reasoning), reasoning.is_inside
+            self._push(self.text.push(token_ids[at : at + 1]).content)
+            if (was_inside and reasoning.is_inside) or len(out.reasoning) > num_texts:
+                out.reasoning_tokens += 1  # inside the markers, or with a part of the reasoning text
             at += 1
         if at < len(token_ids):
-            self._push_content(self._without_reasoning(self._text.push(token_ids[at:]).content))
+            self._push(self.text.push(token_ids[at:]).content)
 
-    def _push_reasoning_token(self, reasoning_parser: ReasoningParser, token: TokenIds) -> None:
-        """Parse one token and count it if it is reasoning: inside the markers, or with a part of the reasoning text."""
-        num_chars = len(self._out.reasoning)
-        was_inside = reasoning_parser.is_inside
-        self._push_content(self._without_reasoning(self._text.push(token).content))
-        if (was_inside and reasoning_parser.is_inside) or len(self._out.reasoning) > num_chars:
-            self._out.reasoning_tokens += 1
+    def _push(self, text: str) -> None:
+        if self.reasoning_parser is not None:
+            text = self.reasoning_parser.push(text, self._out)
+        self._push_answer(text)
 
-    def _without_reasoning(self, text: str) -> str:
-        return text if self._reasoning_parser is None else self._reasoning_parser.push(text, self._out)
-
-    def _push_content(self, text: str) -> None:
-        if not text:
-            return
-        if self._calls is None:
+    def _push_answer(self, text: str) -> None:
+        if text and self.calls is not None:
+            self.calls.push(text, self._out)
+        elif text:
             self._out.content.append(text)
-        else:
-            self._calls.push(text, self._out)
