@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -51,6 +51,7 @@ _CHECK_EVERY_S = 2.0  # after which a failed engine is detected without a reques
 _UNFETCHED_S = 1.0  # KV above its share for this time shows that decode workers do not fetch it
 
 
+@dataclass(eq=False)
 class Admission:
     """Limits of the work of one worker: calls that run or wait in the engine, reserved decode slots, KV to transfer.
 
@@ -63,18 +64,13 @@ class Admission:
         clock: returns seconds since the epoch, as the expiry of reservations.
     """
 
-    def __init__(
-        self,
-        max_active: int | None = None,
-        max_pending_transfer_fraction: float = 1.0,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._max_active = max_active
-        self._max_pending_transfer_fraction = max_pending_transfer_fraction
-        self._clock = clock
-        self._num_active = 0
-        self._reservations: dict[str, float] = {}  # reservation id -> when it expires
-        self._above_share_since: float | None = None  # of KV to transfer, at every prefill call since then
+    max_active: int | None = None
+    max_pending_transfer_fraction: float = 1.0
+    clock: Callable[[], float] = time.time
+    _num_active: int = field(default=0, init=False)
+    _reservations: dict[str, float] = field(default_factory=dict, init=False)  # reservation id -> when it expires
+    # of KV to transfer, at every prefill call since then
+    _above_share_since: float | None = field(default=None, init=False)
 
     def active(self) -> int:
         """Return the number of running calls."""
@@ -97,7 +93,7 @@ class Admission:
         """
         if reservation_id not in self._reservations:
             self._check_capacity()
-        if self._max_active is not None:  # without a limit there is nothing to reserve
+        if self.max_active is not None:  # without a limit there is nothing to reserve
             self._reservations[reservation_id] = expires_at
 
     def unreserve(self, reservation_id: str) -> None:
@@ -126,7 +122,7 @@ class Admission:
             self._num_active -= 1
 
     def _check_capacity(self) -> None:
-        limit = self._max_active
+        limit = self.max_active
         if limit is None or self._num_active + len(self._reservations) < limit:
             return
         self._expire()
@@ -142,10 +138,10 @@ class Admission:
         The KV of one long prompt may exceed the share until it is fetched, which is no reason to reject others.
         """
         total = stats.kv_blocks_total  # 0: not reported by the engine
-        if not total or stats.ticket_kv_blocks <= self._max_pending_transfer_fraction * total:
+        if not total or stats.ticket_kv_blocks <= self.max_pending_transfer_fraction * total:
             self._above_share_since = None
             return
-        now = self._clock()
+        now = self.clock()
         if self._above_share_since is None:
             self._above_share_since = now
         if now - self._above_share_since >= _UNFETCHED_S:
@@ -155,7 +151,7 @@ class Admission:
             )
 
     def _expire(self) -> None:
-        now = self._clock()
+        now = self.clock()
         for reservation_id in [name for name, expires_at in self._reservations.items() if expires_at <= now]:
             del self._reservations[reservation_id]
 

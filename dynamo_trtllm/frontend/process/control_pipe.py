@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -20,27 +22,18 @@ from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The sender is ready. From the parent: all processes are ready."""
-
-
-class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request for the receiver's metrics snapshot."""
-
-    number: int
-
-
-class MetricsReply(msgspec.Struct, frozen=True, tag=True):
-    """The reply to the `MetricsRequest` of the same number."""
-
-    number: int
-    snapshot: Snapshot
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    body: Ready | MetricsRequest | MetricsReply
+    """A request for the receiver's snapshot, the reply to one, or neither: the sender is ready.
+
+    When the parent is ready, all processes are.
+    """
+
+    request: int = 0  # counts from 1
+    reply: int = 0  # the number of the request
+    snapshot: Snapshot = ()  # of a reply
 
 
+@dataclass(eq=False)
 class ControlPipe:
     """One end of the pipe, which owns `reader` and `writer`.
 
@@ -49,37 +42,28 @@ class ControlPipe:
         on_ready: called when the other end is ready.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        snapshot: Callable[[], Awaitable[Snapshot]],
-        on_ready: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._snapshot = snapshot
-        self._on_ready = on_ready
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Snapshot]] = {}
-        self._is_closed = False
-        self.is_other_ready = False
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _snapshot: Callable[[], Awaitable[Snapshot]]
+    _on_ready: Callable[[], None] = lambda: None
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
+    _waiting: dict[int, asyncio.Future[Snapshot]] = field(default_factory=dict, init=False)
+    _is_closed: bool = field(default=False, init=False)
+    is_other_ready: bool = field(default=False, init=False)
 
     async def run(self) -> None:
         """Handle messages until the other end is closed."""
         try:
             async with asyncio.TaskGroup() as group:
                 while (message := await self._next()) is not None:
-                    match message:
-                        case Ready():
-                            self.is_other_ready = True
-                            self._on_ready()
-                        case MetricsRequest(number):
-                            group.create_task(self._reply(number))
-                        case MetricsReply(number, snapshot):
-                            future = self._waiting.get(number)
-                            if future is not None and not future.done():
-                                future.set_result(snapshot)
+                    future = self._waiting.get(message.reply)
+                    if message.request:
+                        group.create_task(self._reply(message.request))
+                    elif not message.reply:
+                        self.is_other_ready = True
+                        self._on_ready()
+                    elif future is not None and not future.done():
+                        future.set_result(message.snapshot)
         finally:
             self.close()
 
@@ -92,7 +76,7 @@ class ControlPipe:
         self._writer.close()
 
     def send_ready(self) -> None:
-        self._send(Ready())
+        self._send(_Message())
 
     async def request_snapshot(self, within_s: float) -> Snapshot:
         """Request the other end's snapshot.
@@ -107,7 +91,7 @@ class ControlPipe:
         future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._send(MetricsRequest(number))
+            self._send(_Message(request=number))
             async with asyncio.timeout(within_s):
                 return await future
         except TimeoutError:
@@ -116,17 +100,17 @@ class ControlPipe:
             del self._waiting[number]
 
     async def _reply(self, number: int) -> None:
-        self._send(MetricsReply(number, await self._snapshot()))
+        self._send(_Message(reply=number, snapshot=await self._snapshot()))
 
-    def _send(self, body: Ready | MetricsRequest | MetricsReply) -> None:
-        data = encode(_Message(body))
+    def _send(self, message: _Message) -> None:
+        data = encode(message)
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
-    async def _next(self) -> Ready | MetricsRequest | MetricsReply | None:
+    async def _next(self) -> _Message | None:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return decode(await self._reader.readexactly(length), _Message).body
+            return decode(await self._reader.readexactly(length), _Message)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -83,6 +84,7 @@ class _Write(NamedTuple):
     task: asyncio.Task[None]
 
 
+@dataclass(eq=False)
 class ResponseStore:
     """The store of responses, which also assigns their ids.
 
@@ -95,18 +97,13 @@ class ResponseStore:
         on_write_failed: called with the error's code if a response could not be stored.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        shared: bool,
-        max_bytes: int,
-        on_write_failed: Callable[[str], None] = lambda code: None,
-    ) -> None:
-        self._store = store
-        self._on_write_failed = on_write_failed
-        self.max_bytes = max_bytes
-        self._shared = shared
+    store: Store
+    _: KW_ONLY
+    shared: bool
+    max_bytes: int
+    on_write_failed: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._frontend_id = secrets.token_hex(FRONTEND_ID_CHARS // 2)
         self.id_prefix = PREFIX + self._frontend_id
         self._writes: dict[str, _Write] = {}  # the newest pending one of each response
@@ -136,7 +133,7 @@ class ResponseStore:
         async with asyncio.timeout(_WRITE_S):
             if before is not None:  # writes of one response must not overtake each other
                 await asyncio.wait({before.task})
-            await self._store.put(response_id, data, owner)
+            await self.store.put(response_id, data, owner)
 
     def _written(self, response_id: str, write: _Write) -> None:
         self._tasks.discard(write.task)
@@ -151,7 +148,7 @@ class ResponseStore:
             return
         code, traceback_of = (error.code, None) if isinstance(error, DynamoError) else (InternalError.code, error)
         log.warning("%s was not stored (%s): %s", response_id, code, error, exc_info=traceback_of)
-        self._on_write_failed(code)
+        self.on_write_failed(code)
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
         """Return a serialized response. Raises as `get`."""
@@ -163,13 +160,13 @@ class ResponseStore:
     async def _read(self, response_id: str) -> bytes | None:
         if (write := self._writes.get(response_id)) is not None:
             return write.data
-        data = await self._store.get(response_id)
-        if self._shared and frontend_id_of(response_id) != self._frontend_id:
+        data = await self.store.get(response_id)
+        if self.shared and frontend_id_of(response_id) != self._frontend_id:
             for pause_s in _PAUSES_S:  # another frontend may still be writing a response that its client has received
                 if data is not None:
                     break
                 await asyncio.sleep(pause_s)
-                data = await self._store.get(response_id)
+                data = await self.store.get(response_id)
         return data
 
     async def get(self, response_id: str, field: str | None = None) -> StoredResponse:
@@ -186,14 +183,14 @@ class ResponseStore:
         if (write := self._writes.get(response_id)) is not None:
             await asyncio.wait({write.task})  # a write that ends later would restore it
         await self.get(response_id)
-        await self._store.delete(response_id)
+        await self.store.delete(response_id)
 
     def _missing(self, response_id: str, field: str | None) -> ResponseNotFound:
         """Return the error for a response that is not stored, with possible reasons and what to do."""
         is_own = frontend_id_of(response_id) == self._frontend_id
         if not is_response_id(response_id):
             reason = "it is not a response id of this server"
-        elif not (self._shared or is_own):
+        elif not (self.shared or is_own):
             reason = (
                 "another frontend created it, or this one before a restart, and each has its own store; start the "
                 "frontends with --response-store jetstream to share responses"
@@ -205,14 +202,6 @@ class ResponseStore:
         return ResponseNotFound(f"response {response_id!r} not found: {reason}", field=field)
 
 
-class _Conversation:
-    """The items of a stored response. `by_id` has the first item of each id, because clients may repeat ids."""
-
-    def __init__(self, items: list[dict[str, Any]]) -> None:
-        self.items = items
-        self.by_id: dict[str, dict[str, Any]] = {item["id"]: item for item in reversed(items)}
-
-
 class References:
     """The stored responses to which one request refers. Each is read once, however often it is referenced.
 
@@ -221,7 +210,8 @@ class References:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        self._read: dict[str, _Conversation] = {}  # by the response's id
+        # The items by the response's id, and in each response the first item of each id: clients may repeat ids.
+        self._read: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]] = {}
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
@@ -230,19 +220,6 @@ class References:
         Raises:
             InvalidRequest: the referenced responses are too large. Other errors are those of `ResponseStore.get`.
         """
-        return (await self._conversation(response_id, field)).items
-
-    async def item(self, item_id: str, field: str) -> dict[str, Any]:
-        """Return an item of a stored response's input or output. Raises as `conversation`."""
-        response_id = response_of(item_id)
-        if response_id is None:
-            raise InvalidRequest(f"{field} is {item_id!r}, which is not an item id of this server", field=field)
-        item = (await self._conversation(response_id, field)).by_id.get(item_id)
-        if item is None:
-            raise ResponseNotFound(f"{response_id} has no item {item_id!r}; send the item itself", field=field)
-        return item
-
-    async def _conversation(self, response_id: str, field: str) -> _Conversation:
         if response_id not in self._read:
             data = await self._store.read(response_id, field)
             self._bytes_left -= len(data)
@@ -252,5 +229,17 @@ class References:
                     "themselves",
                     field=field,
                 )
-            self._read[response_id] = _Conversation(decode(data, StoredResponse).conversation)
-        return self._read[response_id]
+            items = decode(data, StoredResponse).conversation
+            self._read[response_id] = items, {item["id"]: item for item in reversed(items)}
+        return self._read[response_id][0]
+
+    async def item(self, item_id: str, field: str) -> dict[str, Any]:
+        """Return an item of a stored response's input or output. Raises as `conversation`."""
+        response_id = response_of(item_id)
+        if response_id is None:
+            raise InvalidRequest(f"{field} is {item_id!r}, which is not an item id of this server", field=field)
+        await self.conversation(response_id, field)
+        item = self._read[response_id][1].get(item_id)
+        if item is None:
+            raise ResponseNotFound(f"{response_id} has no item {item_id!r}; send the item itself", field=field)
+        return item
