@@ -4,7 +4,8 @@
 
 The workers have mock engines and share few processes; half of them are prefill and half decode workers. etcd, NATS and
 the frontend are the real processes. Afterwards each request is looked up in the recordings, as `dynamo-trtllm explain`
-does. The exit status is 1 if a request failed, hung or is not explained.
+does. The exit status is 1 if a request failed, hung or is not explained. It needs no network. On a machine with many
+cores, all but four of them serve workers by default; the others are for etcd, NATS, the frontend and the requests.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 _STARTING = 2  # workers of one process that start at the same time
+_OTHER_CORES = 4  # for etcd, NATS, the frontend and the requests
+_FEWEST_PROCESSES = 8  # more workers of one process would wait for each other
+_PROGRESS_S = 5.0
 _RESTART_S = 1.0
 _LEASE_TTL_S = 60.0  # thousands of leases that are renewed every 3 s would be the load that is measured
 
@@ -139,8 +143,17 @@ async def ask_all(port: int, count: int, timeout_s: float) -> tuple[Counter[str]
             else:
                 outcomes[str(answer.get("error", {}).get("code", response.status_code))] += 1
 
+        progress = asyncio.create_task(_print_progress(outcomes, count))
         await asyncio.gather(*(ask(number) for number in range(count)))
+        progress.cancel()
     return outcomes, seconds, ids
+
+
+async def _print_progress(outcomes: Counter[str], count: int) -> None:
+    begun_s = time.monotonic()
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        print(f"{outcomes.total()} of {count} requests ended after {time.monotonic() - begun_s:.0f} s", flush=True)
 
 
 def explained(folder: Path, ids: list[str]) -> int:
@@ -169,6 +182,11 @@ def wait_for_workers(port: int, count: int, timeout_s: float) -> float:
         time.sleep(5.0)
 
 
+def shares(count: int, processes: int) -> list[int]:
+    """Return how many workers each process serves. They differ by at most one."""
+    return [count // processes + (number < count % processes) for number in range(processes)]
+
+
 def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
     """Start everything, measure once and print the result. Return the exit status."""
     port = free_ports()
@@ -179,14 +197,12 @@ def run(args: argparse.Namespace, env: Mapping[str, str], folder: Path) -> int:
     )
     hosts: list[subprocess.Popen[bytes]] = []
     try:
-        for number in range(args.processes):
-            role, count = _ROLES[number % 2], args.workers // args.processes
-            command = [sys.executable, "-m", __spec__.name, "--serve", role, "--workers", str(count)]
+        for number, count in enumerate(shares(args.workers, args.processes)):
+            command = [sys.executable, "-m", __spec__.name, "--serve", _ROLES[number % 2], "--workers", str(count)]
             hosts.append(spawn([*command, "--recorder-dir", str(folder)], env=env))
-        total = args.workers // args.processes * args.processes
-        registered_s = wait_for_workers(port, total, args.start_timeout_s)
+        registered_s = wait_for_workers(port, args.workers, args.start_timeout_s)
         outcomes, seconds, ids = asyncio.run(ask_all(port, args.requests, args.timeout_s))
-        print(f"{total} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
+        print(f"{args.workers} workers in {len(hosts)} processes, known after {registered_s:.0f} s")
         print(f"{args.requests} requests at once: " + ", ".join(f"{count} {name}" for name, count in outcomes.items()))
         if seconds:
             print(f"time of a request: p50 {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
@@ -210,7 +226,9 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--workers", type=int, default=2550, metavar="N", help="number of workers (default: 2550)")
-    add("--processes", type=int, default=8, metavar="N", help="number of processes that they share (default: 8)")
+    processes = max(_FEWEST_PROCESSES, (len(os.sched_getaffinity(0)) - _OTHER_CORES) // 2 * 2)
+    about = f"number of processes that they share (here by default: {processes})"
+    add("--processes", type=int, default=processes, metavar="N", help=about)
     add("--requests", type=int, default=1536, metavar="N", help="requests that are sent at once (default: 1536)")
     add("--start-timeout-s", type=float, default=1800.0, metavar="S", help="for all to register (default: 1800)")
     add("--timeout-s", type=float, default=300.0, metavar="S", help="a request that takes longer hangs (default: 300)")
