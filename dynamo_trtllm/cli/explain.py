@@ -1,7 +1,7 @@
 """Explain where requests spent their time, and where they are stuck (`dynamo-trtllm explain`).
 
 It reads the files that the flight recorders of this machine's processes write, so it also explains requests of frozen
-and ended processes.
+and ended processes. It asks the running processes of other machines.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from dynamo_trtllm.cli.machines import with_other_machines
 from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
 from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
@@ -23,7 +24,14 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
-from dynamo_trtllm.observability.recordings import Entry, ProcessState, Recordings, RequestRecording, Step
+from dynamo_trtllm.observability.recordings import (
+    Entry,
+    ProcessRecording,
+    ProcessState,
+    Recordings,
+    RequestRecording,
+    Step,
+)
 from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
 
@@ -56,8 +64,8 @@ def _run(config: ExplainConfig) -> int:
         requests = recordings.find(config.request)
         if not requests:
             raise NotExplained(
-                f"no process of this machine has recorded a request {config.request!r}; check the id, or list the "
-                f"latest requests with '{PROG}'"
+                f"none of {len(recordings.processes)} processes has recorded a request {config.request!r}; check the "
+                f"id, or list the latest requests with '{PROG}'"
             )
     if config.perfetto is not None:
         _write(config.perfetto, perfetto(requests))
@@ -80,13 +88,17 @@ def _read(config: ExplainConfig) -> Recordings:
     folder = recorder_folder(config.recorder_dir, process_environment())
     if folder is None:
         raise ConfigError("--recorder-dir off records nothing; pass the folder of the processes", field="recorder_dir")
-    hint = "start a worker or a frontend, or pass the --recorder-dir of the processes"
+    reason = f"{folder} has no recording"
     try:
-        recordings = Recordings.read(folder)
+        local = Recordings.read(folder)
     except OSError as exc:
-        raise NotExplained(f"{folder} can't be read ({exc.strerror or exc}); {hint}") from exc
-    if not recordings.processes and not recordings.problems:
-        raise NotExplained(f"{folder} has no recording; {hint}")
+        local, reason = Recordings([]), f"{folder} can't be read ({exc.strerror or exc})"
+    recordings = with_other_machines(config, local)
+    if not recordings.processes and not recordings.unanswered and not local.problems:
+        others = "".join(f"; {problem}" for problem in recordings.problems)
+        raise NotExplained(
+            f"{reason}; start a worker or a frontend, or pass the --recorder-dir of the processes{others}"
+        )
     return recordings
 
 
@@ -114,13 +126,19 @@ def timeline(request: RequestRecording) -> str:
     width = max(len(row[0]) for row in rows)
     lines += format_table([(row[0].rjust(width), *row[1:]) for row in rows]).splitlines()
     for process in request.processes():
-        if process.num_overwritten and process.entries[0].ns > first.entry.ns:
+        if process.num_overwritten and process.oldest_ns > first.entry.ns:
             lines.append(f"note: earlier events of {process.title} may be overwritten")
         if process.state is ProcessState.KILLED:
             lines.append(f"note: {process.title} (process {process.header.pid}) was killed or crashed")
         elif not process.is_over and process.state is not ProcessState.RUNNING:
             lines.append(f"note: {process.title} (process {process.header.pid}) is {process.state.value}")
+        if process.clock_error_s:
+            lines.append(f"note: {process.title} is on machine {process.host}; {_clock_error(process)}")
     return "\n".join(lines) + "\n"
+
+
+def _clock_error(process: ProcessRecording) -> str:
+    return f"its times are exact to ±{process.clock_error_s * 1e3:.2f} ms"
 
 
 def _with_process_events(request: RequestRecording) -> list[Step]:
@@ -141,7 +159,7 @@ def outcome(request: RequestRecording) -> str:
         return f"finished after {took_s:.3f} s, {status}, {ended.entry.b} tokens, {ended.entry.reason}"
     frontends = [process for process in request.processes() if process.is_frontend]
     if not frontends:
-        return "its frontend has no recording on this machine"
+        return "its frontend is gone, or was not asked or did not answer"
     return f"not finished, its frontend was {frontends[0].state.value}" if frontends[0].is_over else "not finished"
 
 
@@ -212,6 +230,7 @@ def _latest(requests: Sequence[RequestRecording]) -> str:
 # --- formats of other tools: Chrome traces for Perfetto, and Mooncake's request traces --------------------
 
 _LOW = (1 << 32) - 1
+_FIRST_TRACK = 1 << 22  # more than any process id
 _ENDS = (RecordedEvent.FINISHED, RecordedEvent.LAST_TOKEN)  # the second replaces the first
 
 
@@ -219,21 +238,23 @@ def perfetto(requests: Sequence[RequestRecording]) -> Iterator[str]:
     """Yield the parts of a Chrome trace (JSON): a track per process and request, a slice from event to event."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     separator = ""
-    titles: set[int] = set()
+    tracks: dict[int, int] = {}
     for number, request in enumerate(requests, start=1):
-        for event in _trace_events(request, number, titles):
+        for event in _trace_events(request, number, tracks):
             yield separator + json.dumps(event)
             separator = ",\n"
     yield "\n]}\n"
 
 
-def _trace_events(request: RequestRecording, number: int, titles: set[int]) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of a request. `titles`: processes whose title was yielded."""
+def _trace_events(request: RequestRecording, number: int, tracks: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of a request. `tracks`: ids of tracks whose title was yielded, by process."""
     for process in request.processes():
-        pid = process.header.pid
-        if pid not in titles:
-            titles.add(pid)
-            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process.title}}
+        pid = tracks.get(id(process))
+        if pid is None:  # containers have equal process ids
+            pid = process.header.pid if process.header.pid not in tracks.values() else _FIRST_TRACK + len(tracks)
+            tracks[id(process)] = pid
+            title = f"{process.title}, {_clock_error(process)}" if process.clock_error_s else process.title
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": number, "args": {"name": request.id}}
         own = [step for step in request.steps if step.process is process]
         own = [step for step in own if step.entry.event != RecordedEvent.PROMPT_HASHES]
@@ -321,12 +342,14 @@ class StuckReport(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """1 if a request is stuck, or a process runs and does not work. One that was killed alone is not stuck."""
-        return 1 if self.requests or any(not each.process.is_over for each in self.processes) else 0
+        """1 if a request is stuck, or a process does not work or answer. One that was killed alone is not stuck."""
+        does_not_work = any(not each.process.is_over for each in self.processes)
+        return 1 if self.requests or self.recordings.unanswered or does_not_work else 0
 
     def text(self) -> str:
         """Return the report as text."""
         lines = [f"process {each.process.header.pid}, {each.process.title}: {each.reason}" for each in self.processes]
+        lines += [f"process {title}: {reason}" for title, reason in self.recordings.unanswered.values()]
         for stuck in self.requests:
             lines.append(
                 f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {stuck.holder}: {stuck.reason}"
@@ -342,10 +365,12 @@ class StuckReport(NamedTuple):
 
     def json(self) -> str:
         """Return the report as JSON."""
-        processes = [
+        processes: list[dict[str, object]] = [
             {"process": each.process.title, "pid": each.process.header.pid, "reason": each.reason}
             for each in self.processes
         ]
+        unanswered = self.recordings.unanswered.values()
+        processes += [{"process": title, "pid": None, "reason": reason} for title, reason in unanswered]
         requests = [
             {
                 "request": stuck.request.id,

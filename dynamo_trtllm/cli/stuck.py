@@ -202,7 +202,7 @@ def _of_worker(
     """
     worker = recordings.instance(instance_id)
     if worker is None:
-        return Holder(f"worker {instance_id:x}", "it has no recording on this machine; run this command on its machine")
+        return Holder(*recordings.without_recording(instance_id))
     if reason := _why_silent(worker):
         return Holder(worker.title, reason)
     if not steps and not without_steps:
@@ -215,7 +215,9 @@ def _of_worker(
     if last.event == RecordedEvent.KV_FETCH_STARTED:
         source = recordings.instance(last.a)
         if source is None:
-            return Holder(worker.title, f"it fetches KV from {last.a:x}, which has no recording on this machine")
+            silent = recordings.without_recording(last.a)
+            holder = silent.title if recordings.has_asked else worker.title
+            return Holder(holder, f"{worker.title} fetches KV from {silent.title}: {silent.reason}")
         if reason := _why_silent(source):
             return Holder(source.title, f"{worker.title} fetches KV from it, and {reason}")
         return Holder(worker.title, f"it fetches KV from {source.title}, which works: check the network between them")
@@ -248,7 +250,7 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
     for step in steps:
         if not step.process.is_frontend and not step.process.is_over:
             by_worker.setdefault(id(step.process), []).append(step)
-    why = "its request has finished" if has_finished else "its frontend is gone or on another machine"
+    why = "its request has finished" if has_finished else "its frontend is gone, or was not asked or did not answer"
     for own in by_worker.values():
         process, events = own[-1].process, [step.entry.event for step in own]
         silence = f"; {reason}" if (reason := _why_silent(process)) else ""

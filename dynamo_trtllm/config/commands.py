@@ -237,8 +237,8 @@ class StatusConfig(ConnectionConfig):
     """Print JSON, with --watch one line each time."""
 
 
-class ExplainConfig(Config):
-    """Show the life of a request across the processes of this machine, or the requests that are stuck.
+class ExplainConfig(ConnectionConfig):
+    """Show the life of a request across the processes of all machines, or the requests that are stuck.
 
     examples:
       %(prog)s                                  the latest requests
@@ -267,6 +267,11 @@ class ExplainConfig(Config):
     recorder_dir: NonEmpty | None = option(PROCESS, None)
     """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
     /tmp/dynamo_trtllm-UID."""
+    local: bool = option(PROCESS, False)
+    """Read only the files of this machine. Default: the running processes of other machines and containers are asked,
+    too, over etcd and NATS."""
+    timeout_s: PositiveFloat = option(PROCESS, 2.0)
+    """Maximum seconds to wait for etcd, for NATS, and for the answers of all processes."""
 
     @model_validator(mode="after")
     def _one_question(self) -> ExplainConfig:

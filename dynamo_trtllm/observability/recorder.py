@@ -118,8 +118,8 @@ class _Ring:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             os.posix_fallocate(self._file, 0, size)  # without it, a full disk would end the process with SIGBUS
-            self._memory = mmap.mmap(self._file, size)
-            self._memory[: len(header)] = header
+            self.memory = mmap.mmap(self._file, size)
+            self.memory[: len(header)] = header
             new.rename(path)  # readers see complete headers only
         except OSError:
             os.close(self._file)
@@ -130,11 +130,11 @@ class _Ring:
     def write(self, key: int, choice: int, event: int, a: int, b: int, c: int, reason: int) -> None:
         number = next(self._numbers)
         offset = HEADER_BYTES + number % self._num_slots * _SLOT_BYTES
-        _pack_slot(self._memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number)
+        _pack_slot(self.memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number)
 
     def write_alive(self, num_running: int) -> None:
-        _CLOCK.pack_into(self._memory, _CLOCK_OFFSET, time.time_ns())
-        _ALIVE.pack_into(self._memory, _ALIVE_OFFSET, time.monotonic_ns(), num_running)
+        _CLOCK.pack_into(self.memory, _CLOCK_OFFSET, time.time_ns())
+        _ALIVE.pack_into(self.memory, _ALIVE_OFFSET, time.monotonic_ns(), num_running)
 
     def close(self) -> None:
         os.close(self._file)  # which releases the lock; another thread may still write to the memory
@@ -192,6 +192,10 @@ class Recorder:
         if self._timer is not None:
             self._timer.cancel()
         self._streams.clear()
+
+    def content(self, begin: int, end: int) -> bytes:
+        """Return these bytes of the file; b"" if nothing is recorded."""
+        return b"" if self._ring is None else self._ring.memory[begin:end]
 
     def _close(self) -> None:
         """Stop writing. The lock of the file stays as long as another process, such as the parent of a fork, has it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import re
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -35,6 +36,7 @@ BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
 _CONNECTIONS: Final = frozenset(
     {RecordedEvent.CONNECTION_AWAITED, RecordedEvent.CONNECTION_LOST, RecordedEvent.CONNECTED}
 )
+_HEX: Final = re.compile("[0-9a-f]*")
 _OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
 
 
@@ -73,12 +75,14 @@ class Entry(NamedTuple):
 class ProcessRecording:
     """The events of one process that are still in its file, oldest first."""
 
-    path: Path
     header: RecordingHeader
     state: ProcessState
     silent_s: float  # since its last tick; 0.0 if the process has ended
     num_overwritten: int  # older events
+    oldest_ns: int = 0  # time of the oldest event that is not overwritten
     entries: list[Entry]
+    host: str = ""  # "": the file was read on this machine; otherwise the process was asked
+    clock_error_s: float = 0.0  # of its times, which were converted to the clock of this machine
 
     @property
     def kind(self) -> str:
@@ -100,7 +104,9 @@ class ProcessRecording:
     def title(self) -> str:
         """The process as text: kind, instance or process id."""
         header = self.header
-        return f"{self.kind} {header.pid}" if self.is_frontend else f"{self.kind} {header.instance_id:x}"
+        if not self.is_frontend:
+            return f"{self.kind} {header.instance_id:x}"
+        return f"{self.kind} {header.pid}" + (f"@{self.host}" if self.host else "")  # a container counts its own ids
 
     @property
     def ahead_s(self) -> float:
@@ -150,12 +156,46 @@ class RequestRecording:
         return list({id(step.process): step.process for step in self.steps}.values())
 
 
-class Recordings:
-    """All readable files of a folder."""
+class Unanswered(NamedTuple):
+    """A registered worker of which no recording could be read."""
 
-    def __init__(self, processes: Iterable[ProcessRecording], problems: Iterable[str] = ()) -> None:
+    title: str
+    reason: str
+
+
+class RequestIds(NamedTuple):
+    """What an id that a user has may mean: the request's number, the first half of it, or an id of the client."""
+
+    keys: frozenset[int]
+    prefix: int  # the upper 32 bits; -1: none
+    client_id: int  # hash of an `X-Request-Id`
+
+    @classmethod
+    def parse(cls, text: str) -> RequestIds:
+        """Read an id of a response, of `X-Request-Id`, of a log line, or of `explain`."""
+        keys, prefix, tail = {request_key(text)[0]}, -1, text.rpartition("-")[2].rpartition("_")[2]
+        if len(tail) >= 32:
+            tail = tail[-32:][:16]  # of a response: the first half is the request's
+        if len(tail) == 8 and _HEX.fullmatch(tail):
+            prefix = int(tail, 16)
+        elif len(tail) == 16:
+            keys.add(request_key(tail)[0])
+        return cls(frozenset(keys), prefix, id_hash(text))
+
+
+class Recordings:
+    """The recordings of processes: those that have files in a folder, and those that sent theirs."""
+
+    def __init__(
+        self,
+        processes: Iterable[ProcessRecording],
+        problems: Iterable[str] = (),
+        unanswered: Mapping[int, Unanswered] | None = None,
+    ) -> None:
         self.processes = list(processes)
-        self.problems = list(problems)  # a line for each file that can't be read
+        self.problems = list(problems)  # a line for each recording that can't be read
+        self.has_asked = unanswered is not None  # the processes of other machines
+        self.unanswered = unanswered or {}  # by instance id
         self.requests: dict[int, RequestRecording] = {}
         self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)  # by the hash of its X-Request-Id
         boot = boot_id()
@@ -201,17 +241,19 @@ class Recordings:
         """Return the recording of a worker."""
         return next((each for each in self.processes if each.header.instance_id == instance_id), None)
 
+    def without_recording(self, instance_id: int) -> Unanswered:
+        """Return what is known of a worker that has no recording here."""
+        if self.has_asked:
+            reason = "it is not registered: it has ended, or has been frozen or cut off from etcd"
+        else:
+            reason = "it has no recording on this machine; run this command on its machine, or without --local"
+        return self.unanswered.get(instance_id) or Unanswered(f"worker {instance_id:x}", reason)
+
     def find(self, text: str) -> list[RequestRecording]:
-        """Return the requests with this id: of a response, of `X-Request-Id`, of a log line, or of this command."""
-        found = set(self._keys_by_client_id.get(id_hash(text), ()))
-        tail = text.rpartition("-")[2].rpartition("_")[2]
-        if len(tail) >= 32:
-            tail = tail[-32:][:16]  # of a response: the first half is the request's
-        if len(tail) == 8:
-            found |= {key for key in self.requests if f"{key:016x}".startswith(tail)}
-        elif len(tail) == 16:
-            found |= self.requests.keys() & {request_key(tail)[0]}
-        found |= self.requests.keys() & {request_key(text)[0]}
+        """Return the requests with this id, see `RequestIds`."""
+        ids = RequestIds.parse(text)
+        found = set(self._keys_by_client_id.get(ids.client_id, ()))
+        found |= {key for key in self.requests if key >> 32 == ids.prefix} | self.requests.keys() & ids.keys
         return [self.requests[key] for key in sorted(found)]
 
 
@@ -241,11 +283,11 @@ def read_process(path: Path) -> ProcessRecording:
     silent_s = max(0.0, (time.monotonic_ns() - header.alive_ns) / 1e9) if is_running else 0.0
     has_stopped = bool(entries) and entries[-1].event == RecordedEvent.STOPPED
     return ProcessRecording(
-        path=path,
         header=header,
         state=_state(header, is_running=is_running, has_stopped=has_stopped, silent_s=silent_s),
         silent_s=silent_s,
         num_overwritten=max(0, last - header.num_slots),
+        oldest_ns=entries[0].ns if entries else 0,
         entries=entries,
     )
 
@@ -264,7 +306,23 @@ def _valid_slots(first: bytes, second: bytes, num_slots: int) -> Iterator[tuple[
         if not number or number != again or number % num_slots != index:
             continue
         if is_same or second[index * SLOT.size : (index + 1) * SLOT.size] == SLOT.pack(*slot):
-            yield number, Entry(ns, event, key, choice, a, b, c, _REASONS.get(reason, f"{reason:x}") if reason else "")
+            yield number, Entry(ns, event, key, choice, a, b, c, _reason(reason))
+
+
+def sent_slots(slots: bytes, offset_ns: int) -> Iterator[tuple[int, Entry]]:
+    """Yield number and event of slots that a process has sent.
+
+    Args:
+        slots: the slots, in any order.
+        offset_ns: what is added to the times, to convert them to the clock of this machine.
+    """
+    for number, ns, key, event, choice, reason, a, b, c, again in SLOT.iter_unpack(slots):
+        if number and number == again:
+            yield number, Entry(ns + offset_ns, event, key, choice, a, b, c, _reason(reason))
+
+
+def _reason(number: int) -> str:
+    return _REASONS.get(number, f"{number:x}") if number else ""
 
 
 def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, silent_s: float) -> ProcessState:

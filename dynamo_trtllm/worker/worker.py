@@ -34,6 +34,7 @@ from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolv
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -242,6 +243,8 @@ class Worker:
         publish = partial(plane.try_publish, load_subject(instance.namespace))
         loads = broadcast_load(service.load_report_with_cost, service.called, publish)
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(loads, "load-reports"))
+        answers = answer_queries(plane, namespace, self.instance_id)
+        stack.push_async_callback(self._tasks.cancel, self._tasks.start(answers, "recordings"))
         register = partial(discovery.register, instance)
         name, timeout_s = instance.card.name, config.drain_timeout_s
         self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s)

@@ -1,12 +1,13 @@
-"""`dynamo-trtllm explain` against real processes: running, frozen and killed ones."""
+"""`dynamo-trtllm explain` against real processes: running, frozen and killed ones, one of them of another machine."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,10 +15,20 @@ import httpx
 import pytest
 
 from dynamo_trtllm.cli import explain
-from tests.e2e.cluster import Cluster, until
+from tests.e2e.cluster import Cluster, Process, until
 
 CHAT = "/v1/chat/completions"
+STUCK = ("--stuck", "--older-than-s", "1.5")
 ASKED = {"model": "mock", "max_tokens": 10, "messages": [{"role": "user", "content": "Hi"}]}
+# Runs a worker as on another machine: it has another boot, whose clock began an hour earlier.
+OTHER_MACHINE = """
+import runpy, time
+now = time.monotonic_ns
+time.monotonic_ns = lambda: now() + 3600 * 10**9
+from dynamo_trtllm.observability import recorder
+recorder.boot_id = lambda: b"0" * 36
+runpy.run_module("dynamo_trtllm", run_name="__main__", alter_sys=True)
+"""
 LIFE = (  # of a request, in the order of the events
     "frontend received",
     "frontend tokenized: 68 prompt tokens, at most 10 output tokens",
@@ -45,31 +56,41 @@ def check_life(said: str, prefill: str, decode: str) -> None:
         assert any(line.startswith(wanted) for line in rest), f"no line {wanted!r} in:\n{said}"
 
 
+def prefill_elsewhere(cluster: Cluster, folder: Path) -> tuple[Process, tuple[str, ...]]:
+    """Start a prefill worker of another machine. Return the flags with which `explain` reaches it, too."""
+    role = ("--disaggregation-mode", "prefill", "--recorder-dir", str(folder))
+    prefill = cluster.script([sys.executable, "-c", OTHER_MACHINE], ["--engine", "mock", "--model", "mock", *role])
+    names = {"--etcd-endpoints": "ETCD_ENDPOINTS", "--nats-server": "NATS_SERVER", "--namespace": "DYN_NAMESPACE"}
+    addresses = (word for flag, name in names.items() for word in (flag, cluster.env[name]))
+    return prefill, (*addresses, "--timeout-s", "10")
+
+
 def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_requests(
     make_cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--recorder-dir", str(tmp_path))
 
-    def said(*words: str, status: int = 0) -> str:
+    def said(*words: str, status: int | None = 0, reaches: Sequence[str] = ("--local",)) -> str:
         with pytest.raises(SystemExit) as ended:
-            explain.main([*flags, *words])
+            explain.main([*flags, *reaches, *words])
         output = capsys.readouterr()
-        assert ended.value.code == status, output
+        assert status in (None, ended.value.code), output
         return output.out
 
-    def stuck() -> str:
-        with pytest.raises(SystemExit):
-            explain.main([*flags, "--stuck", "--older-than-s", "1.5"])
-        return capsys.readouterr().out
-
     cluster = make_cluster(flags=(*flags, "--stall-timeout-s", "60"))
-    prefill, decode = (cluster.mock(role, "mock", *flags, step_s=0.02) for role in ("prefill", "decode"))
+    decode = cluster.mock("decode", "mock", *flags, step_s=0.02)
+    prefill, reaches = prefill_elsewhere(cluster, tmp_path / "other")
     cluster.until_ready("mock")
     ids = prefill.instance(), decode.instance()
     with cluster.client() as client:
         answer = client.post(CHAT, json=ASKED, headers={"X-Request-Id": "job-7"}).json()["id"]
-        for name in (answer, "job-7"):
-            check_life(said(name), *ids)
+        life = said("job-7", reaches=reaches)
+        check_life(life, *ids)
+        assert re.search(rf"^note: prefill {ids[0]} is on machine .*; its times are exact to ±\d", life, re.MULTILINE)
+        prefill.send(signal.SIGSTOP)
+        silent = said("--stuck", status=1, reaches=(*reaches, "--timeout-s", "1"))
+        assert f"process prefill {ids[0]}: it has not answered for 1 s" in silent
+        prefill.send(signal.SIGCONT)
         started = threading.Event()
 
         def stream() -> None:
@@ -86,15 +107,15 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
         assert started.wait(10)
         decode.send(signal.SIGSTOP)
         frozen = f"held by decode {ids[1]}: it is frozen"
-        until(lambda: frozen in stuck(), 10)
-        (line,) = [line for line in stuck().splitlines() if frozen in line]
+        until(lambda: frozen in said(*STUCK, status=None), 10)
+        (line,) = [line for line in said(*STUCK, status=1).splitlines() if frozen in line]
         running = re.search(r"request (\w+):", line)
         assert running is not None
         for process in (decode, cluster.frontend):
             process.send(signal.SIGKILL)
             process.wait()
         thread.join(10)
-    check_life(said(answer), *ids)
+    check_life(said(answer, reaches=reaches), *ids)
     of_running = said(running[1])
     assert "not finished, its frontend was killed" in of_running
     assert f"note: decode {ids[1]}" in of_running

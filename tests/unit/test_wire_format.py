@@ -13,9 +13,11 @@ from dynamo_trtllm.engines.trtllm import transfers as trtllm_transfers
 from dynamo_trtllm.engines.vllm import transfers as vllm_transfers
 from dynamo_trtllm.kv_transfer import tcp
 from dynamo_trtllm.kv_transfer.nixl import bindings as nixl_bindings
+from dynamo_trtllm.observability import recording_server
 from dynamo_trtllm.request_plane import frames
 
-MODULES = (messages, cost_model, kv_events, frames, tcp, nixl_bindings, trtllm_transfers, vllm_transfers)
+TRANSFERS = (tcp, nixl_bindings, trtllm_transfers, vllm_transfers)
+MODULES = (messages, cost_model, kv_events, recording_server, frames, *TRANSFERS)
 RECORDED = Path(__file__).parents[1] / "data" / "wire_format.json"
 
 

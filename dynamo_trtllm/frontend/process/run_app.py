@@ -27,6 +27,7 @@ from dynamo_trtllm.http_server.exchange import Handler
 from dynamo_trtllm.messages import LoadReport
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
@@ -66,8 +67,7 @@ async def run_app(
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
-        # Under overload this process reads an acknowledgment seconds after it arrived. A shorter timeout would count
-        # the worker as unreachable and send the request again.
+        # Under overload, an acknowledgment is read seconds after it arrived: do not send the request again by then.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
@@ -90,8 +90,9 @@ async def run_app(
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
-        work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended()}
+        work = {"nats-watch": plane.until_ended(), "recordings": answer_queries(plane, config.namespace)}
         work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
+        work["discovery-watch"] = models.watch()
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import pytest
@@ -64,9 +63,7 @@ def process(
     )  # fmt: skip
     entries = [Entry(begun_ns + ms * 1_000_000, event, key, 0, a, b, 0, reason) for ms, event, a, b, reason in events]
     silent_s = 0.0 if state in (S.RUNNING, S.ENDED, S.KILLED) else 59.0
-    return ProcessRecording(
-        path=Path(kind), header=header, state=state, silent_s=silent_s, num_overwritten=0, entries=entries
-    )
+    return ProcessRecording(header=header, state=state, silent_s=silent_s, num_overwritten=0, entries=entries)
 
 
 def said(

@@ -256,7 +256,7 @@ def test_prompt_when_it_is_recorded_then_lengths_and_hashes_and_no_tokens(tmp_pa
     assert (length, other_length) == (1300, 1200)
     assert two_blocks == others
     assert third != other_third
-    assert ids[100:104].tobytes() not in found.processes[0].path.read_bytes()
+    assert ids[100:104].tobytes() not in next(tmp_path.iterdir()).read_bytes()
 
 
 def test_folder_when_it_is_not_set_then_one_of_the_user(tmp_path: Path) -> None:

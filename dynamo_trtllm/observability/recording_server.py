@@ -1,0 +1,198 @@
+"""Send the recording of this process, or a part of it, to commands on other machines that ask for it.
+
+A query is broadcast to all processes of a namespace. It never stops them: the ring is scanned in slices of about 1 ms,
+between which the event loop does its other work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import socket
+import time
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from enum import StrEnum
+from typing import Final, Protocol
+
+import msgspec
+
+from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.messages import decode, encode
+from dynamo_trtllm.observability.recorder import HEADER_BYTES, RECORDER, SLOT, RecordedEvent, RecordingHeader
+
+_SLICE_BYTES: Final = 512 * SLOT.size
+_PART_BYTES: Final = 128 << 10
+_MOST_WAITING: Final = 16  # queries; more are not answered
+_REMEMBERED: Final = 64  # queries
+_NUM_LATEST: Final = 20  # requests
+_CLOSES: Final = {
+    RecordedEvent.FINISHED: RecordedEvent.RECEIVED,
+    RecordedEvent.CALL_ENDED: RecordedEvent.CALL_RECEIVED,
+    RecordedEvent.KV_RELEASED: RecordedEvent.KV_PUBLISHED,
+    RecordedEvent.KV_EXPIRED: RecordedEvent.KV_PUBLISHED,
+}
+_OPENS: Final = frozenset(_CLOSES.values())
+
+
+class Selection(StrEnum):
+    """The requests whose events are wanted."""
+
+    GIVEN = "given"  # only those with an id of the query
+    OPEN = "open"  # those that have not ended in the process
+    LATEST = "latest"
+    ALL = "all"
+
+
+class RecordingQuery(msgspec.Struct, frozen=True, array_like=True):
+    """Ask all processes of a namespace for their recordings."""
+
+    inbox: str  # for the answers; it identifies the query
+    selection: Selection
+    keys: list[int] = []  # of requests, which are wanted in any case
+    prefix: int = -1  # upper 32 bits of such keys
+    client_id: int = 0  # hash of a client's id of such a request
+    known: list[int] = []  # `epoch_ns` of recordings that the caller has
+
+
+class RecordingPart(msgspec.Struct, frozen=True, array_like=True):
+    """A part of an answer. The first one has no slots and is sent at once: its time aligns the clocks."""
+
+    instance_id: int  # of the worker that answers; 0: a frontend
+    host: str
+    now_ns: int  # by the clock of the events
+    header: bytes  # compressed; b"": the process records nothing
+    is_last: bool
+    slots: bytes = b""  # compressed
+    oldest_ns: int = 0  # in the last part: time of the oldest event in the ring
+    num_overwritten: int = 0  # in the last part
+
+
+class MessagePlane(Protocol):
+    """The part of a request plane that carries queries and answers."""
+
+    async def subscribe(self, subject: str, receive: Callable[[bytes, str], None]) -> Callable[[], Awaitable[None]]: ...
+
+    def try_publish(self, subject: str, data: bytes) -> bool: ...
+
+
+def recordings_subject(namespace: str) -> str:
+    """Return the request-plane subject at which all processes of a namespace receive `RecordingQuery`."""
+    return f"{namespace}.recordings"
+
+
+class KeySelector:
+    """Finds the requests of one process that a query wants. Show it all events, in any order."""
+
+    def __init__(self, query: RecordingQuery) -> None:
+        self._query = query
+        self._given = set(query.keys)
+        self._begun: dict[int, int] = {}  # time of the first event
+        self._num_open: Counter[tuple[int, int]] = Counter()  # by request and event that opens
+        self._closed: set[int] = set()
+
+    def see(self, key: int, event: int, ns: int, a: int) -> None:
+        """Take one event of a request."""
+        query = self._query
+        if key >> 32 == query.prefix or (event == RecordedEvent.RECEIVED and a == query.client_id):
+            self._given.add(key)
+        if query.selection is Selection.GIVEN:
+            return
+        self._begun[key] = min(ns, self._begun.get(key, ns))
+        if event in _OPENS:
+            self._num_open[key, event] += 1
+        elif event in _CLOSES:
+            self._num_open[key, _CLOSES[RecordedEvent(event)]] -= 1
+            self._closed.add(key)
+
+    def keys(self) -> set[int]:
+        """Return the requests that were found. With `Selection.ALL` these are all."""
+        match self._query.selection:
+            case Selection.GIVEN:
+                return self._given
+            case Selection.OPEN:  # the event that opened a request may be overwritten
+                is_open = {key for (key, _), count in self._num_open.items() if count > 0}
+                return self._given | is_open | (self._begun.keys() - self._closed)
+            case Selection.LATEST:
+                return self._given | set(heapq.nlargest(_NUM_LATEST, self._begun, key=lambda key: self._begun[key]))
+            case Selection.ALL:
+                return self._given | self._begun.keys()
+
+
+_answered: dict[str, None] = {}  # latest queries; several workers of one process have one recording
+
+
+async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int = 0) -> None:
+    """Answer queries until cancelled.
+
+    Args:
+        plane: request plane of the process.
+        namespace: namespace of the process.
+        instance_id: id of a worker; 0 for a frontend.
+    """
+    waiting: asyncio.Queue[RecordingQuery] = asyncio.Queue(_MOST_WAITING)
+
+    def receive(data: bytes, _reply: str) -> None:
+        with suppress(BadFrame, asyncio.QueueFull):  # BadFrame: of another release
+            query, header = decode(data, RecordingQuery), RECORDER.content(0, HEADER_BYTES)
+            is_last = not header or RecordingHeader.read(header).epoch_ns in query.known
+            plane.try_publish(query.inbox, encode(_part(instance_id, header, is_last=is_last)))
+            if not is_last and query.inbox not in _answered:
+                waiting.put_nowait(query)
+                _answered[query.inbox] = None
+                if len(_answered) > _REMEMBERED:
+                    del _answered[next(iter(_answered))]
+
+    unsubscribe = await plane.subscribe(recordings_subject(namespace), receive)
+    try:
+        while True:
+            await _answer(await waiting.get(), plane.try_publish, instance_id)
+    finally:
+        await unsubscribe()
+
+
+def _part(instance_id: int, header: bytes, *, is_last: bool) -> RecordingPart:
+    packed = zlib.compress(header, 1) if header else b""
+    return RecordingPart(instance_id, socket.gethostname(), time.monotonic_ns(), packed, is_last)
+
+
+async def _answer(query: RecordingQuery, publish: Callable[[str, bytes], bool], instance_id: int) -> None:
+    selector = KeySelector(query)
+    if query.selection is not Selection.GIVEN or query.prefix >= 0 or query.client_id:
+        for slots in _slices():
+            for _, ns, key, event, _, _, a, _, _, _ in SLOT.iter_unpack(slots):
+                if key:
+                    selector.see(key, event, ns, a)
+            await asyncio.sleep(0)
+    keys, part = selector.keys(), _part(instance_id, RECORDER.content(0, HEADER_BYTES), is_last=False)
+    wanted, num_slots, last, oldest_ns = bytearray(), 0, 0, part.now_ns
+    for slots in _slices():
+        num_slots += len(slots) // SLOT.size
+        for index, (number, ns, key, _, _, _, _, _, _, _) in enumerate(SLOT.iter_unpack(slots)):
+            if not number:
+                continue
+            if ns < oldest_ns:
+                oldest_ns = ns
+            if number > last:
+                last = number
+            if not key or key in keys:
+                wanted += slots[index * SLOT.size : (index + 1) * SLOT.size]
+        if len(wanted) >= _PART_BYTES:
+            if not publish(query.inbox, encode(msgspec.structs.replace(part, slots=zlib.compress(wanted, 1)))):
+                return
+            wanted.clear()
+        await asyncio.sleep(0)
+    values = {"slots": zlib.compress(wanted, 1), "oldest_ns": oldest_ns, "num_overwritten": max(0, last - num_slots)}
+    publish(query.inbox, encode(msgspec.structs.replace(part, is_last=True, **values)))
+
+
+def _slices() -> Iterator[bytes]:
+    """Yield the slots of the ring. Those that are written meanwhile may be newer than the others."""
+    for begin in itertools.count(HEADER_BYTES, _SLICE_BYTES):
+        slots = RECORDER.content(begin, begin + _SLICE_BYTES)
+        if not slots:
+            return
+        yield slots

@@ -1,0 +1,130 @@
+"""What `explain` learns from processes of other machines: the part of a recording that was wanted, in its own clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.cli.machines import ClockOffset, Inquiry, aligned
+from dynamo_trtllm.observability import recorder
+from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, boot_id, id_hash
+from dynamo_trtllm.observability.recording_server import (
+    RecordingQuery,
+    Selection,
+    answer_queries,
+    recordings_subject,
+)
+from dynamo_trtllm.observability.recordings import ProcessRecording, Recordings
+from dynamo_trtllm.request_plane.frames import PING
+from tests.inproc_plane import InprocPlane, InprocTransport
+from tests.instances import make_instance
+from tests.unit.cli.test_explain import DECODE, DECODING, FETCHING, KEY, PREFILL, process
+from tests.waiting import SOON_S
+
+E = RecordedEvent
+NS = "dynamo"
+ENDED, OPEN, OTHERS = "a" * 16, "b" * 16, range(2000)
+
+
+@asynccontextmanager
+async def recording_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InprocTransport]:
+    """This process as a worker that answers; its ring has wrapped."""
+    monkeypatch.setattr(recorder, "NUM_SLOTS", 6000)
+    RECORDER.start(folder, namespace=NS, kind="decode", instance_id=DECODE)
+    for number in OTHERS:
+        for event in (E.RECEIVED, E.PROGRESS, E.FINISHED):
+            RECORDER.record(f"{number + 1:016x}", event, number)
+    for request_id in (ENDED, OPEN):
+        RECORDER.record(request_id, E.RECEIVED, id_hash("job-7"))
+    RECORDER.record(ENDED, E.FINISHED)
+    plane = InprocPlane()
+    transport = plane._transport
+    assert isinstance(transport, InprocTransport)
+    answering = asyncio.create_task(answer_queries(plane, NS, DECODE))
+    await asyncio.sleep(0)
+    assert recordings_subject(NS) in transport._listeners
+    try:
+        yield transport
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        RECORDER.stop()
+
+
+async def test_inquiry_when_a_process_answers_then_it_sends_what_is_wanted_and_its_file_has_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = Recordings([])
+    async with recording_process(tmp_path, monkeypatch) as transport:
+
+        async def asked(selection: Selection, **wanted: object) -> ProcessRecording:
+            inquiry = Inquiry(transport, NS, {DECODE: make_instance(DECODE, namespace=NS)}, SOON_S, settle_s=0.0)
+            await inquiry.ask(RecordingQuery("", selection, **wanted))  # type: ignore[arg-type]
+            (sent,) = (await inquiry.result(nothing)).processes
+            return sent
+
+        (local,) = Recordings.read(tmp_path).processes
+        everything = await asked(Selection.ALL)
+        assert everything.entries == local.entries
+        assert (everything.num_overwritten, everything.oldest_ns) == (local.num_overwritten, local.oldest_ns)
+        assert local.num_overwritten
+        both, unfinished = {int(ENDED, 16), int(OPEN, 16)}, {int(OPEN, 16)}
+        for recording, keys in (
+            (await asked(Selection.GIVEN, keys=[int(ENDED, 16)]), both - unfinished),
+            (await asked(Selection.GIVEN, prefix=int(OPEN[:8], 16)), unfinished),
+            (await asked(Selection.GIVEN, client_id=id_hash("job-7")), both),
+            (await asked(Selection.OPEN), unfinished),
+        ):
+            assert {entry.key for entry in recording.entries} - {0} == keys
+        latest = await asked(Selection.LATEST)
+        assert both < {entry.key for entry in latest.entries}
+        assert len(latest.entries) < 100
+
+
+async def test_inquiry_when_workers_do_not_send_then_one_is_silent_and_one_of_an_older_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, frozen, answers = (make_instance(number, namespace=NS) for number in (1, 2, DECODE))
+    async with recording_process(tmp_path, monkeypatch) as transport:
+        await transport.subscribe(older.subject, lambda data, reply: transport.publish(reply, PING))
+        inquiry = Inquiry(transport, NS, {each.id: each for each in (older, frozen, answers)}, 0.05)
+        (local,) = Recordings.read(tmp_path).processes
+        await inquiry.ask(RecordingQuery("", Selection.OPEN, known=[local.header.epoch_ns]))
+        found = await inquiry.result(Recordings([]))
+    assert list(found.unanswered) == [frozen.id]
+    assert found.unanswered[frozen.id].reason.startswith("it has not answered for 0.05 s: it is frozen")
+    (note,) = found.problems
+    assert note.startswith(f"{older.role} 1 sends no recording")
+
+
+def elsewhere(one: ProcessRecording, boot: bytes, ahead_ns: int) -> ProcessRecording:
+    """A process of another machine, whose clock is ahead."""
+    one.entries[:] = [entry._replace(ns=entry.ns + ahead_ns) for entry in one.entries]
+    return ProcessRecording(
+        header=one.header._replace(boot_id=boot), state=one.state, silent_s=0.0, num_overwritten=0, entries=one.entries
+    )
+
+
+def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_three_machines() -> None:
+    hour, ms = 3600 * 10**9, 10**6
+    published = (21, E.KV_PUBLISHED, 9, 0, "")
+    frontend = process("frontend", DECODING)
+    prefill = elsewhere(process("prefill", [(5, E.CALL_RECEIVED, 1, 0, ""), published], PREFILL), b"B", hour)
+    decode = elsewhere(process("decode", FETCHING, DECODE), b"C", -hour)
+    slow = {
+        boot_id(): ClockOffset(0, 0),
+        b"B": ClockOffset(-hour - 90 * ms, -hour + 10 * ms),
+        b"C": ClockOffset(hour - 10 * ms, hour + 90 * ms),
+    }
+    found = aligned(slow, Recordings([frontend, prefill, decode]))
+    offset_b, offset_c = found[b"B"], found[b"C"]
+    sent_ns, received_ns = frontend.entries[3].ns, prefill.entries[0].ns + offset_b.ns
+    assert sent_ns <= received_ns <= prefill.entries[1].ns + offset_b.ns <= frontend.entries[4].ns
+    assert frontend.entries[4].ns <= decode.entries[0].ns + offset_c.ns
+    assert offset_b.low_ns <= -hour <= offset_b.high_ns
+    assert offset_b.error_s < 10e-3 < offset_c.error_s
+    assert {entry.key for entry in frontend.entries} == {KEY}
