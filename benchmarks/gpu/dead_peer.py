@@ -92,7 +92,8 @@ class Trial:
         self._variant, self._watcher, self._device = VARIANTS[name], watcher, device
         self._region_bytes = region_bytes
         self.result: dict[str, Any] = {"variant": name, "env": self._variant.env}
-        self._environ = dict(self._variant.env)
+        # UCX would choose other reads on a GPU without an active NVLink, as on a machine with one GPU.
+        self._environ = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", **self._variant.env}
         if logs is not None:
             self._environ |= {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "used", "UCX_LOG_FILE": f"{logs}/{name}-%p"}
 

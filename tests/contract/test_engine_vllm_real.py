@@ -157,6 +157,11 @@ async def test_two_calls_when_random_without_a_seed_then_it_begins_with_the_tran
         prompt = prompt_of(length, 21)
         kv_params = await prefill_params(pair.prefill, prompt, temperature=1.0)
         chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, kv_params=kv_params, temperature=1.0))
+        stats = chunks[-1].stats
+        assert stats is not None
+        parts = [stats.more[f"handoff.{part}"] for part in ("queue", "post", "read", "notice")]
+        assert min(parts) >= 0
+        assert sum(parts) <= stats.kv_transfer_s
         release(pair.prefill, kv_params, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == kv_params.first_token_ids[0]
 

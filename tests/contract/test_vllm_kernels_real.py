@@ -10,7 +10,7 @@ import importlib.util
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +117,33 @@ def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
     monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)  # restored when the test ends
     compilation.hash_without_path()
     assert key(first) == key(second) != key(other)
+
+
+def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_those_of_mixed_steps() -> None:
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    sizes: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4, 8], "max_cudagraph_capture_size": 8}
+    compiled = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, mode=3, **sizes)
+    compiled.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
+    config = SimpleNamespace(
+        compilation_config=compiled,
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={compilation.NEVER_DECODES: True}),
+        lora_config=None,
+        num_speculative_tokens=0,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+    )
+    dispatcher: Any = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(compiled.cudagraph_mode)
+    assert dispatcher.dispatch(3, uniform_decode=True)[0] is CUDAGraphMode.FULL
+
+    class Worker:
+        vllm_config, model_runner = config, SimpleNamespace(cudagraph_dispatcher=dispatcher)
+
+        def compile_or_warm_up_model(self) -> list[CUDAGraphMode]:
+            return [mode for mode, _ in dispatcher.get_capture_descs()]
+
+    compilation._skip_before_capture(Worker)
+    assert Worker().compile_or_warm_up_model() == [CUDAGraphMode.PIECEWISE]
+    mode, padded = dispatcher.dispatch(3, uniform_decode=True)
+    assert (mode, padded.num_tokens) == (CUDAGraphMode.PIECEWISE, 4)

@@ -6,6 +6,7 @@ One engine of a host compiles for all that have the same model and arguments.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -22,6 +23,7 @@ from dynamo_trtllm.engines.checkpoint import Checkpoint
 
 _log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 _TRITON = "TRITON_CACHE_DIR"
+NEVER_DECODES = "dynamo_never_decodes"  # in `kv_connector_extra_config`, which is no part of the key of compiled code
 _LOCK_POLL_S = 0.25
 
 
@@ -134,6 +136,39 @@ def _lock_before_profiling(worker_class: Any) -> None:
         return found
 
     worker_class.determine_available_memory = determine_available_memory
+
+
+def skip_decode_graphs() -> None:
+    """Make vLLM's workers of prefill engines in this process capture no CUDA graphs of decode steps."""
+    loaded = sys.modules.get("vllm.v1.worker.gpu_worker")
+    if loaded is not None:
+        _skip_before_capture(loaded.Worker)
+
+
+def _skip_before_capture(worker_class: Any) -> None:
+    """Remove the keys of these graphs before capture. Then vLLM uses a graph of mixed steps, if a step needs one.
+
+    Captured sizes and modes in the configuration would change the key of compiled code, so that prefill and decode
+    engines could not use the same.
+    """
+    capture = worker_class.compile_or_warm_up_model
+
+    @functools.wraps(capture)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        transfer = self.vllm_config.kv_transfer_config
+        dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)  # not in vLLM's second model runner
+        if (
+            dispatcher is not None
+            and transfer is not None
+            and transfer.kv_connector_extra_config.get(NEVER_DECODES)
+            and dispatcher.cudagraph_mode.separate_routine()  # else graphs of mixed steps have the same mode
+        ):
+            for mode, keys in dispatcher.cudagraph_keys.items():
+                if mode.name == "FULL":
+                    keys.clear()
+        return capture(self)
+
+    worker_class.compile_or_warm_up_model = compile_or_warm_up_model
 
 
 def _compile_lock(config: Any) -> CompileLock:

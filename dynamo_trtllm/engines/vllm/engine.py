@@ -156,6 +156,7 @@ class VllmEngine(ExternalEngine):
             _log.info("NixlConnector: listening for handshakes at %s port %d", channel.host, channel.port)
             transfer = values["kv_transfer_config"]
             extra = transfer["kv_connector_extra_config"] | transfers.extra_config(channel)
+            extra[compilation.NEVER_DECODES] = self._role is Role.PREFILL
             values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         if self._kv_events is not None:
             values["kv_events_config"] = values["kv_events_config"] | self._kv_events.config

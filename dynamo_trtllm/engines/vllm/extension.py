@@ -195,3 +195,4 @@ if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this modu
     compilation.loosen_kernels()
     compilation.hash_without_path()
     compilation.compile_once()
+    compilation.skip_decode_graphs()
