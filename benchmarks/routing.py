@@ -26,9 +26,10 @@ workers. Simulated, with prefill workers that compute one prompt after the other
 replay: prefix hits and the time to first token with each --router-mode, of the requests of a trace in Mooncake's
 format, scaled down, or of a generated one. It starts mock workers, as many for decode as for prefill. The modes
 dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock workers; its wheels are installed from PyPI
-into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of one cache as large as
-the caches of all workers together, in which each prompt is computed at once. Answers of Dynamo do not say what prefill
-workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what the engine found in its
+into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of an oracle that knows
+each worker's cache and sends each prompt to the one that has most of it. "of one cache" compares them with one cache as
+large as those of all workers together. In both, each prompt is computed at once. Answers of Dynamo do not say what
+prefill workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what the engine found in its
 cache, and prompts with other salts found nothing.
 
 indexes: how long it takes after bursts of requests until two frontends know the same of the workers' prefix caches. The

@@ -10,14 +10,15 @@ from __future__ import annotations
 import gzip
 import random
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
-from dynamo_trtllm.engines.prefix_cache import PrefixCache
+from dynamo_trtllm.kv_events import prefix_hashes
 
 from .client import WORDS
 
@@ -94,44 +95,51 @@ def _at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
 
 
 class _Cache:
-    """The prefix cache of a worker that computes each prompt at once."""
+    """The prefix cache of a worker that computes each prompt at once. The least recently used blocks go first."""
 
     def __init__(self, blocks: int) -> None:
-        self._cache = PrefixCache(BLOCK_TOKENS)
-        self._free = blocks
+        self._limit = blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # prefix hashes
 
-    def run(self, ids: array[int]) -> int:
-        """Return how many tokens of a prompt are cached. Afterwards all its full blocks are."""
-        needed = -(-len(ids) // BLOCK_TOKENS)
-        reserved = self._cache.reserve(ids, None, needed, self._free)
-        if reserved is None:
-            return 0  # the prompt is larger than the cache
-        cached, chain = len(reserved.reused), reserved.reused
-        self._free += len(reserved.evicted)
-        self._free -= self._cache.store(ids, None, chain, repeat(0))
-        self._cache.release(chain)
-        return cached * BLOCK_TOKENS
+    def match(self, hashes: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks are cached."""
+        return next((count for count, prefix in enumerate(hashes) if prefix not in self._blocks), len(hashes))
+
+    def store(self, hashes: Sequence[int], needed: int) -> None:
+        """Cache the full blocks of a prompt, which needs so many blocks in all."""
+        if needed > self._limit:
+            return
+        for prefix in hashes:
+            self._blocks.pop(prefix, None)
+        while len(self._blocks) + needed > self._limit:
+            self._blocks.popitem(last=False)
+        self._blocks.update(dict.fromkeys(reversed(hashes)))
 
 
-def oracle_hits(trace: Iterable[TraceRequest], framing_tokens: int, cache_blocks: int) -> int:
-    """Return how many tokens an oracle finds in caches of `cache_blocks` blocks of all workers together.
+def oracle_hits(trace: Sequence[TraceRequest], framing_tokens: int, cache_blocks: int, workers: int = 1) -> int:
+    """Return how many tokens an oracle finds in the caches of workers.
 
-    The oracle knows every cache, and the prefix that a prompt needs is always where the prompt runs, without a second
-    copy of it: it has one cache with the space of all workers. Prompts are computed in the order in which they come, in
-    no time.
+    It knows each cache. A prompt goes to the worker that has most of it, of equal ones to that with the fewest tokens
+    of prompts so far. The beginning that all prompts share does not count, because all would follow the first one to
+    its worker. Prompts are computed in the order in which they come, in no time. With one worker that has the space of
+    all, this is more than any selection of workers can reach.
 
     Args:
         trace: the requests.
         framing_tokens: tokens that the chat template puts before each prompt.
-        cache_blocks: blocks that all workers can cache.
+        cache_blocks: blocks that each worker can cache.
+        workers: the number of workers.
     """
-    cache = _Cache(cache_blocks)
-    return sum(cache.run(_ids(request.blocks, framing_tokens)) for request in trace)
-
-
-def round_robin_hits(trace: Sequence[TraceRequest], framing_tokens: int, cache_blocks: int, workers: int) -> int:
-    """Return how many tokens are found if the workers get the prompts in turn. Arguments are as above."""
-    return sum(oracle_hits(trace[first::workers], framing_tokens, cache_blocks // workers) for first in range(workers))
+    caches, num_sent, hits = [_Cache(cache_blocks) for _ in range(workers)], [0] * workers, 0
+    prompts = [_ids(request.blocks, framing_tokens) for request in trace]
+    hashed = [prefix_hashes(ids[:-1], BLOCK_TOKENS, 0) for ids in prompts]  # the last token is never in a cache
+    shared = next((count for count, each in enumerate(zip(*hashed, strict=False)) if len(set(each)) > 1), 0)
+    for ids, hashes in zip(prompts, hashed, strict=True):
+        found = [cache.match(hashes) for cache in caches]
+        best = min(range(workers), key=lambda worker: (-max(shared, found[worker]), num_sent[worker]))
+        caches[best].store(prefix_hashes(ids, BLOCK_TOKENS, 0), -(-len(ids) // BLOCK_TOKENS))
+        hits, num_sent[best] = hits + found[best] * BLOCK_TOKENS, num_sent[best] + len(ids)
+    return hits
 
 
 def _ids(blocks: Sequence[int], framing_tokens: int) -> array[int]:

@@ -36,6 +36,7 @@ def test_oracle_when_caches_are_smaller_then_it_finds_less_but_never_the_last_to
     all_blocks = 8 * BLOCK_TOKENS
     assert oracle_hits(trace, 0, 100) == 6 * all_blocks
     assert oracle_hits(trace, 0, 16) == 0
+    assert oracle_hits(trace, 0, 16, workers=3) == 6 * all_blocks
     assert oracle_hits([TraceRequest(0.0, (1,), 2)] * 2, BLOCK_TOKENS - 1, 100) == BLOCK_TOKENS
 
 
