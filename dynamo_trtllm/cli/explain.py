@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dynamo_trtllm.cli.machines import with_other_machines
 from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
 from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
@@ -93,7 +92,11 @@ def _read(config: ExplainConfig) -> Recordings:
         local = Recordings.read(folder)
     except OSError as exc:
         local, reason = Recordings([]), f"{folder} can't be read ({exc.strerror or exc})"
-    recordings = with_other_machines(config, local)
+    recordings = local
+    if not config.local:
+        from dynamo_trtllm.cli.machines import with_other_machines  # it loads the clients of etcd and NATS
+
+        recordings = with_other_machines(config, local)
     if not recordings.processes and not recordings.unanswered and not local.problems:
         others = "".join(f"; {problem}" for problem in recordings.problems)
         raise NotExplained(

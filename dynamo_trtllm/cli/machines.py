@@ -17,7 +17,7 @@ from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import BadRecord, read_instance
-from dynamo_trtllm.errors import BadFrame, DynamoError, Unreachable
+from dynamo_trtllm.errors import BadFrame, PlaneError, Unreachable
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.messages import Instance, decode, encode
 from dynamo_trtllm.observability.recorder import HEADER_BYTES, RecordedEvent, RecordingHeader, boot_id
@@ -57,16 +57,15 @@ def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
 
     If etcd or NATS can't be reached, the result has only those of this machine, and a line that says so.
     """
-    if config.local:
-        return local
     config = _connection(config)
     try:
         return asyncio.run(_gather(config, local))
-    except (DynamoError, TimeoutError) as exc:
-        reason = exc.message if isinstance(exc, DynamoError) else "no answer in time"
-        address = f"etcd {mask_address(config.etcd_endpoints)}, NATS {mask_address(config.nats_server)}"
-        line = f"only the recordings of this machine are read: {reason} ({address}); --local prevents this note"
-        return Recordings(local.processes, [*local.problems, line])
+    except (PlaneError, TimeoutError) as exc:
+        is_etcd = isinstance(exc, TimeoutError) or exc.field == "etcd_endpoints"
+        name, address = ("etcd", config.etcd_endpoints) if is_etcd else ("NATS", config.nats_server)
+        flag = "--etcd-endpoints" if is_etcd else "--nats-server"
+        line = f"no {name} answers at {mask_address(address)}, so only files of this machine are read; pass {flag} or "
+        return Recordings(local.processes, [*local.problems, f"{line}--local"])
 
 
 def _connection(config: ExplainConfig) -> ExplainConfig:
