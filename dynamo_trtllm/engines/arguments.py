@@ -117,13 +117,12 @@ class LibraryArgs:
         return level
 
 
-def check_source(layer: Source, release: ApiManifest, engine_set: Mapping[str, str]) -> list[str]:
+def check_source(layer: Source, release: ApiManifest) -> list[str]:
     """Check the arguments of one source for an engine that wraps a library.
 
     Args:
         layer: the source.
         release: API of the library.
-        engine_set: dotted key of each argument that only the engine sets -> what to do instead, or the reason.
 
     Returns:
         A note for each key that can't be checked.
@@ -132,26 +131,24 @@ def check_source(layer: Source, release: ApiManifest, engine_set: Mapping[str, s
         ConfigError: names the source and the key at fault.
     """
     for key, leaf in layers.merge([layer]).leaves.items():
-        for name, fix in engine_set.items():
+        for name, fix in release.library.engine_set.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key)
     return library_schema.check(layer.values, release, layer.source)
 
 
-def described_library_arguments(args: LibraryArgs, engine_set: Mapping[str, str]) -> Described:
+def described_library_arguments(args: LibraryArgs) -> Described:
     """Return all arguments of an engine that wraps a library, with defaults and sources.
 
-    Args:
-        args: the merged arguments.
-        engine_set: arguments that only the engine sets; their defaults do not apply.
+    Defaults of arguments that only the engine sets do not apply.
     """
-    release = args.release
-    title = f"{release.library.name} {release.title}"
-    keys = [key for key in library_schema.every_key(release, args.values) if key not in engine_set]
-    every = {key: SourcedValue(args.get(key), f"default ({release.library.name} {release.name})") for key in keys}
+    release, library = args.release, args.release.library
+    title = f"{library.name} {release.title}"
+    keys = [key for key in library_schema.every_key(release, args.values) if key not in library.engine_set]
+    every = {key: SourcedValue(args.get(key), f"default ({library.name} {release.name})") for key in keys}
     sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
     every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
-    order = {key: i for i, key in enumerate(release.fields(release.library.root))}
+    order = {key: i for i, key in enumerate(release.fields(library.root))}
     ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
     return Described(title, args.leaves, ordered, args.notes)
 

@@ -1,7 +1,7 @@
 """Describe the public Python API of a library, release by release, from manifests in JSON.
 
-Manifests are extracted from a library's published sources or from the installed package and are not edited by hand. The
-library itself is not imported.
+Manifests are extracted from a library's published sources or from the installed package and are not edited by hand.
+What they do not say is in a file library.yaml beside them. The library itself is not imported.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import resources
 from typing import Any
+
+import msgspec
 
 
 class Presence(StrEnum):
@@ -44,11 +46,22 @@ class LibraryReleases:
     name: str  # for messages
     package: str  # Python package of the JSON files
     root: str  # class of the engine arguments
-    manifests: Mapping[str, tuple[str, ...]]  # release -> its manifests, oldest release first
-    titles: Mapping[str, str] = field(default_factory=dict)  # release -> its name in messages, if another one
+    manifests: dict[str, tuple[str, ...]]  # release -> its manifests, oldest release first
+    titles: dict[str, str] = field(default_factory=dict)  # release -> its name in messages, if another one
     development: str | None = None  # manifest of an unreleased commit
-    ranges: Mapping[str, tuple[float, float | None]]  # dotted key -> smallest and largest number, or item of a list
+    ranges: dict[str, tuple[int | float, int | float | None]]  # key -> smallest and largest number, or item of a list
     any_case: frozenset[str]  # types whose words are compared without case: an enumeration, or "Literal"
+    flags: dict[str, str]  # setting of the worker -> argument
+    engine_set: dict[str, str]  # argument that only the engine sets -> what to do instead, or the reason
+    foreign: dict[str, str] = field(default_factory=dict)  # argument of another library -> what replaces it
+    unsupported: frozenset[str] = frozenset()  # arguments that must not be set, or be false
+    moved: dict[str, str] = field(default_factory=dict)  # deprecated argument -> its replacement
+
+    @classmethod
+    def load(cls, package: str) -> LibraryReleases:
+        """Read the file library.yaml of a package. `package` also has the manifests."""
+        data = msgspec.yaml.decode(resources.files(package).joinpath("library.yaml").read_bytes())
+        return msgspec.convert({**data, "package": package}, cls)
 
     @functools.cached_property
     def releases(self) -> tuple[ApiManifest, ...]:

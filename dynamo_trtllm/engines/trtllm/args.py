@@ -20,22 +20,12 @@ from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm import kernels
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
 from dynamo_trtllm.engines.trtllm.polling import BUFFER_EVENTS
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
-# Deprecated key -> its replacement.
-_MOVED = {
-    "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",  # a flag of trtllm-serve
-    "moe_backend": "moe_config.backend",
-    "moe_max_num_tokens": "moe_config.max_num_tokens",
-    "moe_load_balancer": "moe_config.load_balancer",
-    "cuda_graph_batch_sizes": "cuda_graph_config.batch_sizes",
-    "cuda_graph_max_batch_size": "cuda_graph_config.max_batch_size",
-    "cuda_graph_padding_enabled": "cuda_graph_config.enable_padding",
-    "cuda_graph_config.padding_enabled": "cuda_graph_config.enable_padding",
-}
 _LIFTED = "pytorch_backend_config"
 _TRANSCEIVER = "cache_transceiver_config"
 _TIMEOUT = "kv_transfer_timeout_ms"
@@ -56,7 +46,7 @@ def translate(layer: Source, notes: list[str]) -> Source:
     if isinstance(work.values.get(_LIFTED), Mapping):
         for key, value in work.values.pop(_LIFTED).items():
             work.put(f"{_LIFTED}.{key}", key, value)
-    for old, new in _MOVED.items():
+    for old, new in LIBRARY.moved.items():
         work.move(old, new)
     work.graphs()
     if (overlap := work.pop_flag("enable_overlap_scheduler")) is not None:
@@ -127,24 +117,6 @@ class _Work(NamedTuple):
         self.notes.append(f"{self.where}: {old} is deprecated; use {new}")
 
 
-# Setting of the worker -> argument of `LLM`.
-FLAGS: Mapping[str, str] = {
-    "load_format": "load_format",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "expert_parallel_size": "moe_expert_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
-    "max_num_tokens": "max_num_tokens",
-    "max_batch_size": "max_batch_size",
-    "max_seq_len": "max_seq_len",
-    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-    "kv_block_size": "kv_cache_config.tokens_per_block",
-}
-
-# Arguments that only the engine sets -> what to do instead.
-_OURS = {
-    "model": "set --model-path instead",
-    "backend": "only pytorch is supported",
-}
 ADAPTER = "the trtllm engine"  # name of the source
 _TIMEOUT_MARGIN = 1.1
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
@@ -174,8 +146,8 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     """
     profile = kernels.choose(config.kernels_profile, visible_gpus() if gpus is None else gpus)
     notes: list[str] = []
-    given = [translate(layer, notes) for layer in arguments.given_sources(config, FLAGS)]
-    unchecked = [note for layer in given for note in arguments.check_source(layer, release, _OURS)]
+    given = [translate(layer, notes) for layer in arguments.given_sources(config, LIBRARY.flags)]
+    unchecked = [note for layer in given for note in arguments.check_source(layer, release)]
     mxfp4_args = profile.mxfp4_args if _is_mxfp4(config.model_path) else {}
     wanted = layers.merge([Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)])
     merged = layers.merge([_own(config, given, release), _advice(wanted.leaves, given, release, notes), *given])
@@ -197,7 +169,7 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
 def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described:
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
-    found = arguments.described_library_arguments(args, _OURS)
+    found = arguments.described_library_arguments(args)
     return found._replace(title=f"{found.title}, {args.profile.source}")
 
 

@@ -25,66 +25,6 @@ from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance, Role
 
-# Flag -> argument of vLLM. vLLM has no argument for the number of expert-parallel ranks, see `_experts`.
-FLAGS: Mapping[str, str] = {
-    "load_format": "load_format",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
-    "max_num_tokens": "max_num_batched_tokens",
-    "max_batch_size": "max_num_seqs",
-    "max_seq_len": "max_model_len",
-    "free_gpu_memory_fraction": "gpu_memory_utilization",
-    "kv_block_size": "block_size",
-}
-
-# Arguments of TensorRT-LLM, and what replaces them in vLLM.
-_RESERVED = {
-    "moe_expert_parallel_size": "--expert-parallel-size, or enable_expert_parallel",
-    "enable_attention_dp": "data_parallel_size",
-    "max_num_tokens": "max_num_batched_tokens",
-    "max_batch_size": "max_num_seqs",
-    "max_seq_len": "max_model_len",
-    "kv_cache_config": "gpu_memory_utilization, block_size, kv_cache_dtype",
-    "cuda_graph_config": "cudagraph_capture_sizes, or enforce_eager: true to disable CUDA graphs",
-    "moe_config": "moe_backend",
-    "cache_transceiver_config": "not configurable: the connector is always NixlConnector",
-}
-
-# Arguments that the engine sets, and why a configuration must not set them.
-_OURS = {
-    "model": "set --model-path instead",
-    "served_model_name": "set --served-model-name instead",
-    "skip_tokenizer_init": "it depends on the model's files",
-    "disable_log_stats": "this worker exports statistics at /metrics",
-    "enable_log_requests": "this worker logs requests",
-    "stream_interval": "the engine sends one chunk per step",
-    "worker_extension_cls": "dynamo_trtllm sets its own",
-    "kv_events_config": "set --publish-kv-events instead",
-    "kv_transfer_config.kv_connector": "KV transfer always uses NixlConnector",
-    "kv_transfer_config.kv_connector_module_path": "KV transfer always uses NixlConnector",
-    "kv_transfer_config.kv_role": "it is kv_both in every role",
-    "kv_transfer_config.engine_id": "it is generated at every start",
-    "kv_transfer_config.kv_load_failure_policy": "the frontend retries failed KV transfers",
-    "kv_transfer_config.kv_connector_extra_config.kv_lease_duration": "set --ticket-ttl-s instead",
-    "kv_transfer_config.kv_connector_extra_config.bidirectional_kv_xfer": "KV goes from prefill to decode only",
-    "kv_transfer_config.kv_connector_extra_config.side_channel_host": "set VLLM_NIXL_SIDE_CHANNEL_HOST instead",
-    "kv_transfer_config.kv_connector_extra_config.side_channel_port": "set VLLM_NIXL_SIDE_CHANNEL_PORT instead",
-}
-# Arguments for several engines or nodes, and for drafts and adapters, which are not supported.
-_NOT_DRIVEN = (
-    "data_parallel_rank",
-    "data_parallel_start_rank",
-    "data_parallel_size_local",
-    "data_parallel_external_lb",
-    "data_parallel_hybrid_lb",
-    "data_parallel_multi_port_external_lb",
-    "nnodes",
-    "node_rank",
-    "enable_elastic_ep",
-    "tokens_only",
-    "speculative_config",
-    "enable_lora",
-)
 _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
 CONNECTOR = "dynamo_trtllm.engines.vllm.connector"
@@ -113,11 +53,11 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
             "with vLLM, remove it or set moe_backend and attention_backend",
             field="kernels_profile",
         )
-    given = arguments.given_sources(config, FLAGS)
+    given = arguments.given_sources(config, LIBRARY.flags)
     unchecked: list[str] = []
     for layer in given:
         _check_supported(layer)
-        unchecked += arguments.check_source(layer, LIBRARY.newest, _OURS)
+        unchecked += arguments.check_source(layer, LIBRARY.newest)
     merged = layers.merge([_own(config), *given])
     _check_kv_events(config, merged.leaves)
     experts = _experts(config, merged.leaves)
@@ -137,11 +77,11 @@ def described(config: WorkerConfig) -> arguments.Described:
     Raises:
         ConfigError: See `vllm_args`.
     """
-    return arguments.described_library_arguments(vllm_args(config), _OURS)
+    return arguments.described_library_arguments(vllm_args(config))
 
 
 def _own(config: WorkerConfig) -> Source:
-    """Return the engine's own arguments. A configuration may override those that are not in _OURS."""
+    """Return the engine's own arguments. A configuration may override those that are not in `engine_set`."""
     values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": EXTENSION}
     if config.disaggregation_mode is not Role.AGGREGATED:
         values["kv_transfer_config"] = {
@@ -162,12 +102,12 @@ def _check_supported(layer: Source) -> None:
     """Raise ConfigError for an argument of TensorRT-LLM, and for one that needs several engines, drafts or adapters."""
     for key, value in layer.values.items():
         root = key.partition(".")[0]
-        if root in _RESERVED:
+        if root in LIBRARY.foreign:
             raise ConfigError(
-                f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use {_RESERVED[root]}",
+                f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use {LIBRARY.foreign[root]}",
                 field=root,
             )
-        if key in _NOT_DRIVEN and value:
+        if key in LIBRARY.unsupported and value:
             raise ConfigError(
                 f"{layer.source}: {key} is {value!r}: a worker runs one engine on one machine, without "
                 "speculative decoding and LoRA; remove it",

@@ -11,43 +11,7 @@ from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-LIBRARY = LibraryReleases(
-    name="TensorRT-LLM",
-    package=__name__,
-    root="TorchLlmArgs",
-    manifests={
-        "1.0.0": ("1.0.0",),
-        "1.1.0": ("1.1.0",),
-        "1.2.1": ("1.2.1",),
-        "1.3.0rc": ("1.3.0rc27", "1.3.0rc29"),  # rc27 covers the constructor arguments and rc29 the calls
-    },
-    titles={"1.3.0rc": "1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)"},
-    development="1.3.0rc-unpinned",  # names only
-    ranges={  # from the validators of 1.2.1 and the executor
-        "tensor_parallel_size": (1, None),
-        "pipeline_parallel_size": (1, None),
-        "context_parallel_size": (1, None),
-        "moe_expert_parallel_size": (1, None),
-        "max_batch_size": (1, None),
-        "max_num_tokens": (1, None),
-        "max_seq_len": (1, None),
-        "stream_interval": (1, None),
-        "num_postprocess_workers": (0, None),
-        "batch_wait_timeout_ms": (0, None),
-        "batch_wait_timeout_iters": (0, None),
-        "batch_wait_max_tokens_ratio": (0, 1),
-        "cuda_graph_config.max_batch_size": (0, None),
-        "kv_cache_config.free_gpu_memory_fraction": (0, 1),
-        "kv_cache_config.max_attention_window": (1, None),
-        "kv_cache_config.max_gpu_total_bytes": (0, None),
-        "kv_cache_config.tokens_per_block": (1, None),
-        "cache_transceiver_config.max_tokens_in_buffer": (1, None),
-        "cache_transceiver_config.kv_transfer_timeout_ms": (1, None),
-        "cache_transceiver_config.kv_transfer_sender_future_timeout_ms": (1, None),
-        "cache_transceiver_config.kv_transfer_poll_interval_ms": (1, None),
-    },
-    any_case=frozenset({"LoadFormat"}),
-)
+LIBRARY = LibraryReleases.load(__name__)
 
 
 def release_for(version: str) -> ApiManifest:

@@ -11,7 +11,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import ApiManifest
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.args import FLAGS, TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.errors import ConfigError
 
 RELEASES = {release.name: release for release in LIBRARY.releases}
@@ -82,15 +82,15 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
     )
 
 
-@pytest.mark.parametrize("field", sorted(FLAGS))
+@pytest.mark.parametrize("field", sorted(LIBRARY.flags))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
     value = {"free_gpu_memory_fraction": 0.5, "load_format": "dummy"}.get(field, 2)
-    assert merged(**{field: value}).leaves[FLAGS[field]] == (value, "configuration")
+    assert merged(**{field: value}).leaves[LIBRARY.flags[field]] == (value, "configuration")
 
 
 def test_flags_when_looked_up_then_every_release_that_has_them_is_known() -> None:
-    assert FLAGS["expert_parallel_size"] == "moe_expert_parallel_size"
-    assert FLAGS["kv_block_size"] == "kv_cache_config.tokens_per_block"
+    assert LIBRARY.flags["expert_parallel_size"] == "moe_expert_parallel_size"
+    assert LIBRARY.flags["kv_block_size"] == "kv_cache_config.tokens_per_block"
     with pytest.raises(
         ConfigError,
         match=r"TensorRT-LLM 1.0.0 has no kv_cache_config.tokens_per_block\. .*has it \(1.1.0, 1.2.1, 1.3.0rc\)",

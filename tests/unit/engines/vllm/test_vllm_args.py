@@ -11,7 +11,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
-from dynamo_trtllm.engines.vllm.args import _NOT_DRIVEN, _OURS, _RESERVED, FLAGS, VllmArgs, vllm_args
+from dynamo_trtllm.engines.vllm.args import VllmArgs, vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.main import table
 
@@ -30,11 +30,11 @@ def refused(line: str = "", **settings: Any) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("field", sorted(FLAGS))
+@pytest.mark.parametrize("field", sorted(LIBRARY.flags))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
     value: Any = {"free_gpu_memory_fraction": 0.5, "load_format": "dummy"}.get(field, 2)
     flag = "--" + field.replace("_", "-")
-    assert merged(f"{flag} {value}").leaves[FLAGS[field]] == (value, f"flag {flag}")
+    assert merged(f"{flag} {value}").leaves[LIBRARY.flags[field]] == (value, f"flag {flag}")
 
 
 def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_path: Path) -> None:
@@ -132,28 +132,33 @@ def test_args_when_a_key_is_dotted_then_it_is_the_nested_one() -> None:
     assert "it is kv_both" in refused(override_engine_args={"kv_transfer_config.kv_role": "x"})
 
 
-@pytest.mark.parametrize("name", sorted(_RESERVED))
+@pytest.mark.parametrize("name", sorted(LIBRARY.foreign))
 def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
     assert not schema.is_known(LIBRARY, name)
     assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(override_engine_args={name: 1})
 
 
-@pytest.mark.parametrize("key", sorted(_OURS))
+@pytest.mark.parametrize("key", sorted(LIBRARY.engine_set))
 def test_args_when_the_engine_says_it_itself_then_refused_with_the_reason(key: str) -> None:
     given: Any = "x"
     for part in reversed(key.split(".")):
         given = {part: given}
-    assert _OURS[key] in refused(override_engine_args=given)
+    assert LIBRARY.engine_set[key] in refused(override_engine_args=given)
 
 
-@pytest.mark.parametrize("name", _NOT_DRIVEN)
+@pytest.mark.parametrize("name", sorted(LIBRARY.unsupported))
 def test_args_when_it_would_take_more_than_one_engine_then_refused(name: str) -> None:
     assert name in refused(override_engine_args={name: 1})
 
 
 def test_names_when_looked_up_then_vllm_has_them_all() -> None:
     free = "kv_transfer_config.kv_connector_extra_config."  # a mapping with keys of the connector's own
-    names = [*FLAGS.values(), *LIBRARY.ranges, *_NOT_DRIVEN, *(key for key in _OURS if not key.startswith(free))]
+    names = [
+        *LIBRARY.flags.values(),
+        *LIBRARY.ranges,
+        *LIBRARY.unsupported,
+        *(key for key in LIBRARY.engine_set if not key.startswith(free)),
+    ]
     assert [name for name in names if not schema.is_known(LIBRARY, name)] == []
 
 
