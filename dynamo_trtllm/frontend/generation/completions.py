@@ -42,22 +42,23 @@ class CompletionSseEncoder:
     """An encoder of the events of chat and text completions. Pure: it returns bytes and sends nothing."""
 
     def __init__(
-        self, kind: str, choice: Callable[..., _Choice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
+        self, kind: str, choice: type[_TextChoice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
     ) -> None:
         self._base = _base(kind, meta)
         self._include_usage = body.include_usage
-        choices: list[_Choice] = [choice(at, first, self._wrap, plan) for at, first in enumerate(_returned(plan))]
-        if body.continuous_usage:
-            choices = [_CountedChoice(each, first) for each, first in zip(choices, _returned(plan), strict=True)]
-        self._choices = choices
+        returned = _returned(plan)
+        self._choices = [choice(at, first, self._wrap, plan) for at, first in enumerate(returned)]
+        # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
+        self._counts = [[len(each.request.token_ids), 0] for each in returned] if body.continuous_usage else None
 
     def start(self) -> bytes:
         """Return the events before the first delta. Called once, right before it."""
-        return b"".join(choice.start() for choice in self._choices)
+        return b"".join(self._counted(choice.start(), index, 0) for index, choice in enumerate(self._choices))
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
-        return self._choices[delta.index].delta(delta)
+        data = self._choices[delta.index].delta(delta)
+        return data if self._counts is None else self._counted(data, delta.index, delta.tokens)
 
     def finish(self, usage: Usage, extras: Extras) -> bytes:
         """Return the last events of the stream: totals if the client asked for them, and the end mark."""
@@ -69,30 +70,18 @@ class CompletionSseEncoder:
         """Return the events that end a stream with an error after its headers were sent."""
         return event(to_response(error).body) + DONE
 
+    def _counted(self, events: bytes, index: int, tokens: int) -> bytes:
+        """Return the events with the usage so far in place of `"usage": null`, if the client asked for it."""
+        if self._counts is None:
+            return events
+        counts = self._counts[index]
+        counts[1] += tokens
+        return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(_token_counts(*counts)) + _END)
+
     def _wrap(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return the object around a choice."""
         chunk = self._base | {"choices": [choice]}
         return chunk | {"usage": None} if self._include_usage else chunk
-
-
-class _CountedChoice:
-    """A choice whose events have its usage so far, as in vLLM, in place of `"usage": null`."""
-
-    def __init__(self, choice: _Choice, choice_request: ChoiceRequest) -> None:
-        self._choice = choice
-        self._prompt_tokens = len(choice_request.request.token_ids)
-        self._completion_tokens = 0
-
-    def start(self) -> bytes:
-        return self._with_usage(self._choice.start())
-
-    def delta(self, delta: ChoiceDelta) -> bytes:
-        self._completion_tokens += delta.tokens
-        return self._with_usage(self._choice.delta(delta))
-
-    def _with_usage(self, events: bytes) -> bytes:
-        usage = _token_counts(self._prompt_tokens, self._completion_tokens)
-        return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(usage) + _END)
 
 
 @dataclass(slots=True)
@@ -195,13 +184,51 @@ def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
     return before, after
 
 
-class _ChatChoice:
+class _TextChoice:
+    """The events of one choice."""
+
+    _key = "text"  # the field with the delta
+    _last: Any = ""  # the delta of the last event
+
     def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
         self._index = index
         self._wrap = wrap
+        self._echo = choice_request.echo
         self._renderer = plan.renderer
         self._first = _first_fields(choice_request)
-        before, after = self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+        self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+
+    def start(self) -> bytes:
+        first, self._first = self._first, {}
+        return event(self._chunk(self._echo, **first)) if self._echo or first else b""
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        data = self._delta(delta)
+        return data if delta.finish is None else data + event(self._chunk(self._last, finish=delta.finish))
+
+    def _delta(self, delta: ChoiceDelta) -> bytes:
+        if delta.logprobs or delta.token_ids:
+            logprobs = None
+            if delta.logprobs:
+                logprobs, self._offset = text_logprobs(delta.logprobs, self._renderer, self._offset)
+            return event(self._chunk(delta.content, logprobs=logprobs, **_token_ids(delta)))
+        if delta.content:
+            before, after = self._around_delta
+            return before + orjson.dumps(delta.content) + after
+        return b""
+
+    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
+        choice = {"index": self._index, self._key: delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._wrap(choice | more)
+
+
+class _ChatChoice(_TextChoice):
+    _key, _last = "delta", {}
+
+    def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
+        super().__init__(index, choice_request, wrap, plan)
+        before, after = self._around_delta
         self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
         self._after_text = b"}" + after
 
@@ -214,8 +241,7 @@ class _ChatChoice:
             delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids
         ):  # most deltas
             return self._before_content + orjson.dumps(delta.content) + self._after_text
-        data = self._delta(delta)
-        return data if delta.finish is None else data + event(self._chunk({}, finish=delta.finish))
+        return super().delta(delta)
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
         if delta.logprobs or delta.token_ids:
@@ -230,9 +256,6 @@ class _ChatChoice:
             text = orjson.dumps(delta.reasoning)
             return self._before_reasoning + text + b',"reasoning":' + text + self._after_text
         return b""
-
-    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
-        return self._wrap({"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish} | more)
 
 
 def _first_fields(choice_request: ChoiceRequest) -> dict[str, Any]:
@@ -266,42 +289,6 @@ def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": tool_call_id(), "type": "function", "function": function}
-
-
-class _TextChoice:
-    def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
-        self._index = index
-        self._wrap = wrap
-        self._echo = choice_request.echo
-        self._renderer = plan.renderer
-        self._first = _first_fields(choice_request)
-        self._offset = 0  # characters of the tokens whose log-probabilities were sent
-        self._around_text = _split_at_placeholder(self._chunk(PLACEHOLDER))
-
-    def start(self) -> bytes:
-        first, self._first = self._first, {}
-        return event(self._chunk(self._echo, **first)) if self._echo or first else b""
-
-    def delta(self, delta: ChoiceDelta) -> bytes:
-        data = self._text(delta)
-        return data if delta.finish is None else data + event(self._chunk("", finish=delta.finish))
-
-    def _text(self, delta: ChoiceDelta) -> bytes:
-        if delta.logprobs or delta.token_ids:
-            logprobs = None
-            if delta.logprobs:
-                logprobs, self._offset = text_logprobs(delta.logprobs, self._renderer, self._offset)
-            return event(self._chunk(delta.content, logprobs=logprobs, **_token_ids(delta)))
-        if delta.content:
-            before, after = self._around_text
-            return before + orjson.dumps(delta.content) + after
-        return b""
-
-    def _chunk(self, text: str, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
-        return self._wrap({"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more)
-
-
-_Choice: TypeAlias = _ChatChoice | _TextChoice | _CountedChoice
 
 
 def _chat_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:
