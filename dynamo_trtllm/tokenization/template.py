@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -119,6 +120,7 @@ _MARKERS: Final[Mapping[str, tuple[str, ...]]] = {  # that a parser must see eve
 }
 
 
+@dataclass(eq=False)
 class ChatTemplateRenderer:
     """Renderer for models with a chat template.
 
@@ -134,26 +136,22 @@ class ChatTemplateRenderer:
         ConfigError: A file is missing or can't be parsed.
     """
 
+    files: InitVar[Mapping[str, bytes]]
+    _: KW_ONLY
+    stop_token_ids: tuple[int, ...]
+    reasoning_parser: str = "none"
+    tool_call_parser: str = "none"
+
     is_loaded = True
 
-    def __init__(
-        self,
-        files: Mapping[str, bytes],
-        *,
-        stop_token_ids: tuple[int, ...],
-        reasoning_parser: str = "none",
-        tool_call_parser: str = "none",
-    ) -> None:
-        self.stop_token_ids = stop_token_ids
-        self._reasoning_parser = reasoning_parser
-        self._tool_call_parser = tool_call_parser
+    def __post_init__(self, files: Mapping[str, bytes]) -> None:
         self._tokenizer, self._is_byte_level = load_json_tokenizer(_required(files, TOKENIZER))
         config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
         self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
         self.variables = self._templates.variables
         self._hidden, self._added = self._tokenizer.special, self._tokenizer.added
-        markers = _MARKERS.get(reasoning_parser, ()) + _MARKERS.get(tool_call_parser, ())
+        markers = _MARKERS.get(self.reasoning_parser, ()) + _MARKERS.get(self.tool_call_parser, ())
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
         self._token_texts = {
             hidden: TokenTextCache(functools.partial(self._token_bytes, hidden))
@@ -201,9 +199,9 @@ class ChatTemplateRenderer:
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
     ) -> OutputParser:
         reasoning_parser = None
-        if self._reasoning_parser != "none":
-            reasoning_parser = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
-        calls = _CALL_PARSERS.get(self._tool_call_parser)
+        if self.reasoning_parser != "none":
+            reasoning_parser = ReasoningParser(begins_inside=self.reasoning_parser == "deepseek_r1")
+        calls = _CALL_PARSERS.get(self.tool_call_parser)
         return ChatOutputParser(
             self._text_parser(self._hidden_in_chat if hidden is None else hidden),
             reasoning_parser=reasoning_parser,
@@ -216,15 +214,15 @@ class ChatTemplateRenderer:
 
         None: no name is given, the format of calls is unknown, or reasoning comes first (`deepseek_r1`).
         """
-        opening = _CALL_OPENINGS.get(self._tool_call_parser)
-        if name is None or opening is None or self._reasoning_parser == "deepseek_r1":
+        opening = _CALL_OPENINGS.get(self.tool_call_parser)
+        if name is None or opening is None or self.reasoning_parser == "deepseek_r1":
             return None
         if TOOL_NAME.match(name) is None:
             raise InvalidRequest(f"tool name {name!r} can't be forced: use letters, digits, '_', '-' and '.'")
         return self._tokenizer.encode(f'{opening}{{"name": "{name}", "arguments":')
 
     def answer_header(self) -> tuple[str, TokenIds]:
-        if self._reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
+        if self.reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
             return "", token_ids()  # a marker of several tokens can't be matched among the ids of an output
         return END_THINK, self._tokenizer.encode(END_THINK)
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -218,6 +218,7 @@ class _ServiceStream(Stream):
         self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self.num_tokens)
 
 
+@dataclass(eq=False)
 class WorkerService:
     """A request-plane `Service` over one engine.
 
@@ -232,43 +233,36 @@ class WorkerService:
         cost_prior: what the configuration says about the time of steps.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        instance: Instance,
-        admission: Admission,
-        *,
-        files: Mapping[str, Path],
-        metrics: WorkerMetrics,
-        max_leaked_kv_fraction: float = 1.0,
-        kv_events: KvEventPublisher | None = None,
-        cost_prior: CostModel | None = None,
-    ) -> None:
-        self._engine = engine
+    engine: Engine
+    instance: Instance
+    admission: Admission
+    _: KW_ONLY
+    files: Mapping[str, Path]
+    metrics: WorkerMetrics
+    max_leaked_kv_fraction: float = 1.0
+    kv_events: KvEventPublisher | None = None
+    cost_prior: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        engine, instance = self.engine, self.instance
         # tested once, because the test for a protocol visits all its attributes
         self._stats_source = engine if isinstance(engine, HasStats) else None
         self._kv_holder = engine if isinstance(engine, KvHolder) else None
-        self._max_leaked_kv_fraction = max_leaked_kv_fraction
-        self._admission = admission
-        self._instance_id = instance.id
         self.called = asyncio.Event()  # set by each call
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
         self._new_tokens = self._new_requests = 0  # of prompts that came since
         steps = engine.steps if isinstance(engine, HasStepTimes) else None
-        self._cost = CostFit(cost_prior, steps, metrics.observe_prediction)
-        self._kv_events = kv_events
+        self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
         self._model = instance.card.name
         self._role = instance.role
         self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
-        self._files = files
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
-        self._metrics = metrics
-        metrics.watch(active=admission.active, reserved=admission.reserved_slots)
+        self.metrics.watch(active=self.admission.active, reserved=self.admission.reserved_slots)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _ServiceStream(request, self._metrics, on_event, self._cost.calls)
+        stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls)
         name, tokens = request.request_id, len(request.token_ids)
         RECORDER.record(name, RecordedEvent.CALL_RECEIVED, tokens, reason=request.phase)
         self.called.set()
@@ -277,11 +271,11 @@ class WorkerService:
         try:
             self._check(request)
             stats = self._engine_stats() if request.phase is Phase.PREFILL else None
-            stream.admission.enter_context(self._admission.admit(request, stats))
+            stream.admission.enter_context(self.admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
                 stream.arrived(self._work(tokens))
             RECORDER.follow(stream)
-            stream.source = context.run(self._engine.generate, request, stream.emit)
+            stream.source = context.run(self.engine.generate, request, stream.emit)
         except DynamoError as exc:
             asyncio.get_running_loop().call_soon(stream.emit, exc)
         except Exception as exc:  # noqa: BLE001 - logged, and the caller gets InternalError
@@ -310,10 +304,10 @@ class WorkerService:
         now, last = time.monotonic(), self._last_load
         if last is not None and now - self._load_read_at < _SAME_LOAD_S:
             return last
-        stats = self._engine_stats() or replace(NO_STATS, running=self._admission.active())
+        stats = self._engine_stats() or replace(NO_STATS, running=self.admission.active())
         work = stats.running, stats.waiting, stats.queued_prefill_tokens
         kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
-        load = LoadReport(self._instance_id, 1 if last is None else last.number + 1, *work, *kv)
+        load = LoadReport(self.instance.id, 1 if last is None else last.number + 1, *work, *kv)
         self._last_load, self._load_read_at = load, now
         self._new_tokens = self._new_requests = 0
         return load
@@ -321,7 +315,7 @@ class WorkerService:
     def load_report_with_cost(self) -> LoadReport:
         """Return the load with the cost model, which learns from the last steps and calls first."""
         cost = self._cost.learn(time.monotonic())
-        self._metrics.set_cost(cost)
+        self.metrics.set_cost(cost)
         return msgspec.structs.replace(self.load_report(), cost=cost)
 
     def _work(self, prompt_tokens: int) -> EngineWork:
@@ -335,20 +329,20 @@ class WorkerService:
     async def control(self, verb: Control) -> bytes:
         match verb:
             case GetFile(sha256, offset):
-                return encode(startup.file_chunk(self._files, sha256, offset))
+                return encode(startup.file_chunk(self.files, sha256, offset))
             case ReleaseKv(transfer_id, outcome):
                 if self._kv_holder is not None:
                     self._kv_holder.release(transfer_id, outcome)
             case ReserveSlot(reservation_id, expires_at, left_s):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
-                self._admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
+                self.admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
             case ReleaseSlot(reservation_id):
-                self._admission.unreserve(reservation_id)
+                self.admission.unreserve(reservation_id)
             case ResyncKvEvents():
-                if self._kv_events is None:
+                if self.kv_events is None:
                     raise InvalidRequest("this worker publishes no KV events; start it with --publish-kv-events")
-                self._kv_events.resync()
+                self.kv_events.resync()
             case Restart(reason):
                 self._restart_reason = reason
                 self._restart_asked.set()
@@ -357,7 +351,7 @@ class WorkerService:
     async def until_failed(self) -> None:
         """Wait until the engine fails, leaks too much KV, or a restart is requested: EngineFailed ends the worker."""
         while not self._restart_asked.is_set():
-            await self._engine.check()
+            await self.engine.check()
             self._check_leaked_kv()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_EVERY_S):
@@ -368,7 +362,7 @@ class WorkerService:
         stats = self._engine_stats()
         if stats is None or not stats.kv_blocks_total:  # 0: not reported by the engine
             return
-        if stats.leaked_kv_blocks > self._max_leaked_kv_fraction * stats.kv_blocks_total:
+        if stats.leaked_kv_blocks > self.max_leaked_kv_fraction * stats.kv_blocks_total:
             raise EngineFailed(
                 f"{stats.leaked_kv_blocks} of {stats.kv_blocks_total} KV blocks were never fetched and can't be freed "
                 "(--max-leaked-kv-fraction); restarting"

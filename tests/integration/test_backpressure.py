@@ -40,7 +40,7 @@ class Scene:
         return found
 
     def admission(self, role: Role) -> Admission:
-        made: Admission = self.serving(role)._service._admission  # type: ignore[attr-defined]
+        made: Admission = self.serving(role)._service.admission  # type: ignore[attr-defined]
         return made
 
     def subject(self, role: Role) -> str:

@@ -10,6 +10,7 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
@@ -56,28 +57,27 @@ _RESERVE_TIMEOUT_S = 2.0
 _RESERVED_S = 60.0  # expiry of a slot, in case this frontend dies; a decode call without a slot is queued
 
 
+@dataclass(eq=False)
 class Pipeline:
-    """A runner of requests on prefill and decode workers. Close it after the last stream."""
+    """A runner of requests on prefill and decode workers. Close it after the last stream.
 
-    def __init__(
-        self,
-        view: ClusterView,
-        plane: Plane,
-        options: PipelineOptions | None = None,
-        breakers: PairBreakers | None = None,
-        placement: Placement | None = None,
-    ) -> None:
-        """`breakers` records the outcome of every KV transfer, and opens; `placement` selects workers by cost."""
-        self.view = view
-        self.plane = plane
-        self.breakers = breakers or PairBreakers()
-        self._options = options or PipelineOptions()
-        self.placement = placement
+    Args:
+        breakers: records the outcome of every KV transfer, and opens.
+        placement: selects workers by cost.
+    """
+
+    view: ClusterView
+    plane: Plane
+    options: PipelineOptions = field(default_factory=PipelineOptions)
+    breakers: PairBreakers = field(default_factory=PairBreakers)
+    placement: Placement | None = None
+
+    def __post_init__(self) -> None:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
-        self.background_control = BackgroundControl(plane)
+        self.background_control = BackgroundControl(self.plane)
         # Changes whose new pairs are not withheld yet.
-        self._changes = view.subscribe() if self._options.has_probes else deque[Change]()
+        self._changes = self.view.subscribe() if self.options.has_probes else deque[Change]()
 
     def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
         """Start a request as `streams.Generator.generate` does. Failed calls are retried or continued by other workers.
@@ -88,7 +88,7 @@ class Pipeline:
         Args:
             trace: filled while the request runs.
         """
-        return _RunningRequest(self, GenerationFlow(request, trace, self._options), trace, on_event)
+        return _RunningRequest(self, GenerationFlow(request, trace, self.options), trace, on_event)
 
     def probe(
         self, selection: WorkerSelection, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
@@ -97,11 +97,11 @@ class Pipeline:
 
         A failed KV transfer is recorded here.
         """
-        return _RunningRequest(self, GenerationFlow(request, trace, self._options, selection), trace, on_event)
+        return _RunningRequest(self, GenerationFlow(request, trace, self.options, selection), trace, on_event)
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one, or a random number."""
-        return random.getrandbits(30) if self._options.selects_at_random else next(self._round_robin[model])
+        return random.getrandbits(30) if self.options.selects_at_random else next(self._round_robin[model])
 
     def select(self, request: GenerateRequest, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
         """Select the workers of an attempt.
@@ -126,7 +126,7 @@ class Pipeline:
         self, ids: frozenset[int], request: GenerateRequest, action: SelectWorkers, round_robin_index: int
     ) -> WorkerSelection:
         model, breakers, avoid = request.model, self.breakers, action.avoid
-        view, fallback = self.view.model(model).excluding(ids), self._options.decode_fallback
+        view, fallback = self.view.model(model).excluding(ids), self.options.decode_fallback
         if self.placement is not None:
             best = self.placement.select(view, request, breakers, time.monotonic(), avoid=avoid)
             if best is not None:
@@ -148,7 +148,7 @@ class Pipeline:
 
     def update_breakers(self) -> None:
         """Update which pairs get no requests. Called before a pair is selected or probed."""
-        if self.breakers.any_open and not self._options.has_probes:
+        if self.breakers.any_open and not self.options.has_probes:
             self.breakers.half_open(time.monotonic())
         while self._changes:
             change = self._changes.popleft()

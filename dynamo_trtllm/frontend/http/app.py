@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
@@ -43,16 +44,19 @@ LISTED: Final = 100  # most entries of a list in /health, unless the query has a
 MAX_LISTED: Final = 1_000_000
 
 
+@dataclass(eq=False)
 class StatusRoutes:
-    """The status endpoints, one method per path."""
+    """The status endpoints, one method per path.
 
-    def __init__(
-        self, models: ModelRegistry, metrics: FrontendMetrics, not_ready_reason: Callable[[], str | None]
-    ) -> None:
-        """`not_ready_reason` returns the reason for which `/ready` answers 503, or None."""
-        self._models = models
-        self._metrics = metrics
-        self._not_ready_reason = not_ready_reason
+    Args:
+        not_ready_reason: returns the reason for which `/ready` answers 503, or None.
+    """
+
+    _models: ModelRegistry
+    _metrics: FrontendMetrics
+    _not_ready_reason: Callable[[], str | None]
+
+    def __post_init__(self) -> None:
         self._created = int(time.time())  # models have no creation time: the frontend's start is used
 
     async def models(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -152,16 +156,16 @@ DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
 
 
+@dataclass(eq=False)
 class ResponseRoutes:
     """The endpoints of existing responses.
 
     Responses in progress are known only to their own frontend, stored ones to all frontends that share a store.
     """
 
-    def __init__(self, responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> None:
-        self._responses = responses
-        self._store = store
-        self._running = running
+    _responses: ResponsesAdapter
+    _store: ResponseStore
+    _running: InFlight
 
     async def retrieve(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "stream", "include", "include[]")

@@ -111,7 +111,7 @@ class Bench:
     ) -> None:
         self.plane, self.view = InprocPlane(), ClusterView()
         self.breakers = PairBreakers(limits)
-        self.pipeline = Pipeline(self.view, self.plane, None, self.breakers)
+        self.pipeline = Pipeline(self.view, self.plane, breakers=self.breakers)
         options = PairProbeOptions(interval_s=interval_s, timeout_s=timeout_s)
         self.canaries = PairProbes(self.view, self.pipeline, self.breakers, options)
         self.codes: Counter[str] = Counter()

@@ -384,7 +384,7 @@ async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_lon
     cluster: Cluster, ending: DynamoError
 ) -> None:
     breakers = PairBreakers()
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, None, breakers)
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, breakers=breakers)
     await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(9)])
     await cluster.add(2, Role.DECODE, FINISHED, *[[ending]] * 8)
     await cluster.tokens()

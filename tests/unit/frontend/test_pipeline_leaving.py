@@ -69,7 +69,9 @@ async def test_prediction_when_another_decode_worker_fetches_the_kv_then_there_i
     await cluster.add(4, Role.DECODE, FINISHED)
     prefill = linear_prefill_fit(0.01, 0.001)
     known = Fit((0.1, 0.0), 0.5, 2.0, 24)
-    cost = CostModel(prefill=prefill, first_token=Fit((0.0, 0.0, 0.5, 1.0), 0.5, 2.0, 24), step_tokens=64, kv_transfer=known)
+    cost = CostModel(
+        prefill=prefill, first_token=Fit((0.0, 0.0, 0.5, 1.0), 0.5, 2.0, 24), step_tokens=64, kv_transfer=known
+    )
     for instance_id, running in ((1, 0), (2, 0), (4, 9)):
         report = LoadReport(instance_id, 1, running, 0, 0, 0, 0, 0, cost)
         cluster.pipeline.placement.loads.on_report(report, time.monotonic())
