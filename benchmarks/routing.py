@@ -29,8 +29,8 @@ dynamo-round-robin and dynamo-kv are routers of Dynamo, with its own mock worker
 into --dynamo-folder if they are not there. "of oracle" compares the cached tokens with those of an oracle that knows
 each worker's cache and sends each prompt to the one that has most of it. "of one cache" compares them with one cache as
 large as those of all workers together. In both, each prompt is computed at once. Answers of Dynamo do not say what
-prefill workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what the engine found in its
-cache, and prompts with other salts found nothing.
+prefill workers found. A run without Dynamo fails unless `cached_tokens` of every answer equals what the engine found in
+its cache, and prompts with other salts found nothing.
 
 indexes: how long it takes after bursts of requests until two frontends know the same of the workers' prefix caches. The
 second one loses some updates, and then asks for snapshots.
@@ -328,8 +328,9 @@ def _lookups(known: KnownPrefixes, prompts: Sequence[PromptHashes], block_tokens
         prompt.of(block_tokens)
 
     def look_up(turn: int) -> None:
-        for found in known.overlaps(prompts[turn % len(prompts)], 0.0).values():
-            found.of(found.deepest(_CANDIDATES))
+        found = known.overlaps(prompts[turn % len(prompts)], 0.0)
+        for role in (Role.PREFILL, Role.DECODE):
+            found.of(found.deepest(role, _CANDIDATES))
 
     return _times(look_up, _LOOKUPS)
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import GenerateRequest, Instance, LoadReport, Phase, Role
 from dynamo_trtllm.router.policy import WorkerSelection
+from dynamo_trtllm.router.prefix_index import SentPrompt
 
 STALE_S: Final = 25.0  # workers report at least every 10 s
 _SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
@@ -218,10 +220,26 @@ class PlacedRequest:
     """
 
     def __init__(
-        self, loads: FleetLoad, selection: WorkerSelection, request: GenerateRequest, new_tokens: int, now: float
+        self,
+        loads: FleetLoad,
+        selection: WorkerSelection,
+        request: GenerateRequest,
+        new_tokens: int,
+        now: float,
+        prompts: Sequence[SentPrompt] = (),
     ) -> None:
-        """Count the request at the selected instances. `new_tokens` are those of its prompt that are to be computed."""
+        """Count the request at the selected instances.
+
+        Args:
+            loads: of all instances.
+            selection: the instances.
+            request: the request.
+            new_tokens: those of its prompt that are to be computed.
+            now: seconds of a monotonic clock.
+            prompts: what is counted in the instances' caches, in the order of the calls.
+        """
         self._loads = loads
+        self._prompts = prompts
         self._tokens = len(request.token_ids)
         prefill, decode = selection.prefill, selection.decode
         parts = [
@@ -241,6 +259,8 @@ class PlacedRequest:
             if self._prefill is not None:
                 self._prefill.sent(now)
             return
+        if self._prefill is not None and self._prompts:
+            self._prompts[0].is_computed = True
         self._end_prefill()
         if instance_id != self._decode_id:
             self._decode.end()
@@ -250,13 +270,18 @@ class PlacedRequest:
     def prefilled(self) -> None:
         """Record that the decode or aggregated instance has sent its first chunk."""
         self._decode.prefilled()
+        if self._prompts:
+            self._prompts[-1].is_computed = True
 
     def _end_prefill(self) -> None:
         if self._prefill is not None:
             self._prefill.end()
             self._prefill = None
 
-    def end(self) -> None:
-        """Stop counting the request."""
+    def end(self, *, is_done: bool = False) -> None:
+        """Stop counting the request. `is_done`: it succeeded, maybe without a decode call."""
         self._end_prefill()
         self._decode.end()
+        for index, prompt in enumerate(self._prompts):
+            prompt.is_computed |= is_done and not index
+            prompt.end()

@@ -15,10 +15,10 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from dynamo_trtllm.messages import GenerateRequest, Instance, Role
+from dynamo_trtllm.messages import GenerateRequest, Instance
 from dynamo_trtllm.router.load import FleetLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
-from dynamo_trtllm.router.prefix_index import KnownPrefixes, PrefixOverlaps, PromptHashes
+from dynamo_trtllm.router.prefix_index import KnownPrefixes, PrefixOverlaps, PromptHashes, SentPrompt
 from dynamo_trtllm.router.view import ModelView, position
 
 # Instances of a role that are compared. With those chosen at random only, `benchmarks.routing frontends` with
@@ -28,7 +28,6 @@ from dynamo_trtllm.router.view import ModelView, position
 MOST_COMPARED: Final = 4
 _DEEPEST = 2  # those that are compared because of their caches
 _SLOWER: Final = 1.5  # instances that take so many times as long per token as the fastest one cost more
-_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks up a member of an enum in 150 ns
 _MOST_COST = (1 << 32) - 1  # recorded
 
 
@@ -95,14 +94,15 @@ class Placement:
         self._random = random.Random(seed).random
 
     def start(self, selection: WorkerSelection, request: GenerateRequest, now: float) -> PlacedRequest:
-        """Count a request at its instances, and its prompt in their caches unless they publish KV events."""
-        overlap_tokens = 0
+        """Count a request at its instances, and its prompt in their caches."""
+        overlap_tokens, prompts = 0, list[SentPrompt]()
         if isinstance(selection, CostSelection):
             overlap_tokens = selection.overlap_tokens
             if self.prefixes is not None and selection.prompt is not None:
-                for instance in filter(None, (selection.prefill, selection.decode)):
-                    self.prefixes.record_sent(selection.prompt, instance.id, now)
-        return PlacedRequest(self.loads, selection, request, len(request.token_ids) - overlap_tokens, now)
+                ids = [each.id for each in (selection.prefill, selection.decode) if each is not None]
+                prompts = [self.prefixes.record_sent(selection.prompt, each, now) for each in ids]
+        new_tokens = len(request.token_ids) - overlap_tokens
+        return PlacedRequest(self.loads, selection, request, new_tokens, now, prompts)
 
     def select(
         self,
@@ -122,14 +122,15 @@ class Placement:
             avoid: prefill instance to use only if no other matches.
         """
         prompt = None if self.prefixes is None else PromptHashes(request)
-        overlaps = {} if self.prefixes is None or prompt is None else self.prefixes.overlaps(prompt, now)
+        cached = None if self.prefixes is None or prompt is None else self.prefixes.overlaps(prompt, now)
+        if cached is not None and not cached.matches:
+            cached = None
         best, least = None, math.inf
         for group in view.groups.values():
             if not group.prefill or not group.decode:
                 continue
-            cached = overlaps.get(_PREFILL)
             prefills = self._ranked(group.prefill, request, cached)
-            decodes = self._ranked(group.decode, request, overlaps.get(_DECODE))
+            decodes = self._ranked(group.decode, request, cached)
             if avoid is not None:
                 prefills = [each for each in prefills if each[2].id != avoid]
             pair = _best_pair(prefills, decodes, breakers)
@@ -140,7 +141,6 @@ class Placement:
                 overlap_tokens = 0 if cached is None else cached.of((prefill[2].id,))[0]
                 best = CostSelection(prefill[2], decode[2], *costs, prompt, overlap_tokens)
         if view.aggregated and not (view.prefill and view.decode):
-            cached = overlaps.get(Role.AGGREGATED)
             ranked = self._ranked(view.aggregated, request, cached)
             if breakers.any_open:
                 ranked = [each for each in ranked if not breakers.is_open((None, each[2].id))]
@@ -163,7 +163,7 @@ class Placement:
         if count > MOST_COMPARED:
             compared: dict[int, Instance] = {}
             if overlaps is not None:
-                for id_ in overlaps.deepest(_DEEPEST):
+                for id_ in overlaps.deepest(instances[0].role, _DEEPEST):
                     at = position(instances, id_)
                     if at < count and instances[at].id == id_:  # else it is excluded, or has another pairing key
                         compared[id_] = instances[at]

@@ -1,4 +1,4 @@
-"""Know which prompt prefixes the workers' caches have: from their KV events, or from what this frontend sent. Pure.
+"""Know which prompt prefixes the workers' caches have: from their KV events, and from what this frontend sent. Pure.
 
 A prefix hash stands for a block of tokens and all blocks before it, see `kv_events`. Each hash has a bit mask of the
 instances that have the block. Engines free a prefix from its end, so the masks of a prompt's blocks only lose bits from
@@ -7,9 +7,10 @@ block to block, and a binary search finds where. Callers pass the time.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -23,8 +24,7 @@ _EXPIRED_AT_ONCE = 64  # blocks, so that no request waits for the expiry of many
 _EXPIRED_PER_SENT = 4  # blocks per recorded block, so that more expire than come
 _MOST_LEVELS = 16  # searched for one prompt; a thousand instances may all have different depths
 
-Level: TypeAlias = tuple[int, int]
-"""A number of blocks, and the mask of the instances that have at least so many of a prompt's first blocks."""
+Level: TypeAlias = tuple[int, int]  # a number of blocks, and the mask of the instances that have at least so many
 
 
 class _Masks(dict[int, int]):
@@ -44,11 +44,12 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.masks = _Masks()
         self.bits: dict[int, int] = {}  # instance id -> its bit of the masks, shared by its many blocks
+        self.roles = dict.fromkeys(Role, 0)  # masks of the instances
         self._blocks: dict[int, set[int]] = {}  # instance id -> prefix hashes
         self._ids: list[int] = []  # instance id of each bit
         self._free: list[int] = []  # bits
 
-    def add(self, instance_id: int) -> None:
+    def add(self, instance_id: int, role: Role) -> None:
         """Add an instance without blocks. An instance that is there keeps its blocks."""
         if instance_id in self.bits:
             return
@@ -59,26 +60,29 @@ class PrefixIndex:
             bit = 1 << len(self._ids)
             self._ids.append(instance_id)
         self.bits[instance_id], self._blocks[instance_id] = bit, set()
+        self.roles[role] |= bit
 
     def remove(self, instance_id: int) -> None:
         """Remove an instance and its blocks, in time linear in their number. Unknown ids are ignored."""
         if instance_id in self.bits:
             self.clear(instance_id)
             del self._blocks[instance_id]
-            self._free.append(self.bits.pop(instance_id))
+            self._free.append(bit := self.bits.pop(instance_id))
+            self.roles = {role: mask & ~bit for role, mask in self.roles.items()}
 
     def clear(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""
         self.discard(instance_id, tuple(self._blocks[instance_id]))
 
-    def store(self, instance_id: int, hashes: Iterable[int]) -> None:
-        """Add blocks of an instance."""
+    def store(self, instance_id: int, hashes: Iterable[int]) -> set[int]:
+        """Add blocks of an instance. Return those that are new."""
         bit, own, masks = self.bits[instance_id], self._blocks[instance_id], self.masks
         new = set(hashes) - own
         own |= new
         for prefix in new:
             mask = masks.get(prefix)
             masks[prefix] = bit if mask is None else mask | bit  # most blocks are of one instance and share its number
+        return new
 
     def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
         """Remove blocks of an instance. Unknown ones are ignored."""
@@ -125,11 +129,6 @@ class PrefixIndex:
         return found
 
 
-def _depth(hashes: Sequence[int], has: Callable[[int], bool]) -> int:
-    """Return how many of the prompt's first blocks `has` is true of."""
-    return len(hashes) - bisect_left(hashes, True, key=has)
-
-
 class PromptHashes:
     """The prefix hashes of one request's prompt, computed once per block size."""
 
@@ -138,10 +137,6 @@ class PromptHashes:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self._hashes: dict[int, list[int]] = {}
-
-    @property
-    def model(self) -> str:
-        return self.request.model
 
     def of(self, block_tokens: int) -> list[int]:
         """Return the hashes of the blocks that an engine may reuse, the last block first.
@@ -171,11 +166,11 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
         if len(self.levels) < _MOST_LEVELS:
             return 0
         masks = self.blocks.masks
-        return _depth(self.hashes, lambda prefix: bool(masks[prefix] & bit))
+        return len(self.hashes) - bisect_left(self.hashes, True, key=lambda prefix: bool(masks[prefix] & bit))
 
 
 class PrefixOverlaps(msgspec.Struct):
-    """How many tokens at the start of a prompt the instances of one role have in their caches.
+    """How many tokens at the start of a prompt the instances of a model have in their caches.
 
     It can be read until the next change of what is known.
     """
@@ -198,8 +193,8 @@ class PrefixOverlaps(msgspec.Struct):
                             break
                     else:
                         depth = match.search(bit)
-                    if instance_id in self.expires:
-                        depth = self._unexpired(match, depth, self.expires[instance_id])
+                    if depth and (expires := self.expires.get(instance_id)):
+                        depth = self._unexpired(match, depth, expires)
                     tokens = depth * match.block_tokens
                     break
             found.append(tokens)
@@ -207,26 +202,27 @@ class PrefixOverlaps(msgspec.Struct):
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
         """Return how many of the blocks have not expired. The others are removed later."""
-        now = self.now
-        if depth and expires.get(match.hashes[-depth], now) <= now:
-            return _depth(match.hashes, lambda prefix: expires.get(prefix, now) > now)
-        return depth
+        now, hashes, get = self.now, match.hashes, expires.get
+        if get(hashes[-depth], math.inf) > now:
+            return depth
+        return len(hashes) - bisect_left(hashes, True, len(hashes) - depth, key=lambda prefix: get(prefix, 0.0) > now)
 
-    def deepest(self, limit: int) -> list[int]:
-        """Return at most `limit` instances per block size, those with the longest overlaps first.
+    def deepest(self, role: Role, limit: int) -> list[int]:
+        """Return at most `limit` instances of a role per block size, those with the longest overlaps first.
 
         Of equal ones, others come first with each request, so that they share the load. Those whose prompts have just
         expired may be among them.
         """
         found: list[int] = []
         for match in self.matches:
-            before, left = 0, limit
+            of_role, left = match.blocks.roles[role], limit
             for _, mask in match.levels:
-                ids = match.blocks.ids_of(mask ^ before, left, self.turn)
-                found += ids
-                before, left = mask, left - len(ids)
-                if not left:
-                    break
+                if others := mask & of_role:
+                    ids = match.blocks.ids_of(others, left, self.turn)
+                    found += ids
+                    of_role, left = of_role ^ others, left - len(ids)
+                    if not left:
+                        break
         return found
 
 
@@ -243,6 +239,20 @@ class _Cache:
     reads_snapshot: bool = False
 
 
+@dataclass(slots=True)
+class SentPrompt:
+    """The blocks that an instance will have because a prompt was sent to it. End it when the request ends."""
+
+    _known: KnownPrefixes
+    _instance_id: int
+    _blocks: Iterable[int]
+    is_computed: bool = False
+
+    def end(self) -> None:
+        """Stop to count the blocks, unless the instance has computed the prompt and publishes no KV events."""
+        self._known.on_end(self._instance_id, self._blocks, is_computed=self.is_computed)
+
+
 class _Sent(NamedTuple):
     expires_s: float
     instance_id: int
@@ -253,16 +263,16 @@ class KnownPrefixes:
     """The prefix caches of all instances, as far as this frontend knows them.
 
     Args:
-        reads_events: use the KV events of instances that publish them. Of the other instances, the prompts count that
-            this frontend sent them.
-        ttl_s: for how long those count.
+        reads_events: use the KV events of instances that publish them. Of these, the prompts that this frontend sent
+            them count until the end of the request, too.
+        ttl_s: for how long the prompts count that this frontend sent to the others.
     """
 
     def __init__(self, *, reads_events: bool = True, ttl_s: float = 120.0) -> None:
         self.reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _Cache] = {}
-        self._indexes: dict[str, dict[Role, dict[int, PrefixIndex]]] = {}  # by model, role and block size
+        self._indexes: dict[str, dict[int, PrefixIndex]] = {}  # by model and block size
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
         self._expires: dict[int, dict[int, float]] = {}  # instance id -> prefix hash -> when it expires
@@ -279,11 +289,10 @@ class KnownPrefixes:
             block_tokens=instance.layout.block_tokens,
             has_events=has_events,
         )
-        self._index_of(instance.id).add(instance.id)
+        self._index_of(instance.id).add(instance.id, instance.role)
+        self._expires[instance.id] = {}
         if has_events:
             self.unsynced.add(instance.id)
-        else:
-            self._expires[instance.id] = {}
 
     def remove_instance(self, instance_id: int) -> None:
         """Remove an instance and what is known of its cache. Unknown ids are ignored."""
@@ -291,7 +300,7 @@ class KnownPrefixes:
             self._index_of(instance_id).remove(instance_id)
             del self._caches[instance_id]
             self.unsynced.discard(instance_id)
-            self._expires.pop(instance_id, None)
+            del self._expires[instance_id]
 
     def num_blocks(self) -> dict[int, int]:
         """Return the number of known blocks by instance id."""
@@ -329,26 +338,37 @@ class KnownPrefixes:
         if update.block_tokens not in (0, cache.block_tokens):
             self._index_of(name).remove(name)
             cache.block_tokens = update.block_tokens
-            self._index_of(name).add(name)
+            self._index_of(name).add(name, cache.role)
         index = self._index_of(name)
         if update.cleared:
             index.clear(name)
         index.discard(name, unpack_hashes(update.removed))
-        index.store(name, unpack_hashes(update.stored))
+        index.store(name, stored := unpack_hashes(update.stored))
+        if expires := self._expires[name]:
+            for prefix in stored:
+                expires.pop(prefix, None)
         cache.next_number = expected
 
-    def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> None:
-        """Count a prompt as cached by the instance that it was sent to, unless that instance publishes KV events."""
-        expires = self._expires.get(instance_id)
-        if expires is None:
-            return
-        if not (hashes := prompt.of(self._caches[instance_id].block_tokens)):
-            return
-        self._expire(now, MAX_SENT_BLOCKS - len(hashes), max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes)))
-        self._index_of(instance_id).store(instance_id, hashes)
-        expires.update(dict.fromkeys(hashes, now + self._ttl_s))
-        self._sent.append(_Sent(now + self._ttl_s, instance_id, hashes))
-        self._num_sent += len(hashes)
+    def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
+        """Count a prompt as cached by the instance that it was sent to: it will be before another one is computed."""
+        if (cache := self._caches.get(instance_id)) is None or not (hashes := prompt.of(cache.block_tokens)):
+            return SentPrompt(self, instance_id, ())
+        expires, expires_s = self._expires[instance_id], now + self._ttl_s
+        new = self._index_of(instance_id).store(instance_id, hashes)
+        expires.update(dict.fromkeys(new, math.inf) if cache.has_events else dict.fromkeys(hashes, expires_s))
+        if not cache.has_events:
+            self._sent.append(_Sent(expires_s, instance_id, hashes))
+            self._num_sent += len(hashes)
+            budget = max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes))
+            self._expire(now, max(MAX_SENT_BLOCKS, len(hashes)), budget)
+        return SentPrompt(self, instance_id, new)
+
+    def on_end(self, instance_id: int, blocks: Iterable[int], *, is_computed: bool) -> None:
+        """Remove those blocks of a sent prompt that the instance does not have, as far as is known."""
+        cache = self._caches.get(instance_id)
+        if cache is not None and (cache.has_events or not is_computed):
+            gone = [each for each in blocks if self._expires[instance_id].pop(each, None)]
+            self._index_of(instance_id).discard(instance_id, gone)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
         """Remove the oldest prompts: all above a limit of blocks, and about `budget` blocks of expired ones."""
@@ -357,28 +377,24 @@ class KnownPrefixes:
             self._num_sent -= len(sent.hashes)
             budget -= len(sent.hashes) + 1
             if (expires := self._expires.get(sent.instance_id)) is not None:  # the instance is still there
-                old = [each for each in sent.hashes if expires.get(each, now) <= sent.expires_s]
+                old = [each for each in sent.hashes if expires.get(each, math.inf) <= sent.expires_s]
                 for each in old:
-                    expires.pop(each, None)
+                    del expires[each]
                 self._index_of(sent.instance_id).discard(sent.instance_id, old)
 
-    def overlaps(self, prompt: PromptHashes, now: float) -> dict[Role, PrefixOverlaps]:
-        """Return what the instances of the prompt's model have of it, by role. Roles without any are left out."""
+    def overlaps(self, prompt: PromptHashes, now: float) -> PrefixOverlaps:
+        """Return what the instances of the prompt's model have of it."""
         self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)  # maybe nothing is recorded any more
         self._turn += 1
-        found = {}
-        for role, indexes in self._indexes.get(prompt.model, {}).items():
-            matches = []
-            for block_tokens, index in indexes.items():
-                if index.masks and (hashes := prompt.of(block_tokens)) and (levels := index.levels(hashes)):
-                    matches.append(_IndexMatch(index, block_tokens, hashes, levels))
-            if matches:
-                found[role] = PrefixOverlaps(matches, self._expires, now, self._turn)
-        return found
+        matches = []
+        for block_tokens, index in self._indexes.get(prompt.request.model, {}).items():
+            if index.masks and (hashes := prompt.of(block_tokens)) and (levels := index.levels(hashes)):
+                matches.append(_IndexMatch(index, block_tokens, hashes, levels))
+        return PrefixOverlaps(matches, self._expires, now, self._turn)
 
     def _index_of(self, instance_id: int) -> PrefixIndex:
         cache = self._caches[instance_id]
-        indexes = self._indexes.setdefault(cache.model, {}).setdefault(cache.role, {})
+        indexes = self._indexes.setdefault(cache.model, {})
         if cache.block_tokens not in indexes:
             indexes[cache.block_tokens] = PrefixIndex()
         return indexes[cache.block_tokens]

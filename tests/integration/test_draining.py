@@ -91,7 +91,8 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
                 return len(tokens([chunk async for chunk in chunks]))
 
         running = [asyncio.create_task(run(trace)) for trace in traces]
-        await until(lambda: running_workers.engine_of(Role.PREFILL).stats().running == 4, SOON_S)
+        stats = running_workers.engine_of(Role.PREFILL).stats
+        await until(lambda: stats().running + stats().waiting == 4, SOON_S)
         running_workers.workers[1].stop()
         assert await asyncio.gather(*running) == [8] * 4
         assert {trace.decode_instance for trace in traces} == {running_workers.workers[2].instance_id}

@@ -63,7 +63,7 @@ class Follower:
     def overlaps(self, prompt: int) -> dict[Role, list[int]]:
         """Return the overlaps of the workers by role, without those that have none."""
         found = self.known.overlaps(PromptHashes(request(max_tokens=3, prompt=prompt)), time.monotonic())
-        return {role: each.of(each.deepest(9)) for role, each in found.items()}
+        return {role: found.of(ids) for role in Role if (ids := found.deepest(role, 9))}
 
     async def until_overlaps(self, prompt: int, tokens: int) -> None:
         expected = {Role.PREFILL: [tokens], Role.DECODE: [tokens]}

@@ -316,9 +316,10 @@ class MockEngine:
                 stream.emit(EngineFailed("the mock engine stopped during the request"))
 
     def _admit(self) -> None:
-        lacking = ""
-        while self._waiting and not (lacking := self._lacking()):
+        lacking, budget = "", self._args.prefill_tokens_per_step - sum(each.prefill_left for each in self._running)
+        while self._waiting and not (lacking := "slots" if budget <= 0 else self._lacking()):
             stream = self._waiting.popleft()
+            budget -= stream.prefill_left
             stream.admitted()
             self._running[stream] = None
         self.queue_clock.lack(lacking if self._waiting else "")

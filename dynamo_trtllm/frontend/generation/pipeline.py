@@ -321,9 +321,9 @@ class _RunningRequest(Stream):
         RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
         return selection
 
-    def _end_placed(self) -> None:
+    def _end_placed(self, *, is_done: bool = False) -> None:
         if self._placed is not None:
-            self._placed.end()
+            self._placed.end(is_done=is_done)
             self._placed = None
 
     # --- where the time goes ---------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class _RunningRequest(Stream):
             self._task.cancel()
 
     def _close(self, last: StreamEvent | None) -> None:
-        self._end_placed()
+        self._end_placed(is_done=isinstance(last, Chunk))
         if last is None:
             self._stop()
             self._on(Signal.CANCEL)

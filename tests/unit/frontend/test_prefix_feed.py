@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm import kv_events
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.kv_events import BlocksStored, KvBlock, KvEventPublisher, kv_events_subject
-from dynamo_trtllm.messages import GenerateRequest, Role, Sampling, token_ids
+from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics, WorkerMetrics
 from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
@@ -66,8 +66,7 @@ class Frontend:
         request = GenerateRequest(
             request_id="r", model="tiny", token_ids=TOKENS + TOKENS, sampling=Sampling(max_tokens=1), deadline=0.0
         )
-        found = self.known.overlaps(PromptHashes(request), 0.0).get(Role.DECODE)
-        return 0 if found is None else found.of([instance_id])[0]
+        return self.known.overlaps(PromptHashes(request), 0.0).of([instance_id])[0]
 
 
 @asynccontextmanager

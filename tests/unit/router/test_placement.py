@@ -222,7 +222,9 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eigh
     placed = placement.start(found, request(1000), 0.0)
     assert placement.loads.of(3).own.prefill_tokens == 744
     assert selected(placement, view, 1000).prefill_costs == Costs(744 + 8 * 8, 8 * 744 + 1)  # it will have all blocks
-    placed.end()
+    placed.end()  # its prefill call failed
+    assert selected(placement, view, 1000).prefill_costs == Costs(8 * 744, 8 * 744 + 1)
+    placement.start(found, request(1000), 0.0).end(is_done=True)
     assert selected(placement, view, 1000).prefill_costs == Costs(8 * 8, 8 * 744 + 1)
     ignoring = Placement("kv", known, overlap_credit=0.0)
     ignoring.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)

@@ -46,8 +46,8 @@ def prompt(blocks: list[int], *, salt: str | None = None, scores: int | None = N
 def overlaps_of(
     known: KnownPrefixes, asked: PromptHashes, role: Role = Role.DECODE, now: float = 0.0
 ) -> dict[int, int]:
-    found = known.overlaps(asked, now).get(role)
-    return {} if found is None else dict(zip(names := found.deepest(100), found.of(names), strict=True))
+    found = known.overlaps(asked, now)
+    return dict(zip(names := found.deepest(role, 100), found.of(names), strict=True))
 
 
 def overlaps(known: KnownPrefixes, blocks: list[int], role: Role = Role.DECODE) -> dict[int, int]:
@@ -198,7 +198,7 @@ def test_overlaps_when_block_sizes_differ_then_they_are_in_tokens_and_an_update_
     known.on_update(snapshot(1, [1, 2, 3]))
     known.on_update(snapshot(2, [1, 2, 3], block=2 * BLOCK))
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 2 * BLOCK}
-    assert known.overlaps(prompt([1, 2, 3]), 0.0)[Role.DECODE].of([3]) == [0]
+    assert known.overlaps(prompt([1, 2, 3]), 0.0).of([3]) == [0]
 
 
 def test_overlaps_when_instances_have_roles_then_only_those_of_the_role_count() -> None:
@@ -227,7 +227,7 @@ def test_deepest_when_many_are_equal_then_the_deepest_come_first_and_the_others_
     for name in range(1, 9):
         known.add_instance(instance(name))
         known.on_update(snapshot(name, [1, 2] if name == 5 else [1]))
-    found = [known.overlaps(prompt([1, 2, 3]), 0.0)[Role.DECODE].deepest(3) for _ in range(8)]
+    found = [known.overlaps(prompt([1, 2, 3]), 0.0).deepest(Role.DECODE, 3) for _ in range(8)]
     assert {each[0] for each in found} == {5}
     assert {name for each in found for name in each[1:]} == {1, 2, 3, 4, 6, 7, 8}
     assert all(len(each) == 3 for each in found)
@@ -248,11 +248,11 @@ def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_a
         else:
             known.record_sent(prompt(blocks), name, now=0)
     for length in (1, 2, 3, 50, 99, 100):
-        found = known.overlaps(prompt(asked[:length]), 0.0)[Role.DECODE]
+        found = known.overlaps(prompt(asked[:length]), 0.0)
         exact = {name: min(depth, length) for name, depth in depths.items()}
         assert [tokens // BLOCK for tokens in found.of(exact)] == [*exact.values()]
         for limit in (1, 2, 4, 16):
-            deepest = found.deepest(limit)
+            deepest = found.deepest(Role.DECODE, limit)
             assert len(set(deepest)) == len(deepest)
             longest = sorted(filter(None, exact.values()), reverse=True)[:limit]
             assert [exact[name] for name in deepest] == longest
@@ -270,11 +270,11 @@ def test_record_sent_when_prompts_overlap_and_expire_then_those_count_that_have_
             sent.append((now, rnd.randint(1, 3), random_blocks(rnd) * 3))
             known.record_sent(prompt(sent[-1][2]), sent[-1][1], now)
         asked = rnd.choice(sent)[2] if sent else [1]
-        found = known.overlaps(prompt(asked), now).get(Role.DECODE)
+        found = known.overlaps(prompt(asked), now)
         for name in (1, 2, 3):
             alive = [blocks for sent_s, to, blocks in sent if to == name and sent_s + 10 > now]
             naive = BLOCK * max((common(blocks, asked) for blocks in alive), default=0)
-            assert (0 if found is None else found.of([name])[0]) == naive
+            assert found.of([name]) == [naive]
 
 
 def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_count_and_go() -> None:
@@ -283,20 +283,23 @@ def test_overlaps_when_nothing_is_recorded_any_more_then_expired_prompts_do_not_
     for number in range(200):
         known.record_sent(prompt([number]), 1, now=0)
     assert overlaps_of(known, prompt([199]), now=9) == {1: BLOCK}
-    found = known.overlaps(prompt([199]), 10)[Role.DECODE]
-    assert (found.deepest(1), found.of([1])) == ([1], [0])
+    found = known.overlaps(prompt([199]), 10)
+    assert (found.deepest(Role.DECODE, 1), found.of([1])) == ([1], [0])
     for _ in range(10):
         known.overlaps(prompt([199]), 10)
-    assert known.overlaps(prompt([199]), 10) == {}
+    assert known.overlaps(prompt([199]), 10).matches == []
 
 
 def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until_they_expire() -> None:
     known = KnownPrefixes(ttl_s=10)
     known.add_instance(instance(1, has_events=False))
     known.add_instance(instance(2))
-    for name in (1, 2):
-        known.record_sent(prompt([1, 2, 3]), name, now=0)
+    sent = [known.record_sent(prompt([1, 2, 3]), name, now=0) for name in (1, 2)]
     assert known.unsynced == {2}
+    assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 3 * BLOCK}
+    for each in sent:
+        each.is_computed = True
+        each.end()
     known.record_sent(prompt([1, 2]), 1, now=5)
     assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK}
     known.record_sent(prompt([8]), 1, now=10)
@@ -306,6 +309,24 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
     known.remove_instance(1)
     known.record_sent(prompt([8]), 1, now=60)
     assert overlaps(known, [8]) == {}
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(has_events: bool) -> None:
+    known = KnownPrefixes()
+    known.add_instance(instance(1, has_events=has_events))
+    if has_events:
+        known.on_update(snapshot(1, [1]))
+    else:
+        known.record_sent(prompt([1]), 1, now=0)
+    sent, other = known.record_sent(prompt([1, 2, 3]), 1, now=1), known.record_sent(prompt([1, 2, 3, 4]), 1, now=1)
+    if has_events:
+        known.on_update(KvCacheUpdate(instance_id=1, number=1, stored=pack_hashes(prompt([1, 2]).of(BLOCK))))
+    assert overlaps(known, [1, 2, 3, 4]) == {1: 4 * BLOCK}
+    sent.end()
+    other.end()
+    assert overlaps(known, [1, 2, 3, 4]) == {1: BLOCK * (2 if has_events else 1)}
+    assert known.num_blocks() == {1: 2 if has_events else 1}
 
 
 @pytest.mark.parametrize(("ttl_s", "limit"), [(3600.0, 200), (1.0, 1 << 20)])
