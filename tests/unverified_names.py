@@ -14,7 +14,6 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import translate
-from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "trtllm-not-read.md"
@@ -88,7 +87,7 @@ def _keys(values: Mapping[str, object], release: ApiManifest, where: str, prefix
 def unverified_names() -> list[Use]:
     """Return all used names that could not be verified, in the order of the releases."""
     by_name = {release.name: release for release in LIBRARY.releases}
-    uses = [use for table in (NEEDED, OPTIONAL, RESULTS) for use in calls(table)]
+    uses = [use for table in (LIBRARY.needed, LIBRARY.optional, RESULTS) for use in calls(table)]
     uses += [use for path in files() for name in claimed(path) for use in arguments(path, by_name[name])]
     found = [use for use in uses if use.presence is Presence.NOT_READ]
     return sorted(found, key=lambda use: list(by_name).index(use.release))

@@ -17,8 +17,7 @@ import pytest
 
 from dynamo_trtllm.engines.base import CanSleep, HasKvEvents
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
-from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.errors import EngineError
 from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput
 from dynamo_trtllm.streams import as_stream
@@ -144,7 +143,12 @@ def test_names_when_one_present_is_renamed_then_it_is_found(version: str, uses: 
 
 def test_names_when_recorded_then_they_are_those_that_the_adapter_says_it_uses(uses: dict[str, Uses]) -> None:
     """So that its check at start, and the page of what was not read, miss nothing and name nothing that is unused."""
-    said = {(owner, name) for table in (NEEDED, OPTIONAL, RESULTS) for owner, names in table.items() for name in names}
+    said = {
+        (owner, name)
+        for table in (LIBRARY.needed, LIBRARY.optional, RESULTS)
+        for owner, names in table.items()
+        for name in names
+    }
     touched = {(owner, name) for found in uses.values() for owner, name in found if owner != "TorchLlmArgs"}
     methods = {("LLM", owner.partition(".")[2]) for owner, _ in touched if owner.startswith("LLM.")}
     assert touched | methods == said

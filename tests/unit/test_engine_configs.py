@@ -11,7 +11,6 @@ from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import NEEDED
 from dynamo_trtllm.errors import ConfigError
 from tests import unverified_names
 
@@ -158,7 +157,7 @@ def test_trust_remote_code_when_a_user_sets_it_then_the_engine_gets_it(tmp_path:
 
 
 def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
-    assert [use for use in unverified_names.calls(NEEDED) if use.presence is Presence.ABSENT] == []
+    assert [use for use in unverified_names.calls(LIBRARY.needed) if use.presence is Presence.ABSENT] == []
 
 
 def test_not_read_when_collected_then_printed_and_as_the_committed_page_says() -> None:

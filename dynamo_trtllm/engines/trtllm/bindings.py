@@ -16,7 +16,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.external.library import LibraryPackage, construct
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
-from dynamo_trtllm.engines.trtllm.api_manifests import release_for
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest
 from dynamo_trtllm.errors import ConfigError
 
@@ -31,65 +31,12 @@ PACKAGE = LibraryPackage(
     install="pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container",
 )
 
-# Each class and the modules that may define it: the location depends on the release.
-_WHERE: Mapping[str, tuple[str, ...]] = {
-    "LLM": ("tensorrt_llm", "tensorrt_llm.llmapi"),
-    "SamplingParams": ("tensorrt_llm", "tensorrt_llm.sampling_params"),
-    "DisaggregatedParams": ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.disaggregated_params"),
-    "GuidedDecodingParams": ("tensorrt_llm.llmapi", "tensorrt_llm.sampling_params"),
-    "CompletionOutput": ("tensorrt_llm.llmapi", "tensorrt_llm.executor.result"),
-    "RequestError": ("tensorrt_llm.executor.utils", "tensorrt_llm.executor"),
-}
-
 # Each class of a parameter of `generate_async` that not all releases have, and its module (executor/request.py and
 # llmapi/llm.py, main at 00043967).
 _PARAMS: Mapping[str, tuple[str, str]] = {
     "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
 }
-
-# Every name that the engine uses, by owner. If one of NEEDED is missing, the engine does not start.
-NEEDED: Mapping[str, tuple[str, ...]] = {
-    "LLM": ("generate_async", "get_stats", "shutdown"),
-    "LLM.generate_async": ("inputs", "sampling_params", "streaming", "disaggregated_params"),
-    "SamplingParams": (
-        "end_id",
-        "max_tokens",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "embedding_bias",
-        "top_k",
-        "top_p",
-        "seed",
-        "temperature",
-        "min_tokens",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_p",
-        "logprobs",
-        "guided_decoding",
-        "ignore_eos",
-        "detokenize",
-    ),
-    "DisaggregatedParams": (
-        "request_type",
-        "first_gen_tokens",
-        "ctx_request_id",
-        "opaque_state",
-        "draft_tokens",
-    ),
-    "GuidedDecodingParams": ("json", "json_object", "structural_tag"),
-    "CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason", "disaggregated_params"),
-}
-# Names that are used only if the installed release has them.
-OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "LLM": ("get_kv_cache_events",),
-    "LLM.generate_async": ("cache_salt", "scheduling_params", "conversation_params", "priority"),
-    "DisaggregatedParams": ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"),
-    "CompletionOutput": ("request_perf_metrics",),
-}
-
 
 # Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
 # dictionary with it fails, and without it the first class that fits is taken (DecodingBaseConfig and
@@ -194,8 +141,8 @@ def load_bindings() -> TrtllmBindings:
         ConfigError: the package can't be imported or lacks a needed name.
     """
     version = str(PACKAGE.load().__version__)
-    found = {name: PACKAGE.find(name, *modules) for name, modules in _WHERE.items()}
-    has = {owner: _names(owner, found) for owner in {**NEEDED, **OPTIONAL}}
+    found = {name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()}
+    has = {owner: _names(owner, found) for owner in {**LIBRARY.needed, **LIBRARY.optional}}
     check_needed(has, version)
     parameters = has["LLM.generate_async"]
     for name, (parameter, module) in _PARAMS.items():
@@ -208,14 +155,15 @@ def load_bindings() -> TrtllmBindings:
         release=release.name,
         classes=found,
         parameters=parameters,
-        disagg_fields=has["DisaggregatedParams"] & {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]},
+        disagg_fields=has["DisaggregatedParams"]
+        & {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]},
         is_since_1_2=not release.name.startswith(("1.0", "1.1")),
         is_since_1_3=not release.name.startswith(("1.0", "1.1", "1.2")),
     )
 
 
 def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:
-    """Check that the installed package has every name of NEEDED.
+    """Check that the installed package has every name of `needed`.
 
     Args:
         has: names of the installed package, by owner.
@@ -224,7 +172,7 @@ def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:
     Raises:
         ConfigError: lists the missing names.
     """
-    lacking = [f"{owner}.{name}" for owner, names in NEEDED.items() for name in names if name not in has[owner]]
+    lacking = [f"{owner}.{name}" for owner, names in LIBRARY.needed.items() for name in names if name not in has[owner]]
     if lacking:
         raise ConfigError(
             f"TensorRT-LLM {version} lacks names that the engine needs: {', '.join(lacking)}; "
@@ -243,7 +191,7 @@ def release_line(version: str) -> str:
 
 def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:
     """Log optional names for which the installed package differs from the manifest. The package decides."""
-    for owner, names in OPTIONAL.items():
+    for owner, names in LIBRARY.optional.items():
         for name in names:
             read = release.presence(owner, name)
             if read is not Presence.NOT_READ and (name in has[owner]) is not (read is Presence.PRESENT):

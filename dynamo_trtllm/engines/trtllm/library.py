@@ -12,6 +12,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput
 from dynamo_trtllm.engines.external.runner import ExternalCall
+from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.polling import StatsPoller
 from dynamo_trtllm.engines.trtllm.requests import (
@@ -29,37 +30,6 @@ _log = logging.getLogger(__name__)
 
 # What `generate_async` raises, besides RequestError, for a request that it does not accept.
 _REJECTIONS = (ValueError, TypeError, AssertionError)
-# Pattern in the text of an error -> what to do. Users of TensorRT-LLM and Dynamo report these; the first match counts.
-_HINTS = (
-    (
-        r"backend '?\w+'? not found|undefined symbol.*(nixl|uc[pstm]_)|NIXL_SUCCESS|NIXL_ERR_BACKEND",
-        "builds of NIXL or UCX may be mixed, or UCX has no CUDA transport: check LD_LIBRARY_PATH, NIXL_PLUGIN_DIR and "
-        "UCX_TLS",
-    ),
-    (
-        r"UCP API version is incompatible|libuc[pstm]\.so",
-        "another UCX than TensorRT-LLM's is loaded: check LD_LIBRARY_PATH",
-    ),
-    (
-        r"detected as host by UCX|UCX CUDA support was not found",
-        "UCX has no CUDA transport: unset UCX_TLS, or add cuda_copy and cuda_ipc",
-    ),
-    (
-        r"Python transceiver currently only supports",
-        "set cache_transceiver_config.backend: NIXL, or transceiver_runtime: CPP",
-    ),
-    (
-        r"cuMemImportFromShareableHandle|invalid resource handle",
-        "the hosts may be of different NVLink domains: set UCX_CUDA_IPC_ENABLE_MNNVL=n",
-    ),
-    (
-        r"UCX_ERR_ENDPOINT_TIMEOUT|Endpoint timeout",
-        "UCX found no working path between the workers: check UCX_TLS and UCX_NET_DEVICES",
-    ),
-    (r"TritonFusedMoE", "set moe_config.backend to TRTLLM on data-center Blackwell, CUTLASS on other GPUs"),
-    (r"out of memory", "lower kv_cache_config.free_gpu_memory_fraction or max_num_tokens, or use more GPUs"),
-    (r"Executor worker returned error|Executor worker died", "the reason is in the lines of the rank above"),
-)
 
 
 def error_text(exc: BaseException) -> str:
@@ -69,7 +39,7 @@ def error_text(exc: BaseException) -> str:
     while cause is not None:
         causes.append(f"{type(cause).__name__}: {cause}")
         cause = cause.__cause__ or cause.__context__
-    hint = next((hint for pattern, hint in _HINTS if re.search(pattern, "\n".join(causes))), "")
+    hint = next((hint for pattern, hint in LIBRARY.error_hints.items() if re.search(pattern, "\n".join(causes))), "")
     return f"{causes[0]}; {hint}" if hint else causes[0]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL, check_needed, load_bindings, release_line
+from dynamo_trtllm.engines.trtllm.bindings import check_needed, load_bindings, release_line
 from dynamo_trtllm.errors import ConfigError
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
 
@@ -19,11 +19,11 @@ def test_line_when_pre_release_then_it_stands_for_itself(version: str, line: str
     assert release_line(version) == line
 
 
-@pytest.mark.parametrize("owner", sorted(NEEDED))
+@pytest.mark.parametrize("owner", sorted(LIBRARY.needed))
 def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner: str) -> None:
-    has = {each: frozenset(names) for each, names in NEEDED.items()}
+    has = {each: frozenset(names) for each, names in LIBRARY.needed.items()}
     check_needed(has, "1.2.1")
-    gone = NEEDED[owner][0]
+    gone = LIBRARY.needed[owner][0]
     with pytest.raises(ConfigError, match=f"{owner}.{gone}"):
         check_needed({**has, owner: has[owner] - {gone}}, "1.2.1")
 
@@ -32,7 +32,7 @@ def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner
 def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(release: object) -> None:
     absent = [
         f"{owner}.{name}"
-        for owner, names in NEEDED.items()
+        for owner, names in LIBRARY.needed.items()
         for name in names
         if release.presence(owner, name) is Presence.ABSENT  # type: ignore[attr-defined]
     ]
@@ -46,7 +46,7 @@ def test_optional_when_release_has_a_name_then_it_is_used() -> None:
         known = vendor.disagg_fields
         assert ("disagg_request_id" in known) is version.startswith("1.3")
         assert ("cache_salt" in vendor.parameters) is (version != "1.0.0")
-        assert known <= {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]}
+        assert known <= {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]}
 
 
 def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> None:
