@@ -163,9 +163,9 @@ class TrtllmEngine(ExternalEngine):
         )
         model_limits = settings.model_limits(facts, info, bindings)
         library = TrtllmLibrary(
-            bindings,
-            self._llm,
-            model_limits,
+            bindings=bindings,
+            llm=self._llm,
+            model_limits=model_limits,
             instance_id=self._instance_id,
             ticket_ttl_s=self.ticket_ttl_s,
             kv_timeout_s=settings.kv_timeout_s(facts),

@@ -8,6 +8,8 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts, EngineOutput
@@ -46,6 +48,7 @@ def error_text(exc: BaseException) -> str:
 _STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
 
 
+@dataclass(kw_only=True, eq=False)
 class TrtllmLibrary:
     """The `Library` of one LLM."""
 
@@ -53,42 +56,21 @@ class TrtllmLibrary:
     transfer_hint = ""
     can_abort_fetch = False  # an abort during the fetch breaks the transfer
 
-    def __init__(
-        self,
-        bindings: TrtllmBindings,
-        llm: Any,
-        model_limits: TrtllmModelLimits,
-        *,
-        instance_id: int,
-        ticket_ttl_s: float,
-        kv_timeout_s: float = math.inf,
-        num_kv_ranks: int = 1,
-        runtime: str | None = None,
-    ) -> None:
-        """Initialize the library.
+    bindings: TrtllmBindings
+    llm: Any
+    model_limits: TrtllmModelLimits
+    instance_id: int  # of the worker
+    ticket_ttl_s: float  # until a KV transfer expires
+    kv_timeout_s: float = math.inf  # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
+    num_kv_ranks: int = 1  # attention-DP ranks, each with its own KV blocks; 1 without attention DP
+    runtime: str | None = None  # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
+    probe: EndpointProbe = field(default_factory=EndpointProbe)
+    last_result_at: float = field(default_factory=time.monotonic)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-        Args:
-            bindings: TensorRT-LLM's classes.
-            llm: the LLM.
-            model_limits: limits that apply to every request.
-            instance_id: id of the worker.
-            ticket_ttl_s: seconds until a KV transfer expires. The executor may stand still twice as long, because
-                all KV blocks may belong to transfers.
-            kv_timeout_s: seconds after which TensorRT-LLM frees KV that was not fetched; infinity: it never does.
-            num_kv_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
-            runtime: the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it.
-        """
-        self._runtime = runtime
-        self.probe = EndpointProbe()
-        self.bindings = bindings
-        self.llm = llm
-        self.model_limits = model_limits
-        self._instance_id = instance_id
-        self._numbers = itertools.count(1)
-        self.last_result_at = time.monotonic()
-        self._stats_poller = StatsPoller(llm.get_stats, num_kv_ranks)
-        self._stall_s = max(_STALL_S, 2 * ticket_ttl_s)
-        self.kv_timeout_s = kv_timeout_s
+    def __post_init__(self) -> None:
+        self._stats_poller = StatsPoller(self.llm.get_stats, self.num_kv_ranks)
+        self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)  # all KV blocks may belong to transfers
 
     def poll_stats(self) -> None:
         """Start polling statistics. Some releases have none before their first request."""
@@ -99,14 +81,14 @@ class TrtllmLibrary:
         converted = build_request(request, self.model_limits)
         disagg: dict[str, Any] | None = None
         if converted.exports_kv:
-            disagg = context_params(self._instance_id, next(self._numbers), known=self.bindings.disagg_fields)
+            disagg = context_params(self.instance_id, next(self._numbers), known=self.bindings.disagg_fields)
         elif kv_params is not None:
             if converted.max_tokens <= len(kv_params.first_token_ids):
                 raise RequestRejected(
                     f"KV transfer {kv_params.transfer_id} already has all requested tokens; nothing is left to decode"
                 )
             known, logprob = self.bindings.disagg_fields, self.bindings.classes["Logprob"]
-            disagg = unpack(kv_params, known=known, logprob=logprob, runtime=self._runtime)
+            disagg = unpack(kv_params, known=known, logprob=logprob, runtime=self.runtime)
         return TrtllmCall(self, request, converted, disagg)
 
     def health(self, waiting_since: float | None) -> str:

@@ -166,18 +166,12 @@ def _sampling(
         values["min_tokens"] = sampling.min_tokens
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p
-    values |= _greedy() if sampling.temperature == 0 else _random(sampling)
+    if sampling.temperature == 0:
+        values["top_k"] = 1  # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release
+    else:  # all three are passed: without any of them TensorRT-LLM decodes greedily
+        values |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     return values | {name: value for name in neutral if (value := getattr(sampling, name)) != neutral[name]}
-
-
-def _greedy() -> dict[str, Any]:
-    return {"top_k": 1}  # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release
-
-
-def _random(sampling: Sampling) -> dict[str, Any]:
-    # All three are passed: without any of them TensorRT-LLM decodes greedily.
-    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}
 
 
 def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
@@ -212,32 +206,17 @@ class TrtllmCompletion(Protocol):
     stop_reason: int | str | None
 
 
+@dataclass(slots=True, kw_only=True)
 class TrtllmOutputCursor:
     """Converts the cumulative results of one call to outputs with the new tokens."""
 
-    def __init__(
-        self,
-        *,
-        stop_ids: frozenset[int],
-        end_id: int | None,
-        logprobs: int | None,
-        first: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        """Initialize the cursor of one call.
-
-        Args:
-            stop_ids: token ids that end the output.
-            end_id: the model's own stop token, which TensorRT-LLM strips from the output; None without one.
-            logprobs: number of alternatives per token; None: no log-probabilities.
-            first: log-probabilities of the first tokens, from the KV transfer parameters.
-        """
-        self._stop_ids = stop_ids
-        self._end_id = None if end_id == _NO_END else end_id
-        self._alternatives = logprobs
-        self._first = first
-        self._seen = 0
-        self._last: int | None = None
-        self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
+    stop_ids: frozenset[int]  # token ids that end the output
+    end_id: int  # the model's own stop token, which TensorRT-LLM strips from the output; _NO_END without one
+    logprobs: int | None  # number of alternatives per token; None: no log-probabilities
+    first: tuple[TokenLogprob, ...] = ()  # log-probabilities of the first tokens, from the KV transfer parameters
+    _seen: int = 0
+    _last: int | None = None
+    _unreported: int = 0  # tokens at the start without a log-probability from TensorRT-LLM
 
     def read(self, output: TrtllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
         """Return what is new since the last call. Call it once per result.
@@ -255,7 +234,7 @@ class TrtllmOutputCursor:
         self._seen += len(new)
         self._last = new[-1] if new else self._last
         finish = output.finish_reason
-        if finish == "length" and self._last in self._stop_ids:
+        if finish == "length" and self._last in self.stop_ids:
             # The samplers look for the length before they look for stop words (_handle_stop_criteria in
             # _torch/pyexecutor/sampler.py, main at 00043967).
             finish = "stop"
@@ -264,24 +243,24 @@ class TrtllmOutputCursor:
 
     def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
         """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
-        if last is not None and last in self._stop_ids:
+        if last is not None and last in self.stop_ids:
             return []
         if isinstance(stop_reason, int):
             return [stop_reason]
-        return [] if self._end_id is None else [self._end_id]
+        return [] if self.end_id == _NO_END else [self.end_id]
 
     def _logprobs(self, output: TrtllmCompletion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
-        if self._alternatives is None:
+        if self.logprobs is None:
             return ()
         reported = output.logprobs or ()
         return tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
 
     def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
-        if position < len(self._first):
-            return self._first[position]
+        if position < len(self.first):
+            return self.first[position]
         index = position - self._unreported
         if 0 <= index < len(reported):
-            return token_logprob("TensorRT-LLM", token, reported[index], self._alternatives or 0)
-        if token in self._stop_ids:
+            return token_logprob("TensorRT-LLM", token, reported[index], self.logprobs or 0)
+        if token in self.stop_ids:
             return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
         raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")

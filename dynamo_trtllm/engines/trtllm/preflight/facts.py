@@ -6,7 +6,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
@@ -16,47 +19,26 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Role
 
 PCIE5_BYTES_S = 64e9  # 16 lanes, one direction
-PCIE4_BYTES_S = 32e9
 NETWORK_BYTES_S = 50e9  # one 400 Gb/s adapter per GPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownGpu(Gpu):
-    """Data-sheet values of one GPU model; the memory is what the driver reports."""
+class _KnownGpu(msgspec.Struct, frozen=True):
+    """One entry of gpus.yaml, which describes its units."""
 
-    nvlink_bytes_s: float | None  # one direction, all links; None without NVLink
-    pcie_bytes_s: float = PCIE5_BYTES_S
-
-
-def _gpu(name: str, sm: int, memory_mib: int, nvlink_gb_s: int | None, pcie: float = PCIE5_BYTES_S) -> KnownGpu:
-    nvlink = None if nvlink_gb_s is None else nvlink_gb_s * 1e9
-    return KnownGpu(name=name, sm=sm, memory_bytes=memory_mib << 20, nvlink_bytes_s=nvlink, pcie_bytes_s=pcie)
+    sm: int
+    memory_mib: int
+    nvlink: float | None
+    pcie: float
 
 
-GPUS: Mapping[str, KnownGpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("a100", 80, 81_920, 300, PCIE4_BYTES_S),
-        _gpu("l40s", 89, 46_068, None, PCIE4_BYTES_S),
-        _gpu("h100", 90, 81_559, 450),
-        _gpu("h20", 90, 97_871, 450),
-        _gpu("h200", 90, 143_771, 450),
-        _gpu("gh200", 90, 97_871, 450),
-        _gpu("b200", 100, 183_359, 900),
-        _gpu("gb200", 100, 189_471, 900),
-        _gpu("b300", 103, 275_040, 900),
-        _gpu("gb300", 103, 284_208, 900),
-        _gpu("rtx-pro-6000", 120, 97_887, None),
-        _gpu("rtx-5090", 120, 32_607, None),
-    )
-}
+GPUS = msgspec.yaml.decode(Path(__file__).with_name("gpus.yaml").read_bytes(), type=dict[str, _KnownGpu])
 
 
-def known_gpu(name: str) -> KnownGpu:
+def known_gpu(name: str) -> Gpu:
     """Return a GPU by its name on the command line. Raises ConfigError if the name is unknown."""
     if name not in GPUS:
         raise ConfigError(f"Unknown --gpu {name}. Choose one of {', '.join(sorted(GPUS))}.", field="gpu")
-    return GPUS[name]
+    return Gpu(name=name, sm=GPUS[name].sm, memory_bytes=GPUS[name].memory_mib << 20)
 
 
 def links_of(gpu_name: str) -> dict[str, float]:
@@ -68,10 +50,10 @@ def links_of(gpu_name: str) -> dict[str, float]:
     plain = gpu_name.lower().replace(" ", "-")
     found = [known for known in GPUS if known in plain]
     gpu = GPUS[max(found, key=len)] if found else None  # "h200" contains "h20"
-    links = {"PCIe": PCIE5_BYTES_S if gpu is None else gpu.pcie_bytes_s, "network (400 Gb/s)": NETWORK_BYTES_S}
-    if gpu is None or gpu.nvlink_bytes_s is None:
+    links = {"PCIe": PCIE5_BYTES_S if gpu is None else gpu.pcie * 1e9, "network (400 Gb/s)": NETWORK_BYTES_S}
+    if gpu is None or gpu.nvlink is None:
         return links
-    return {"NVLink": gpu.nvlink_bytes_s, **links}
+    return {"NVLink": gpu.nvlink * 1e9, **links}
 
 
 BLOCK_TOKENS = 32  # default of tokens_per_block

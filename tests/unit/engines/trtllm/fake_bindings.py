@@ -118,7 +118,9 @@ def make(
         min_tokens=True,
     )
     llm, settled = Llm(), vendor(*fields)
-    library = TrtllmLibrary(settled, llm, rules, instance_id=1, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s)
+    library = TrtllmLibrary(
+        bindings=settled, llm=llm, model_limits=rules, instance_id=1, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s
+    )
     own = {"engine": "trtllm", "layout": LAYOUT, "kv_compat": {"release": "1.2"}}
     return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s, **own), llm
 

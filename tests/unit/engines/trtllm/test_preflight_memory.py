@@ -141,4 +141,4 @@ def test_links_when_the_gpu_has_no_nvlink_then_none_is_told() -> None:
 def test_known_gpu_when_it_is_not_then_the_names_are_told() -> None:
     with pytest.raises(ConfigError, match="one of a100, b200"):
         known_gpu("z1000")
-    assert all(gpu.memory_bytes > 30 * GIB for gpu in GPUS.values())
+    assert all(known_gpu(name).memory_bytes > 30 * GIB for name in GPUS)
