@@ -27,14 +27,17 @@ _UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # the listen
 Relieve: TypeAlias = Callable[[], bool]
 
 
-def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
-    """Return a bound TCP socket that does not listen yet.
+def bind(
+    host: str, port: int, *, is_shared: bool = False, setting: str = "http", listens: bool = False
+) -> socket.socket:
+    """Return a bound TCP socket.
 
     Args:
         host: IP address or host name.
         port: 0 takes a free one.
         is_shared: let other processes bind the same port, if all of them set this (SO_REUSEPORT).
         setting: prefix of the flags --{setting}-host and --{setting}-port, for the error.
+        listens: the socket listens, too.
 
     Raises:
         ConfigError: the port can't be bound.
@@ -45,6 +48,8 @@ def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http"
         if is_shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
+        if listens:
+            sock.listen(BACKLOG)
     except (OSError, UnicodeError) as exc:  # UnicodeError: the host has an empty or too long part
         sock.close()
         raise _not_bound(host, port, setting, exc) from exc
@@ -53,13 +58,7 @@ def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http"
 
 def listen(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
     """Return a listening TCP socket. Arguments and errors are those of `bind`."""
-    sock = bind(host, port, is_shared=is_shared, setting=setting)
-    try:
-        sock.listen(BACKLOG)
-    except OSError as exc:
-        sock.close()
-        raise _not_bound(host, port, setting, exc) from exc
-    return sock
+    return bind(host, port, is_shared=is_shared, setting=setting, listens=True)
 
 
 def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:

@@ -61,8 +61,8 @@ _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
-class _Part(Enum):
-    """Part of the output to which the next token belongs."""
+class _Position(Enum):
+    """Position of the next token: in a header, between messages, or in a part of the output."""
 
     HEADER = auto()
     BETWEEN = auto()  # after the end of a message
@@ -71,7 +71,7 @@ class _Part(Enum):
     ARGUMENTS = auto()
 
 
-_OUTSIDE: Final = (_Part.HEADER, _Part.BETWEEN)  # a body
+_OUTSIDE: Final = (_Position.HEADER, _Position.BETWEEN)  # of a body
 
 
 class HarmonyTexts(NamedTuple):
@@ -106,12 +106,12 @@ class HarmonyParser:
         is_call_split: bool = True,
     ) -> None:
         self._token_bytes = token_bytes
-        self._reasoning = _Part.REASONING if is_reasoning_split else _Part.CONTENT
+        self._reasoning = _Position.REASONING if is_reasoning_split else _Position.CONTENT
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        self._texts = {_Part.CONTENT: texts.content, _Part.REASONING: texts.reasoning}
+        self._texts = {_Position.CONTENT: texts.content, _Position.REASONING: texts.reasoning}
         self._token_texts: TokenTextCache | None = None  # fast path for a token that continues the current body
-        self._part = _Part.HEADER
+        self._position = _Position.HEADER
         self._header: list[int] = []
         self._blanks = 0  # in the header
         self._calls = 0
@@ -128,20 +128,20 @@ class HarmonyParser:
         return self._take()
 
     def finish(self) -> Delta:
-        if self._part is _Part.HEADER and self._header and not self._is_cut_header():
+        if self._position is _Position.HEADER and self._header and not self._is_cut_header():
             self._header_is_text()
         self._flush()
         return self._take()
 
     def _take(self) -> Delta:
         out, self._out = self._out, DeltaBuilder()
-        self._token_texts = self._texts.get(self._part)
+        self._token_texts = self._texts.get(self._position)
         return out.delta()
 
     def _run(self, token_ids: TokenIds) -> None:
         run: list[int] = []  # body tokens not decoded yet
         for token_id in token_ids:
-            if token_id < FIRST_SPECIAL and self._part not in _OUTSIDE:
+            if token_id < FIRST_SPECIAL and self._position not in _OUTSIDE:
                 run.append(token_id)
                 continue
             if run:
@@ -156,8 +156,8 @@ class HarmonyParser:
 
     def _text(self, token_id: int) -> None:
         """Process an ordinary token outside a body."""
-        if self._part is _Part.BETWEEN:
-            self._part = _Part.CONTENT
+        if self._position is _Position.BETWEEN:
+            self._position = _Position.CONTENT
             self._body([token_id])
             return
         self._header.append(token_id)
@@ -165,13 +165,13 @@ class HarmonyParser:
             self._header_is_text()
 
     def _control(self, token_id: int) -> None:
-        if self._part is _Part.HEADER and token_id == _MESSAGE:
+        if self._position is _Position.HEADER and token_id == _MESSAGE:
             self._end_header()
-        elif self._part is _Part.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
+        elif self._position is _Position.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
             self._header.append(token_id)
         elif token_id in (_START, _CHANNEL):  # a new message; the model may omit the end marker or the start marker
             self._end_message()
-            self._part = _Part.HEADER
+            self._position = _Position.HEADER
             self._header = [token_id]
         elif token_id in _ENDS:
             self._end_message()
@@ -197,11 +197,11 @@ class HarmonyParser:
             return
         self._clear_header()
         if self._is_call_split and header.call is not None:
-            self._part = _Part.ARGUMENTS
+            self._position = _Position.ARGUMENTS
             self._out.begin_call(self._calls, header.call)
             self._calls += 1
         else:
-            self._part = self._reasoning if header.is_reasoning else _Part.CONTENT
+            self._position = self._reasoning if header.is_reasoning else _Position.CONTENT
 
     def _read_header(self) -> Header | None:
         """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None: they are no header.
@@ -241,7 +241,7 @@ class HarmonyParser:
         """Emit the withheld header as content. The text up to the next control token is content, too."""
         shown = self._header[self._prefill_ids :]
         self._clear_header()
-        self._part = _Part.CONTENT
+        self._position = _Position.CONTENT
         self._body(shown)
 
     def _clear_header(self) -> None:
@@ -250,14 +250,14 @@ class HarmonyParser:
         self._prefill_ids = 0
 
     def _end_message(self) -> None:
-        if self._part is _Part.HEADER and self._header and self._read_header() != Header():
+        if self._position is _Position.HEADER and self._header and self._read_header() != Header():
             self._header_is_text()
         self._flush()
         self._clear_header()
-        self._part = _Part.BETWEEN
+        self._position = _Position.BETWEEN
 
     def _body(self, ids: list[int]) -> None:
-        if self._part is _Part.REASONING:
+        if self._position is _Position.REASONING:
             self._out.reasoning_tokens += len(ids)
         self._put(self._decoder.decode(self._bytes(ids)))
 
@@ -269,7 +269,7 @@ class HarmonyParser:
         self._decoder.reset()
 
     def _put(self, text: str) -> None:
-        if self._part is _Part.ARGUMENTS:
+        if self._position is _Position.ARGUMENTS:
             self._out.add_arguments(self._calls - 1, text)
         elif text:
-            (self._out.reasoning if self._part is _Part.REASONING else self._out.content).append(text)
+            (self._out.reasoning if self._position is _Position.REASONING else self._out.content).append(text)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import binascii
 import gzip
 import hashlib
-import os
-import tempfile
+import secrets
 import threading
 import zlib
 from functools import cache, partial
@@ -205,14 +204,12 @@ def _packaged_ranks() -> bytes:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _sha256(data: bytes) -> str:
