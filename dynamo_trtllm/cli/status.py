@@ -22,7 +22,7 @@ from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
-from dynamo_trtllm.launch.plan import FRONTEND, reachable
+from dynamo_trtllm.launch.plan import FRONTEND
 from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, request
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
@@ -174,8 +174,8 @@ async def _of_launcher(record: LaunchRecord, deadline: float) -> DeploymentRepor
     ]
     report = DeploymentReport(namespace=record.namespace, processes=[])
     health = None
-    for frontend in [process for process in record.processes if process.role == FRONTEND]:
-        report.url = f"http://{reachable(f'{frontend.host}:{frontend.port}')}"
+    if (frontend := record.frontend) is not None:
+        report.url = f"http://{frontend.address}"
         health = asyncio.create_task(_health(frontend.host, frontend.port, deadline))
     report.processes += await asyncio.gather(*asked)
     if health is not None:
@@ -250,7 +250,7 @@ async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
         name=process.name,
         role=process.role,
         state=_UNREACHABLE,
-        address=reachable(f"{process.host}:{process.port}"),
+        address=process.address,
         model=process.model,
         engine=process.engine,
         instance_id=process.instance_id,

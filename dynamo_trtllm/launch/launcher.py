@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console, next_line
-from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, ProcessSpec, reachable
+from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.messages import Role
@@ -46,6 +45,11 @@ class ProcessRecord(msgspec.Struct, kw_only=True):
     pid: int
     instance_id: str = ""  # of a worker that has been ready, hexadecimal
 
+    @property
+    def address(self) -> str:
+        """Return HOST:PORT for connections from this machine."""
+        return reachable(f"{self.host}:{self.port}")
+
 
 class LaunchRecord(msgspec.Struct, kw_only=True):
     """What a running launcher has started. `dynamo-trtllm status` reads it."""
@@ -56,6 +60,10 @@ class LaunchRecord(msgspec.Struct, kw_only=True):
     nats: str = ""
     processes: list[ProcessRecord] = msgspec.field(default_factory=list)
     ended_instances: list[str] = msgspec.field(default_factory=list)  # of earlier runs; their leases may still last
+
+    @property
+    def frontend(self) -> ProcessRecord | None:
+        return next((process for process in self.processes if process.role == FRONTEND), None)
 
 
 class ManagedProcess(Child):
@@ -105,14 +113,6 @@ class ManagedProcess(Child):
         return status
 
 
-@dataclass(slots=True)
-class DeploymentStatus:
-    """Address and instances of a ready deployment. Restarts update it."""
-
-    frontend: str | None = None  # HOST:PORT
-    names: dict[str, str] = field(default_factory=dict)  # instance id (hexadecimal) -> process name
-
-
 def launch_records() -> list[LaunchRecord]:
     """Return the records of this user's launchers that run on this machine, oldest first."""
     records = []
@@ -146,82 +146,7 @@ def _may_be_mapped(spec: ProcessSpec) -> bool:
     return spec.engine in KEEP_MAPPED and bool(spec.env.get(VISIBLE))
 
 
-def next_to_drain(holding: Sequence[str], *, has_ready_replica: bool, are_dependents_ready: bool) -> Sequence[str]:
-    """Return which dependents to drain now.
-
-    If replicas of the dead worker are ready, dependents drain one after the other. Otherwise all drain at once, because
-    no new request can run anyway.
-
-    Args:
-        holding: Dependents that still hold memory.
-        has_ready_replica: A replica of the dead worker is ready.
-        are_dependents_ready: All dependents are ready.
-    """
-    if not has_ready_replica:
-        return holding
-    return holding[:1] if are_dependents_ready else ()
-
-
-@dataclass
-class DependentRestart:
-    """Restarts the dependents of dead workers.
-
-    Args:
-        specs: All processes of the deployment.
-        processes: Current or last run of each process by name; the supervisor updates it.
-        say: Writes a line to the launcher's output.
-    """
-
-    specs: Sequence[ProcessSpec]
-    processes: Mapping[str, Child]
-    say: Callable[[str], None]
-    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-
-    def notify_changed(self) -> None:
-        """Report that a process has become ready or has exited."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def restart_dependents(self, dead: ProcessSpec) -> None:
-        """Stop the processes that may hold memory of `dead`, and return when they have exited.
-
-        Their supervisors start them again. A process that is not ready yet has read no KV and keeps running.
-        """
-        dependents = dependents_of(dead, self.specs)
-        holding = {name: self.processes[name] for name in dependents if name in self._living_and_ready()}
-        if not holding:
-            return
-        names = ", ".join(holding)
-        self.say(
-            f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
-            "(restart.decode_workers: false disables this)"
-        )
-        replicas = [
-            spec.name
-            for spec in self.specs
-            if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
-        ]
-        while remaining := [name for name, process in holding.items() if not process.has_ended]:
-            changed = self._changed  # taken before the check, so that no later change is missed
-            ready = {name for name in self._living_and_ready() if not self.processes[name].is_terminating}
-            now = next_to_drain(
-                remaining,
-                has_ready_replica=not ready.isdisjoint(replicas),
-                are_dependents_ready=ready.issuperset(dependents),
-            )
-            for name in now:
-                holding[name].terminate()  # before any await, so that no other caller counts it as ready
-            if now:
-                await asyncio.gather(*(holding[name].stop() for name in now))
-            else:
-                await changed.wait()
-        self.say(f"{names} stopped; GPU memory of {dead.name} is free")
-
-    def _living_and_ready(self) -> set[str]:
-        return {name for name, process in self.processes.items() if process.is_ready and not process.has_ended}
-
-
-OnReady = Callable[[DeploymentStatus], Awaitable[bool]]
+OnReady = Callable[[LaunchRecord], Awaitable[bool]]
 
 
 class Launcher:
@@ -249,11 +174,11 @@ class Launcher:
         self._not_ready = {spec.name for spec in specs}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
-        self._dependents = DependentRestart(specs, self._processes, console.say)
+        self._changed = asyncio.Event()  # set when a process has become ready or has exited
         self._supervisor = Supervisor(deployment.restart, console.say)
         console.on_failure = self._supervisor.stop
-        self.deployment_status = DeploymentStatus()
-        self._record_path: Path | None = None
+        self.record = LaunchRecord(pid=os.getpid(), namespace=deployment.namespace)
+        self._record_path: Path
 
     async def run(self, on_ready: OnReady) -> None:
         """Run the deployment until SIGINT or SIGTERM, or until `on_ready` returns True. Then stop all processes.
@@ -278,11 +203,13 @@ class Launcher:
             if address == START:
                 address = await self._start_server(name, partial(start, folder / name))
             self._environ[ADDRESS_VARIABLES[name]] = address
+        self.record.etcd = self._environ[ADDRESS_VARIABLES["etcd"]]
+        self.record.nats = self._environ[ADDRESS_VARIABLES["nats"]]
         self._write_record()
         for spec in self._specs:
             self._supervisor.keep(spec.name, partial(self._running, spec), partial(self._before_restart, spec))
         await self._all_ready.wait()
-        if await on_ready(self.deployment_status):
+        if await on_ready(self.record):
             self._supervisor.stop()
 
     async def _start_server(self, name: str, start: Callable[[], Coroutine[Any, Any, LocalServer]]) -> str:
@@ -308,13 +235,17 @@ class Launcher:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
         on_line = partial(self._console.line, spec.name)
-        process = self._processes[spec.name] = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
+        process = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
+        if (last := self._processes.get(spec.name)) is not None and last.record.instance_id:
+            self.record.ended_instances.append(last.record.instance_id)
+        self._processes[spec.name] = process
+        self.record.processes = [each.record for each in self._processes.values()]
         self._write_record()
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(self._await_ready(process, began))
             yield process
             waiting.cancel()
-        self._dependents.notify_changed()
+        self._notify_changed()
         # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
         # says nothing about the configuration, so the process is restarted.
         lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.record.port)
@@ -322,19 +253,9 @@ class Launcher:
 
     def _write_record(self) -> None:
         """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
-        running = {process.record.instance_id for process in self._processes.values()}
-        record = LaunchRecord(
-            pid=os.getpid(),
-            namespace=self._deployment.namespace,
-            etcd=self._environ[ADDRESS_VARIABLES["etcd"]],
-            nats=self._environ[ADDRESS_VARIABLES["nats"]],
-            processes=[process.record for process in self._processes.values()],
-            ended_instances=[each for each in self.deployment_status.names if each not in running],
-        )
-        assert self._record_path is not None
         written = self._record_path.with_suffix(".new")
         try:
-            written.write_bytes(msgspec.json.encode(record))
+            written.write_bytes(msgspec.json.encode(self.record))
             written.replace(self._record_path)
         except OSError as exc:  # of a full disk; the deployment can do without it
             self._console.say(f"dynamo-trtllm status will not show the current processes: {exc}")
@@ -345,8 +266,49 @@ class Launcher:
         # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
         # with another status, and then the dependents are restarted.
         if self._deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
-            await self._dependents.restart_dependents(spec)
+            await self._restart_dependents(spec)
             self._mapped.remove(spec.name)
+
+    async def _restart_dependents(self, dead: ProcessSpec) -> None:
+        """Stop the processes that may hold memory of `dead`, and return when they have exited.
+
+        Their supervisors start them again. A process that is not ready yet has read no KV and keeps running. If
+        replicas of `dead` are ready, dependents drain one after the other. Otherwise all drain at once, because no new
+        request can run anyway.
+        """
+        dependents = dependents_of(dead, self._specs)
+        holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
+        if not holding:
+            return
+        names = ", ".join(holding)
+        self._console.say(
+            f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
+            "(restart.decode_workers: false disables this)"
+        )
+        replicas = [
+            spec.name
+            for spec in self._specs
+            if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
+        ]
+        while remaining := [name for name, process in holding.items() if not process.has_ended]:
+            changed = self._changed  # taken before the check, so that no later change is missed
+            ready = {name for name in self._living_and_ready() if not self._processes[name].is_terminating}
+            if not ready.isdisjoint(replicas):
+                remaining = remaining[:1] if ready.issuperset(dependents) else []
+            for name in remaining:
+                holding[name].terminate()  # before any await, so that no other caller counts it as ready
+            if remaining:
+                await asyncio.gather(*(holding[name].stop() for name in remaining))
+            else:
+                await changed.wait()
+        self._console.say(f"{names} stopped; GPU memory of {dead.name} is free")
+
+    def _living_and_ready(self) -> set[str]:
+        return {name for name, process in self._processes.items() if process.is_ready and not process.has_ended}
+
+    def _notify_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _port_of(self, spec: ProcessSpec) -> int:
         """Return the configured port, or a free port that no process of this launcher uses."""
@@ -365,13 +327,11 @@ class Launcher:
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
         process.is_ready = True
-        self._dependents.notify_changed()
+        self._notify_changed()
         if spec.is_frontend:
-            self.deployment_status.frontend = reachable(f"{spec.host}:{process.record.port}")
-            self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")
+            self._report_ready(spec.name, began, f"at http://{process.record.address}")
         else:
             process.record.instance_id = answer.instance_id
-            self.deployment_status.names[answer.instance_id] = spec.name
             self._write_record()
             self._report_ready(spec.name, began, f"as instance {answer.instance_id}")
         self._not_ready.discard(spec.name)

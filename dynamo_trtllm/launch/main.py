@@ -22,7 +22,7 @@ from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.launcher import DeploymentStatus, Launcher
+from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_address, with_engine, with_model
 from dynamo_trtllm.launch.readiness_checks import NotYet, request, until
 from dynamo_trtllm.observability import logging as observe_logging
@@ -102,17 +102,19 @@ async def run(
         console.say(line)
     is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
 
-    async def on_ready(status: DeploymentStatus) -> bool:
+    async def on_ready(record: LaunchRecord) -> bool:
         nonlocal is_done
         stop = "" if once else " (Ctrl-C to stop)"
-        if not console.end_start(f"Ready{stop}", _summary(specs, status)):
-            where = " without a frontend" if status.frontend is None else f": http://{status.frontend}"
+        address = None if record.frontend is None else record.frontend.address
+        if not console.end_start(f"Ready{stop}", _summary(specs, address)):
+            where = " without a frontend" if address is None else f": http://{address}"
             console.say(f"Ready{where}{stop}")
-        if sends_sample and status.frontend is not None:
+        if sends_sample and address is not None:
             model = next(spec.model for spec in specs if not spec.is_frontend)
-            answer = await ask_sample(status.frontend, model)
-            console.say(sample_report(answer, model, status.names, is_mock=is_mock))
-            console.say(next_step(status.frontend, model))
+            answer = await ask_sample(address, model)
+            names = {process.instance_id: process.name for process in record.processes}
+            console.say(sample_report(answer, model, names, is_mock=is_mock))
+            console.say(next_step(address, model))
         is_done = True
         return once
 
@@ -125,7 +127,7 @@ async def run(
         raise RunFailed("stopped before all processes were ready and the demo was done")
 
 
-def _summary(specs: Sequence[ProcessSpec], status: DeploymentStatus) -> list[tuple[str, str]]:
+def _summary(specs: Sequence[ProcessSpec], frontend: str | None) -> list[tuple[str, str]]:
     """Return what a user needs to know of a ready deployment, as subjects and texts."""
     workers = [spec for spec in specs if not spec.is_frontend]
     models = dict.fromkeys(spec.model for spec in workers)
@@ -133,9 +135,9 @@ def _summary(specs: Sequence[ProcessSpec], status: DeploymentStatus) -> list[tup
     for engine, device in dict.fromkeys((spec.engine, _device(spec)) for spec in workers):
         same = [spec.name for spec in workers if (spec.engine, _device(spec)) == (engine, device)]
         rows.append(("workers", f"{', '.join(same)} ({engine or 'trtllm'}, {device})"))
-    if status.frontend is None:
+    if frontend is None:
         return rows
-    url = f"http://{status.frontend}"
+    url = f"http://{frontend}"
     return [
         ("URL", f"{url}/v1"),
         *rows,

@@ -39,7 +39,7 @@ class FakeChild:
 
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
-        self.record = ProcessRecord(name=spec.name, role="", host=spec.host, port=port, pid=1)
+        self.record = ProcessRecord(name=spec.name, role=str(spec.role or spec.name), host=spec.host, port=port, pid=1)
         self.environ = {**environ, **spec.env}
         self.is_ready = self.is_terminating = False
         self.stop_rank = 1 if spec.is_frontend else 0

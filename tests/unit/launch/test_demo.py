@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
 from dynamo_trtllm.launch import main
-from dynamo_trtllm.launch.launcher import DeploymentStatus
+from dynamo_trtllm.launch.launcher import LaunchRecord
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import answering, http
@@ -98,7 +98,7 @@ class Supervised:
 
     async def run(self, on_ready) -> None:
         if self.serves:
-            await on_ready(DeploymentStatus(frontend=None, names={}))
+            await on_ready(LaunchRecord(pid=1, namespace="n"))
 
 
 def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -> None:
@@ -109,7 +109,7 @@ def test_summary_when_all_is_ready_then_address_models_and_workers_by_device() -
         ]
     }
     specs = processes(checked_deployment(data, "d"))
-    assert main._summary(specs, DeploymentStatus(frontend="localhost:80", names={})) == [
+    assert main._summary(specs, "localhost:80") == [
         ("URL", "http://localhost:80/v1"),
         ("models", "m"),
         ("workers", "prefill (vllm, GPU 0)"),

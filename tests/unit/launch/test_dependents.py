@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.launch.launcher import dependents_of, next_to_drain
+from dynamo_trtllm.launch.launcher import dependents_of
 from dynamo_trtllm.launch.plan import processes
 from dynamo_trtllm.subprocesses import RunFailed
 from tests.unit.launch.launcher_helpers import (
@@ -62,24 +62,6 @@ def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_
 def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
     assert readers("decode", PREFILL, DECODE) == []
     assert readers("frontend", PREFILL, DECODE) == []
-
-
-@pytest.mark.parametrize(
-    ("has_ready_replica", "are_dependents_ready", "wanted"),
-    [
-        (False, True, ["a", "b"]),
-        (False, False, ["a", "b"]),
-        (True, True, ["a"]),
-        (True, False, []),
-    ],
-)
-def test_next_to_drain_when_another_prefill_worker_serves_then_one_after_the_other(
-    has_ready_replica: bool, are_dependents_ready: bool, wanted: list[str]
-) -> None:
-    assert (
-        list(next_to_drain(["a", "b"], has_ready_replica=has_ready_replica, are_dependents_ready=are_dependents_ready))
-        == wanted
-    )
 
 
 async def test_launcher_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:

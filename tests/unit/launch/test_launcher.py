@@ -73,8 +73,10 @@ async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_i
     latest_child("frontend").serve()
     latest_child("w").serve()
     await until(lambda: all(child.is_ready for child in ALL))
-    assert made.launcher.deployment_status.frontend == "localhost:8000"
-    assert made.launcher.deployment_status.names == {"ab": "w"}
+    record = made.launcher.record
+    assert record.frontend is not None
+    assert record.frontend.address == "localhost:8000"
+    assert {process.instance_id: process.name for process in record.processes} == {"": "frontend", "ab": "w"}
     assert "s at http://localhost:8000" in made.out.getvalue()
     assert "s as instance ab" in made.out.getvalue()
     await made.end()
