@@ -20,6 +20,7 @@ from dynamo_trtllm.discovery.records import BadRecord, read_instance
 from dynamo_trtllm.errors import BadFrame, PlaneError, Unreachable
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.messages import Instance, decode, encode
+from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recorder import HEADER_BYTES, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recording_server import (
     KeySelector,
@@ -57,6 +58,7 @@ def with_other_machines(config: ExplainConfig, local: Recordings) -> Recordings:
 
     If etcd or NATS can't be reached, the result has only those of this machine, and a line that says so.
     """
+    observe_logging.setup(config.log_level, "explain", config.log_format)
     config = _connection(config)
     try:
         return asyncio.run(_gather(config, local))

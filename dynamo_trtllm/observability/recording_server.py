@@ -1,6 +1,6 @@
 """Send the recording of this process, or a part of it, to commands on other machines that ask for it.
 
-A query is broadcast to all processes of a namespace. It never stops them: the ring is scanned in slices of about 1 ms,
+A query is broadcast to all processes of a namespace. It never stops them: an answer is made in pieces of at most 2 ms,
 between which the event loop does its other work.
 """
 
