@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Final, TypeAlias
 
@@ -19,7 +19,7 @@ from dynamo_trtllm.messages import GenerateRequest, Instance
 from dynamo_trtllm.router.load import FleetLoad, PlacedRequest, instance_cost
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PrefixOverlaps, PromptHashes, SentPrompt
-from dynamo_trtllm.router.view import ModelView, position
+from dynamo_trtllm.router.view import ModelView
 
 # Instances of a role that are compared. With those chosen at random only, `benchmarks.routing frontends` with
 # eight equal workers and 16 frontends, which learn of each other's requests late: p99 of the time to first token was
@@ -28,11 +28,12 @@ from dynamo_trtllm.router.view import ModelView, position
 MOST_COMPARED: Final = 4
 _DEEPEST = 2  # those that are compared because of their caches
 _SLOWER: Final = 1.5  # instances that take so many times as long per token as the fastest one cost more
+_NO_INSTANCES = ModelView()
 _MOST_COST = (1 << 32) - 1  # recorded
 
 
-Candidate: TypeAlias = tuple[int, float, Instance]
-"""The cost of an instance, a random number, by which those of equal cost are ordered, and the instance."""
+Candidate: TypeAlias = tuple[int, float, Instance, int]
+"""The cost of an instance, a random number, by which those of equal cost are ordered, the instance, and its overlap."""
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -129,8 +130,8 @@ class Placement:
         for group in view.groups.values():
             if not group.prefill or not group.decode:
                 continue
-            prefills = self._ranked(group.prefill, request, cached)
-            decodes = self._ranked(group.decode, request, cached)
+            prefills = self._ranked(view, group.prefill, request, cached)
+            decodes = self._ranked(view, group.decode, request, cached)
             if avoid is not None:
                 prefills = [each for each in prefills if each[2].id != avoid]
             pair = _best_pair(prefills, decodes, breakers)
@@ -138,35 +139,36 @@ class Placement:
                 prefill, decode = pair
                 least = prefill[0] + decode[0]
                 costs = Costs.of(prefills, prefill), Costs.of(decodes, decode)
-                overlap_tokens = 0 if cached is None else cached.of((prefill[2].id,))[0]
-                best = CostSelection(prefill[2], decode[2], *costs, prompt, overlap_tokens)
+                best = CostSelection(prefill[2], decode[2], *costs, prompt, prefill[3])
         if view.aggregated and not (view.prefill and view.decode):
-            ranked = self._ranked(view.aggregated, request, cached)
+            ranked = self._ranked(view, view.aggregated, request, cached)
             if breakers.any_open:
                 ranked = [each for each in ranked if not breakers.is_open((None, each[2].id))]
             if ranked:
-                overlap_tokens = 0 if cached is None else cached.of((ranked[0][2].id,))[0]
-                costs_of_one = Costs.of(ranked, ranked[0])
-                best = CostSelection(None, ranked[0][2], None, costs_of_one, prompt, overlap_tokens)
+                best = CostSelection(None, ranked[0][2], None, Costs.of(ranked, ranked[0]), prompt, ranked[0][3])
         return best
 
     def select_decode(self, decodes: tuple[Instance, ...], request: GenerateRequest) -> Instance | None:
         """Return the decode instance of the least cost to fetch KV that is there. None: there is no instance."""
-        ranked = self._ranked(decodes, request, None)
+        ranked = self._ranked(_NO_INSTANCES, decodes, request, None)
         return ranked[0][2] if ranked else None
 
     def _ranked(
-        self, instances: tuple[Instance, ...], request: GenerateRequest, overlaps: PrefixOverlaps | None
+        self,
+        view: ModelView,
+        instances: tuple[Instance, ...],
+        request: GenerateRequest,
+        overlaps: PrefixOverlaps | None,
     ) -> list[Candidate]:
-        """Return those instances to compare, sorted by cost. All have the same role, and are sorted by id."""
+        """Return those instances of a view to compare, sorted by cost. All have the same role and pairing key."""
         count, number = len(instances), self._random
         if count > MOST_COMPARED:
             compared: dict[int, Instance] = {}
             if overlaps is not None:
+                by_id, key = _by_id(view), view.keys.get(instances[0].id)
                 for id_ in overlaps.deepest(instances[0].role, _DEEPEST):
-                    at = position(instances, id_)
-                    if at < count and instances[at].id == id_:  # else it is excluded, or has another pairing key
-                        compared[id_] = instances[at]
+                    if id_ in by_id and view.keys.get(id_) == key:  # else it is excluded, or has another pairing key
+                        compared[id_] = by_id[id_]
             for _ in range(MOST_COMPARED - len(compared)):
                 other = instances[int(number() * count)]
                 compared[other.id] = other
@@ -176,16 +178,23 @@ class Placement:
         cached = repeat(0) if overlaps is None else overlaps.of([instance.id for instance in instances])
         for instance, cached_tokens in zip(instances, cached, strict=False):
             load, overlap = get(instance.id), cached_tokens if credit == 1 else int(credit * cached_tokens)
-            ranked.append((instance_cost(load, instance, prompt_tokens, overlap), number(), instance))
+            ranked.append((instance_cost(load, instance, prompt_tokens, overlap), number(), instance, cached_tokens))
             paces.append(load.token_s)
         fastest = min(paces, default=0.0)
         if 0 < _SLOWER * fastest < max(paces):  # 0: that of one is not known
             ranked = [
-                (int(cost * pace / fastest) if pace > _SLOWER * fastest else cost, tie, instance)
-                for (cost, tie, instance), pace in zip(ranked, paces, strict=True)
+                (int(cost * pace / fastest) if pace > _SLOWER * fastest else cost, tie, instance, cached_tokens)
+                for (cost, tie, instance, cached_tokens), pace in zip(ranked, paces, strict=True)
             ]
         ranked.sort()
         return ranked
+
+
+def _by_id(view: ModelView) -> Mapping[int, Instance]:
+    found: Mapping[int, Instance] | None = view.cache.get("by_id")
+    if found is None:
+        found = view.cache["by_id"] = {each.id: each for each in (*view.prefill, *view.decode, *view.aggregated)}
+    return found
 
 
 def _best_pair(

@@ -30,9 +30,7 @@ Level: TypeAlias = tuple[int, int]  # a number of blocks, and the mask of the in
 class _Masks(dict[int, int]):
     """The mask of the instances that have a block, by its prefix hash."""
 
-    def __missing__(self, prefix: int) -> int:
-        """Return the mask of a block that no instance has."""
-        return 0
+    __missing__ = (0).__mul__  # of blocks that no instance has. A function of Python would take twice as long
 
 
 class PrefixIndex:
@@ -384,7 +382,8 @@ class KnownPrefixes:
 
     def overlaps(self, prompt: PromptHashes, now: float) -> PrefixOverlaps:
         """Return what the instances of the prompt's model have of it."""
-        self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)  # maybe nothing is recorded any more
+        if self._sent:
+            self._expire(now, self._num_sent, _EXPIRED_AT_ONCE)  # maybe nothing is recorded any more
         self._turn += 1
         matches = []
         for block_tokens, index in self._indexes.get(prompt.request.model, {}).items():
