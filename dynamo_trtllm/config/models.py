@@ -205,6 +205,9 @@ class FrontendConfig(ProcessConfig):
     )
     """With --router-mode kv: how much of a prompt token's cost is saved if the token is in the prefix cache, from 0
     (caches are ignored) to 1 (the token costs nothing)."""
+    router_temperature: NonNegativeFloat = option(HTTP, 0.0, env="DYN_ROUTER_TEMPERATURE")
+    """With --router-mode kv: 0 selects the worker with the lowest cost. With more, selection is random: the softmax of
+    the negative costs, divided by their range and this number."""
     request_timeout_s: PositiveFloat = option(HTTP, 600.0)
     """Maximum seconds of a request. A request can set a shorter limit with `timeout`."""
     max_connections: PositiveInt = option(HTTP, 8192)
@@ -273,7 +276,7 @@ class FrontendConfig(ProcessConfig):
     @model_validator(mode="after")
     def _routing_is_used(self) -> FrontendConfig:
         if self.router_mode != "kv":
-            for name in ("router_kv_events", "router_ttl_secs", "router_kv_overlap_score_credit"):
+            for name in ("router_kv_events", "router_ttl_secs", "router_kv_overlap_score_credit", "router_temperature"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     flag = f"--{name.replace('_', '-')}"
                     raise ValueError(f"{flag} has an effect only with --router-mode kv; add that, or remove the flag")

@@ -77,6 +77,8 @@ class Placement:
         mode: of the router, for the flight recorder.
         prefixes: the prefixes in the instances' caches. None: they do not count.
         overlap_credit: how much of the cost of computing a token of the prompt is saved if it is in the cache.
+        temperature: 0 selects the least cost. With more, those of higher cost are selected, too: the probability is the
+            softmax of the negative costs, divided by their range and the temperature.
         seed: of the random choices.
     """
 
@@ -86,12 +88,14 @@ class Placement:
         prefixes: KnownPrefixes | None = None,
         *,
         overlap_credit: float = 1.0,
+        temperature: float = 0.0,
         seed: int | None = None,
     ) -> None:
         self.mode = mode
         self.prefixes = prefixes
         self.loads = FleetLoad()
         self._overlap_credit = overlap_credit
+        self._temperature = temperature
         self._random = random.Random(seed).random
 
     def start(self, selection: WorkerSelection, request: GenerateRequest, now: float) -> PlacedRequest:
@@ -187,6 +191,9 @@ class Placement:
                 for (cost, tie, instance, cached_tokens), pace in zip(ranked, paces, strict=True)
             ]
         ranked.sort()
+        if self._temperature and ranked:  # of exponential numbers, each divided by its weight, each may be the least
+            least, scale = ranked[0][0], self._temperature * ((ranked[-1][0] - ranked[0][0]) or 1)
+            ranked.sort(key=lambda each: -math.log1p(-each[1]) * math.exp(min(700.0, (each[0] - least) / scale)))
         return ranked
 
 

@@ -190,7 +190,8 @@ def placement_of(config: FrontendConfig) -> Placement | None:
     prefixes = None
     if config.router_mode == "kv":
         prefixes = KnownPrefixes(reads_events=config.router_kv_events, ttl_s=config.router_ttl_secs)
-    return Placement(config.router_mode, prefixes, overlap_credit=config.router_kv_overlap_score_credit)
+    credit, temperature = config.router_kv_overlap_score_credit, config.router_temperature
+    return Placement(config.router_mode, prefixes, overlap_credit=credit, temperature=temperature)
 
 
 THRESHOLDS = (10_000, 50, 100)  # per GC generation, in allocations or collections of the younger generation

@@ -41,7 +41,13 @@ def test_workers_when_it_is_no_number_of_processes_then_refused(count: str) -> N
 
 
 @pytest.mark.parametrize(
-    "words", [("--no-kv-events",), ("--router-ttl-secs", "9"), ("--router-kv-overlap-score-credit", "0.5")]
+    "words",
+    [
+        ("--no-kv-events",),
+        ("--router-ttl-secs", "9"),
+        ("--router-kv-overlap-score-credit", "0.5"),
+        ("--router-temperature", "0.5"),
+    ],
 )
 def test_router_flags_when_the_mode_is_not_kv_then_refused_by_name(words: tuple[str, ...]) -> None:
     flag = words[0].replace("--no-kv", "--router-kv")

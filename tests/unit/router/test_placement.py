@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -230,6 +231,20 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eigh
     ignoring.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
     ignoring.loads.on_report(report(3, queued_prefill_tokens=1), 0.0)
     assert pair(selected(ignoring, view, 1000))[0] == 1
+
+
+def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softmax_of_their_costs() -> None:
+    view, drawn = view_of(3, 1), Counter[int]()
+    placement = Placement("kv", temperature=0.5, seed=1)
+    for id_, waiting in ((1, 0), (2, 500), (3, 1000)):
+        placement.loads.on_report(report(id_, queued_prefill_tokens=waiting), 0.0)
+    drawn.update(pair(selected(placement, view))[0] for _ in range(2000))
+    weights = [math.exp(-cost / 0.5) for cost in (0.0, 0.5, 1.0)]
+    for id_, weight in enumerate(weights, 1):
+        assert drawn[id_] / 2000 == pytest.approx(weight / sum(weights), abs=0.04)
+    cold = Placement("kv", temperature=1e-9, seed=1)
+    cold.loads = placement.loads
+    assert {pair(selected(cold, view))[0] for _ in range(20)} == {1}
 
 
 def test_select_when_a_long_prefix_is_cached_then_few_more_tokens_wait_for_it_than_it_has() -> None:
