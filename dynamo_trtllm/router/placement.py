@@ -184,8 +184,7 @@ class Placement:
             load, overlap = get(instance.id), cached_tokens if credit == 1 else int(credit * cached_tokens)
             ranked.append((instance_cost(load, instance, prompt_tokens, overlap), number(), instance, cached_tokens))
             paces.append(load.token_s)
-        fastest = min(paces, default=0.0)
-        if 0 < _SLOWER * fastest < max(paces):  # 0: that of one is not known
+        if 0 < _SLOWER * (fastest := min(paces, default=0.0)) < max(paces):  # 0: that of one is not known
             ranked = [
                 (int(cost * pace / fastest) if pace > _SLOWER * fastest else cost, tie, instance, cached_tokens)
                 for (cost, tie, instance, cached_tokens), pace in zip(ranked, paces, strict=True)

@@ -178,24 +178,22 @@ class PrefixOverlaps(msgspec.Struct):
     now: float
     turn: int
 
-    def of(self, instance_ids: Iterable[int]) -> list[int]:
+    def of(self, instance_ids: Sequence[int]) -> list[int]:
         """Return the overlap of each instance."""
-        found = []
-        for instance_id in instance_ids:
-            tokens = 0
-            for match in self.matches:
-                bit = match.blocks.bits.get(instance_id)
-                if bit is not None:
-                    for depth, mask in match.levels:  # noqa: B007 - read below
-                        if mask & bit:
-                            break
-                    else:
-                        depth = match.search(bit)
-                    if depth and (expires := self.expires.get(instance_id)):
-                        depth = self._unexpired(match, depth, expires)
-                    tokens = depth * match.block_tokens
-                    break
-            found.append(tokens)
+        found, all_expires = [0] * len(instance_ids), self.expires
+        for match in self.matches:
+            bits, levels, block_tokens = match.blocks.bits, match.levels, match.block_tokens
+            for index, instance_id in enumerate(instance_ids):
+                if (bit := bits.get(instance_id)) is None:
+                    continue  # its blocks have another size
+                for depth, mask in levels:  # noqa: B007 - read below
+                    if mask & bit:
+                        break
+                else:
+                    depth = match.search(bit)
+                if depth and (expires := all_expires.get(instance_id)):
+                    depth = self._unexpired(match, depth, expires)
+                found[index] = depth * block_tokens
         return found
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
