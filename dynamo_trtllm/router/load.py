@@ -36,16 +36,6 @@ class Work:
     prefill_tokens: int = 0  # to compute
     kv_tokens: int = 0  # of context
 
-    def add(self, prefill_tokens: int, kv_tokens: int) -> None:
-        self.requests += 1
-        self.prefill_tokens += prefill_tokens
-        self.kv_tokens += kv_tokens
-
-    def remove(self, prefill_tokens: int, kv_tokens: int) -> None:
-        self.requests -= 1
-        self.prefill_tokens -= prefill_tokens
-        self.kv_tokens -= kv_tokens
-
 
 @dataclass(slots=True, eq=False)
 class Share:
@@ -64,30 +54,32 @@ class Share:
 
     def prefilled(self) -> None:
         """Record that the instance has computed the prompt."""
-        tokens, self.prefill_tokens = self.prefill_tokens, 0
-        self.load.own.prefill_tokens -= tokens
         if self.is_unseen:
-            self.load.unseen.prefill_tokens -= tokens
+            self.load.unseen.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
 
     def seen(self) -> None:
         """Record that a report of the instance includes the call."""
         if self.is_unseen:
             self.is_unseen = False
-            self.load.unseen.remove(self.prefill_tokens, self.kv_tokens)
+            unseen = self.load.unseen
+            unseen.requests -= 1
+            unseen.prefill_tokens -= self.prefill_tokens
+            unseen.kv_tokens -= self.kv_tokens
         self.load.sent.pop(self, None)
 
     def end(self) -> None:
         """Record that the instance does not run the call any more."""
         self.seen()
-        self.load.own.remove(self.prefill_tokens, self.kv_tokens)
+        self.load.requests -= 1
 
 
 @dataclass(slots=True, eq=False)
 class InstanceLoad:
     """What a frontend knows of the load of one instance."""
 
-    own: Work = field(default_factory=Work)  # of this frontend's requests
-    unseen: Work = field(default_factory=Work)  # the part of it that no report includes
+    requests: int = 0  # of this frontend
+    unseen: Work = field(default_factory=Work)  # of those that no report includes
     sent: dict[Share, None] = field(default_factory=dict)  # the calls of it that were sent, the oldest first
     report: LoadReport | None = None
     reported_at: float = -math.inf
@@ -96,8 +88,10 @@ class InstanceLoad:
 
     def place(self, prefill_tokens: int, kv_tokens: int) -> Share:
         """Count a part of a request, which is going to be sent to the instance."""
-        self.own.add(prefill_tokens, kv_tokens)
-        self.unseen.add(prefill_tokens, kv_tokens)
+        self.requests += 1
+        self.unseen.requests += 1
+        self.unseen.prefill_tokens += prefill_tokens
+        self.unseen.kv_tokens += kv_tokens
         return Share(self, prefill_tokens, kv_tokens)
 
 
@@ -144,7 +138,7 @@ class FleetLoad:
 
     def requests(self) -> dict[int, int]:
         """Return the number of this frontend's requests by instance id."""
-        return {instance_id: load.own.requests for instance_id, load in self._loads.items()}
+        return {instance_id: load.requests for instance_id, load in self._loads.items()}
 
 
 def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, overlap_tokens: int) -> int:

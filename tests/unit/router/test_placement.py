@@ -131,14 +131,14 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     placement.loads.on_report(report(first.prefill.id, 2, queued_prefill_tokens=60), 10.2)
     placement.loads.on_report(report(first.decode.id, 1), 10.2)  # its call was not sent yet
     assert (prefill.unseen.prefill_tokens, decode.unseen.kv_tokens) == (0, 100)
-    assert prefill.own.prefill_tokens == 100
+    assert prefill.requests == 1
     first_placed.sent(1004, Phase.DECODE, 10.3)
-    assert (prefill.own.requests, prefill.own.prefill_tokens) == (0, 0)
+    assert prefill.requests == 0
     for _, each in placed:
         each.end()
     for instance in (*view.prefill, *view.decode):
         load = placement.loads.of(instance.id)
-        assert (load.own, load.unseen, load.sent) == (type(load.own)(), type(load.own)(), {})
+        assert (load.requests, load.unseen, load.sent) == (0, type(load.unseen)(), {})
 
 
 def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_one_and_what_was_sent_since_count() -> (
@@ -162,9 +162,9 @@ def test_placed_request_when_its_worker_is_gone_before_the_call_then_no_load_of_
     load = placement.loads.of(2001)
     placement.loads.remove(2001)
     placed.sent(2001, Phase.AGGREGATED, 1.0)
-    assert load.own.requests == 1
+    assert load.requests == 1
     placed.end()
-    assert load.own.requests == 0
+    assert load.requests == 0
     assert placement.loads.requests() == {}
 
 
@@ -221,7 +221,7 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eigh
     assert pair(found) == (3, 1003)
     assert found.prefill_costs == Costs(8 * 744, 8 * 744 + 1)
     placed = placement.start(found, request(1000), 0.0)
-    assert placement.loads.of(3).own.prefill_tokens == 744
+    assert placement.loads.of(3).unseen.prefill_tokens == 744
     assert selected(placement, view, 1000).prefill_costs == Costs(744 + 8 * 8, 8 * 744 + 1)  # it will have all blocks
     placed.end()  # its prefill call failed
     assert selected(placement, view, 1000).prefill_costs == Costs(8 * 744, 8 * 744 + 1)
