@@ -38,6 +38,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     text: str | None = None  # content, with keep_text
     finish: str | None = None
     phase_s: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by phase and part, with `x-dynamo-stats`
+    server_ttft_s: float = 0.0  # as the frontend measures it, with `x-dynamo-stats`
     gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))  # between reads with text
 
     @property
@@ -162,8 +163,8 @@ class StreamConnection(asyncio.Protocol):
                     case {"cached_tokens": int(cached)}:
                         record.cached_tokens = cached
         match event.get("dynamo_trtllm"):
-            case {"phase_s": {**phases}, "part_s": {**parts}}:
-                record.phase_s = cast("dict[str, float]", phases | parts)
+            case {"phase_s": {**phases}, "part_s": {**parts}, "ttft_s": float(ttft_s)}:
+                record.phase_s, record.server_ttft_s = cast("dict[str, float]", phases | parts), ttft_s
 
     def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:

@@ -11,6 +11,8 @@ from typing import TypedDict
 
 import psutil
 
+from dynamo_trtllm.observability.metrics import AFTER_FIRST_TOKEN
+
 from .stream import RequestRecord
 
 BUSY_CORES = 0.9  # above this use of one client process, the client may be the bottleneck
@@ -138,6 +140,38 @@ def _quantiles(seconds: Iterable[float]) -> dict[str, float]:
     if not values:
         return {}
     return {name: values[min(len(values) - 1, int(q * len(values)))] * 1e3 for name, q in QUANTILES.items()}
+
+
+def phase_times(records: Sequence[RequestRecord]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the milliseconds of each phase and part, and the percentage of TTFT that lies in phases.
+
+    TTFT by the frontend ends with the first token, by the client with the first text: a part of a character is no text.
+    The client's begins when it has sent the request, which may be later than planned. Empty if no request has phases.
+    """
+    known = [record for record in records if record.is_ok and record.phase_s]
+    if not known:
+        return {}
+    names = sorted({name for record in known for name in record.phase_s})
+    phases = [record.phase_s for record in known]
+    named_s = [
+        sum(seconds for name, seconds in each.items() if name not in AFTER_FIRST_TOKEN and "." not in name)
+        for each in phases
+    ]
+    ttft_s = {
+        "frontend": [record.server_ttft_s for record in known],
+        "client": [(record.first_s or record.end_s) - record.sent_s for record in known],
+    }
+    shares = {
+        who: [100 * named / ttft for named, ttft in zip(named_s, times, strict=True)] for who, times in ttft_s.items()
+    }
+    return {
+        "phase_ms": {
+            name: {"mean": _mean(each.get(name, 0.0) * 1e3 for each in phases)}
+            | _quantiles(each.get(name, 0.0) for each in phases)
+            for name in names
+        },
+        "named_ttft_percent": {who: {"mean": _mean(each), "lowest": min(each)} for who, each in shares.items()},
+    }
 
 
 def table(summary: LoadSummary) -> str:

@@ -24,11 +24,9 @@ from typing import Any
 
 import msgspec
 
-from dynamo_trtllm.observability.metrics import AFTER_FIRST_TOKEN
-
 from ..deployment import NotReady
 from ..stream import RequestRecord
-from ..summary import interval
+from ..summary import interval, phase_times
 from . import machine, tokens
 from .deployment import GpuDeployment, phases
 from .main import plan_arguments, plan_of
@@ -137,33 +135,6 @@ def cell(
     }
     found["good_requests_per_s_per_gpu"] = {name: round(rate * mean(values) / gpus, 3) for name, values in met.items()}
     return found | phase_times(good) | {"intervals_95": intervals}
-
-
-def phase_times(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the milliseconds of each phase and part, and the share of the client's TTFT that lies in phases.
-
-    Here TTFT counts from the moment at which the client has sent the request, which may be later than planned.
-    """
-    known = [record for record in records if record.is_ok and record.phase_s]
-    if not known:
-        return {}
-    names = sorted({name for record in known for name in record.phase_s})
-    found = {}
-    for name in names:
-        values = [1000 * record.phase_s.get(name, 0.0) for record in known]
-        found[name] = {"mean": round(mean(values), 2)} | {
-            label: round(quantile(values, share), 2) for label, share in _QUANTILES.items()
-        }
-    shares = sorted(named_s(record) / ((record.first_s or record.end_s) - record.sent_s) for record in known)
-    return {
-        "phase_ms": found,
-        "named_ttft_percent": {"mean": round(100 * mean(shares), 2), "lowest": round(100 * shares[0], 2)},
-    }
-
-
-def named_s(record: RequestRecord) -> float:
-    """Return the seconds of the phases until the first token. A name with a dot is a part of a phase."""
-    return sum(seconds for name, seconds in record.phase_s.items() if name not in AFTER_FIRST_TOKEN and "." not in name)
 
 
 def kept_rates(cells: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, float, float]]:
@@ -321,9 +292,9 @@ def line(found: dict[str, Any]) -> str:
         f"{found['kernels_compiled']} kernels compiled",
     )
     for name, times in found.get("phase_ms", {}).items():
-        parts += (f"{name} {times['p50']:g}/{times['p99']:g} ms",)
+        parts += (f"{name} {times['p50']:.2f}/{times['p99']:.2f} ms",)
     if "named_ttft_percent" in found:
-        parts += (f"{found['named_ttft_percent']['mean']:g}% of TTFT in phases",)
+        parts += (f"in phases: {found['named_ttft_percent']['frontend']['mean']:.2f}% of TTFT",)
     return "; ".join(parts)
 
 

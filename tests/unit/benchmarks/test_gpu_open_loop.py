@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import open_loop
-from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, kept_rates, mean, num_devices, phase_times, quantile
+from benchmarks.gpu.open_loop import Slo, agree, cell, compiled, kept_rates, mean, num_devices, quantile
 from benchmarks.gpu.plan import Plan, topology
 from benchmarks.stream import RequestRecord
-from benchmarks.summary import interval
+from benchmarks.summary import interval, phase_times
 
 MEAN = Slo(name="mean", ttft_s=1.0, mean_gap_s=0.02)
 WORST = Slo(name="worst", ttft_s=1.0, worst_gap_s=0.1)
@@ -63,11 +63,12 @@ def test_cell_when_half_of_the_requests_is_good_then_goodput_counts_all_gpus_and
 
 def test_phases_when_some_requests_report_them_then_parts_and_later_phases_are_no_share_of_ttft() -> None:
     timed = record()
-    timed.sent_s = 100.1  # of 100.0, as planned
+    timed.sent_s, timed.server_ttft_s = 100.02, 0.4  # planned for 100.0
     timed.phase_s = {"prefill": 0.3, "handoff": 0.08, "handoff.read": 0.05, "decode": 9.0}
     found = phase_times([timed, record()])
-    assert found["phase_ms"]["handoff.read"] == {"mean": 50.0, "p50": 50.0, "p90": 50.0, "p99": 50.0}
-    assert found["named_ttft_percent"] == {"mean": 95.0, "lowest": 95.0}
+    assert found["phase_ms"]["handoff.read"] == pytest.approx(dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 50.0))
+    assert found["named_ttft_percent"]["frontend"] == pytest.approx({"mean": 95.0, "lowest": 95.0})
+    assert found["named_ttft_percent"]["client"] == pytest.approx({"mean": 79.17, "lowest": 79.17}, abs=0.01)
     assert phase_times([record()]) == {}
 
 
