@@ -131,7 +131,7 @@ class Trial:
         first_memory, second_memory = first.answer(), second.answer()
         found = self.result
         found["connect"] = reader.call("connect", "first", *first_memory)
-        for shape in ("blocks", "large"):
+        for shape in ("blocks", "large", "pages"):
             found[shape] = reader.call("read", "first", shape, 12)
         found["kernels"] = reader.call("compute", "first")
         full = self._free()

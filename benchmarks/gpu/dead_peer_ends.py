@@ -16,7 +16,8 @@ from typing import Any
 REGIONS = 8  # registered allocations of a prefill process, as vLLM has one for each layer
 UNREGISTERED_MIB = 2048  # stands for weights
 MIB = 1 << 20
-_BLOCKS = 16  # per region, of the small read
+_BLOCKS = 16  # per region, of the read of blocks
+_PAGE, _PAGES = 16 << 10, 1024  # bytes, and number per region: vLLM's blocks of 16 tokens
 
 
 def watch(pipe: Connection, device: str) -> None:
@@ -76,15 +77,19 @@ class Reader:
         self._shapes = {
             "blocks": [(n, block * small, small) for n in range(REGIONS) for block in range(_BLOCKS)],
             "large": [(n, 0, self._piece) for n in range(REGIONS)],
+            "pages": [
+                (n, page * _PAGE, _PAGE) for n in range(REGIONS) for page in range(min(_PAGES, self._piece // _PAGE))
+            ],
         }
         self._kind = "DRAM" if device == "cpu" else "VRAM"
         self._agent = _agent(device)
         self._target = torch.zeros(REGIONS * region_bytes // 8, dtype=torch.uint8, device=device)
         self._registered = self._agent.register_memory([self._target])
+        self._posts_s: list[float] = []
         self._remote: dict[str, tuple[str, dict[str, tuple[Any, Any, int]]]] = {}
 
     def connect(self, name: str, metadata: bytes, bases: Sequence[int]) -> dict[str, Any]:
-        """Add a prefill process, and prepare a small read (blocks of 1 MiB) and a large one (an eighth)."""
+        """Add a prefill process, and prepare reads: of blocks (1 MiB), of an eighth of each region, and of pages."""
         agent, handles = self._agent, {}
         peer = agent.add_remote_agent(metadata)
         for shape, parts in self._shapes.items():
@@ -100,8 +105,9 @@ class Reader:
 
     def read(self, name: str, shape: str, count: int) -> dict[str, Any]:
         """Read some times. Return the milliseconds of the first read and the median of the others."""
+        self._posts_s.clear()
         times = [self._read(name, shape) for _ in range(count)]
-        rest = sorted(times[1:]) or times
+        rest, posts = sorted(times[1:]) or times, sorted(self._posts_s)
         num_bytes = sum(part[2] for part in self._shapes[shape])
         middle = rest[len(rest) // 2]
         self._check()
@@ -109,6 +115,7 @@ class Reader:
             "first_ms": _ms(times[0]),
             "median_ms": _ms(middle),
             "worst_ms": _ms(rest[-1]),
+            "post_ms": _ms(posts[len(posts) // 2]),
             "gb_per_s": round(num_bytes / middle / 1e9, 1),
         }
 
@@ -124,6 +131,7 @@ class Reader:
         handle = self._agent.make_prepped_xfer("READ", local, numbers, remote, numbers, b"done")
         try:
             state = self._agent.transfer(handle)
+            self._posts_s.append(time.perf_counter() - begun_s)
             while state == "PROC" and time.perf_counter() < begun_s + 5:
                 time.sleep(0.00005)
                 state = self._agent.check_xfer_state(handle)
