@@ -47,14 +47,14 @@ class EndedReads(_WorkerMetadata):  # type: ignore[misc]
     """The requests whose reads of KV have ended since the last step, of one rank or of all ranks."""
 
     failed: frozenset[str]  # ids
-    times: dict[str, tuple[float, float]]  # by id: when the read began, and when its end was seen
+    times: dict[str, tuple[float, float]]  # by id: when the read was posted, and when its end was seen
 
     def aggregate(self, other: EndedReads) -> EndedReads:
-        """Return the reads of both ranks. A read begins with the first rank and ends with the last one."""
+        """Return the reads of both ranks. The last rank counts."""
         times = self.times | other.times
         for request_id in self.times.keys() & other.times.keys():
-            (began, ended), (begun, end) = self.times[request_id], other.times[request_id]
-            times[request_id] = min(began, begun), max(ended, end)
+            (posted, seen), (posted_too, seen_too) = self.times[request_id], other.times[request_id]
+            times[request_id] = max(posted, posted_too), max(seen, seen_too)
         return EndedReads(self.failed | other.failed, times)
 
 
@@ -69,7 +69,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         if self.connector_scheduler is not None:
             listen_there(self.connector_scheduler, vllm_config)
         self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes run on another thread
-        self._begun: dict[str, float] = {}  # reads, by request
+        self._posted: dict[str, float] = {}  # when, by request
         self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended since the last step
         if self.connector_worker is not None:
             self._watch_reads(self.connector_worker)
@@ -84,17 +84,17 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             handle(req_id, *args, **keywords)
 
         @functools.wraps(read)
-        def beginning(req_id: str, *args: Any, **keywords: Any) -> None:
-            self._begun[req_id] = time.monotonic()
+        def posting(req_id: str, *args: Any, **keywords: Any) -> None:
             read(req_id, *args, **keywords)
+            self._posted[req_id] = time.monotonic()
 
-        worker._handle_failed_transfer, worker._read_blocks_for_req = recording, beginning
+        worker._handle_failed_transfer, worker._read_blocks_for_req = recording, posting
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in each step."""
         sent, received = super().get_finished(finished_req_ids)
         now = time.monotonic()
-        self._times |= {request_id: (self._begun.pop(request_id, now), now) for request_id in received}
+        self._times |= {request_id: (self._posted.pop(request_id, now), now) for request_id in received}
         return sent, received
 
     def build_connector_worker_meta(self) -> EndedReads | None:

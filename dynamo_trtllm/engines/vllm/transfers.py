@@ -77,8 +77,8 @@ def read_parts(queued_s: float, params: Mapping[str, Any] | None) -> dict[str, f
 
     Args:
         queued_s: When vLLM's engine process queued the request.
-        params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read began, a rank saw its
-            end, and the scheduler was notified.
+        params: `kv_transfer_params` of the last output: the KV blocks were allocated, the read was posted, a rank saw
+            its end, and the scheduler was notified.
     """
     ends = (params or {}).get(READ_TIMES, ())
     if len(ends) != len(_PARTS):

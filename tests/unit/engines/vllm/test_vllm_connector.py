@@ -78,3 +78,10 @@ def test_read_when_a_request_is_of_no_kv_transfer_then_nothing() -> None:
 def test_handshakes_when_a_channel_was_chosen_then_waited_for_there_by_each_rank(rank: int) -> None:
     scheduler = connector(16, rank).connector_scheduler
     assert (scheduler.side_channel_host, scheduler.side_channel_port) == ("10.1.2.3", 20_500 + rank)
+
+
+def test_reads_when_two_ranks_have_ended_them_then_one_that_failed_counts_and_the_last_rank_does() -> None:
+    module = importlib.import_module("dynamo_trtllm.engines.vllm.connector")
+    one = module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (1.0, 4.0)})
+    both = one.aggregate(module.EndedReads(frozenset(), {"b": (3.0, 3.5), "c": (5.0, 6.0)}))
+    assert both == module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (5.0, 6.0)})
