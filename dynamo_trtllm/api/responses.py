@@ -134,10 +134,6 @@ def _kind(value: Any) -> Any:
     return "item_reference" if "id" in value and "role" not in value else "message"
 
 
-def _tag(value: Any) -> str:
-    return f"<{_kind(value)}>"
-
-
 Item = (
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
@@ -145,7 +141,7 @@ Item = (
     | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
     | Annotated[ItemReference, Tag("<item_reference>")]
 )
-InputItem = Annotated[Item, Discriminator(_tag), BeforeValidator(_typed)]
+InputItem = Annotated[Item, Discriminator(lambda value: f"<{_kind(value)}>"), BeforeValidator(_typed)]
 
 
 LOGPROBS = "message.output_text.logprobs"

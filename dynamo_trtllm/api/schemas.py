@@ -46,7 +46,10 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
         invalid(f"must hold a schema at {_pointer(where) or '/'}, not {kind_of(schema)}")
     if depth > MAX_DEPTH:
         invalid(f"is nested deeper than {MAX_DEPTH} schemas")
-    _check_type(schema.get("type"), where)
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kind is not None and not (kinds and all(isinstance(each, str) and each in _TYPES for each in kinds)):
+        invalid(f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not {shown(kind)}")
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
         invalid(f"must have a list of values at {_pointer(where)}/enum")
     required = schema.get("required", [])
@@ -58,19 +61,13 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
     for name in _MAPS + _LISTS:
         members = schema.get(name, {} if name in _MAPS else [])
         if not isinstance(members, dict if name in _MAPS else list):
-            kind = "an object" if name in _MAPS else "a list"
-            invalid(f"must have {kind} at {_pointer(where)}/{name}, not {kind_of(members)}")
+            wanted = "an object" if name in _MAPS else "a list"
+            invalid(f"must have {wanted} at {_pointer(where)}/{name}, not {kind_of(members)}")
         for key, member in members.items() if isinstance(members, dict) else enumerate(members):
             _check(member, (where, name, key), depth + 1)
     for name in _ONES:
         if name in schema and not isinstance(schema[name], list):  # "items" was a list in old drafts
             _check(schema[name], (where, name), depth + 1)
-
-
-def _check_type(kind: Any, where: _Place) -> None:
-    kinds = kind if isinstance(kind, list) else [kind]
-    if kind is not None and not (kinds and all(isinstance(each, str) and each in _TYPES for each in kinds)):
-        invalid(f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not {shown(kind)}")
 
 
 def _pointer(where: _Place) -> str:

@@ -99,7 +99,8 @@ class Plane:
             interval_s=limits.ping_interval_s,
             peers=self._running.keys,
             message=self._ping_message,
-            heard=self._frames_from,
+            # changes with each frame of the worker's running streams
+            heard=lambda subject: sum(each.received for each in self._running.get(subject, {}).values()),
             on_peer_lost=self._worker_lost,
             tasks=self._tasks,
         )
@@ -297,10 +298,6 @@ class Plane:
     def _ping_message(self, _subject: str) -> bytes:
         self._num_pings += 1
         return encode(ClientMessage(Ping(self._inbox_subject, self._num_pings)))
-
-    def _frames_from(self, subject: str) -> int:
-        """Return a number that changes with each frame of the worker's running streams."""
-        return sum(receiver.received for receiver in self._running.get(subject, {}).values())
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)

@@ -70,7 +70,12 @@ async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[No
         if caller.cancelling() > cancels + expiries:
             raise asyncio.CancelledError
     except BaseException as exc:
-        _force_close(client)
+        # Close it without awaiting, so that a second cancel can't interrupt this.
+        for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
+            if task is not None:
+                task.cancel()
+        _abort(client)
+        client._status = Client.CLOSED
         if expiries and isinstance(exc, asyncio.CancelledError) and caller.cancelling() == cancels + expiries:
             raise TimeoutError from exc
         raise
@@ -78,15 +83,6 @@ async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[No
         timer.cancel()
         for _ in range(expiries):
             caller.uncancel()
-
-
-def _force_close(client: Client) -> None:
-    """Close the client without awaiting, so that a second cancel can't interrupt it."""
-    for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
-        if task is not None:
-            task.cancel()
-    _abort(client)
-    client._status = Client.CLOSED
 
 
 def _abort(client: Client) -> None:

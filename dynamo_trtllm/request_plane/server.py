@@ -96,7 +96,7 @@ class EndpointServer:
             interval_s=ping_interval_s,
             peers=self._callers.keys,
             message=self._ping_message,
-            heard=self._heard_from,
+            heard=lambda inbox: self._callers[inbox].num_messages if inbox in self._callers else 0,
             on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
@@ -230,10 +230,6 @@ class EndpointServer:
         text = "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise max_payload"
         log.warning(text, inbox, len(streams), len(data))
         return PING
-
-    def _heard_from(self, inbox: str) -> int:
-        """Return a number that changes whenever the caller is heard from."""
-        return self._callers[inbox].num_messages if inbox in self._callers else 0
 
     # --- streams ---------------------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ class FastTokenizer:
         first = threading.Thread(target=self.library.encode_batch_flat, args=(["a"],))
         first.start()
         first.join()
-        _trim_memory()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc only
+        if trim is not None:
+            trim(0)  # otherwise glibc would keep 50 to 90 MiB of freed memory
 
     def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
         """Tokenize a text. This releases the GIL. A lone surrogate becomes U+FFFD.
@@ -75,13 +77,6 @@ class FastTokenizer:
         ids = token_ids()
         ids.frombytes(packed)
         return ids
-
-
-def _trim_memory() -> None:
-    """Return freed memory to the system. After fastokens is loaded, glibc would keep 50 to 90 MiB of it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc only
-    if trim is not None:
-        trim(0)
 
 
 def load_json_tokenizer(source: bytes) -> tuple[JsonTokenizer, bool]:

@@ -82,7 +82,9 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
     def changing(begin: Callable[[], str]) -> Handler:
         async def change(request: HttpRequest, response: HttpResponse) -> None:
             # Browsers send Origin: pages of other sites can make them ask this machine.
-            if not _is_local(request.client) or request.header(b"origin") is not None:
+            address = ipaddress.ip_address(request.client.partition("%")[0])
+            is_local = (getattr(address, "ipv4_mapped", None) or address).is_loopback
+            if not is_local or request.header(b"origin") is not None:
                 response.send_json(403, {"reason": "only processes of the worker's machine may do this, not web pages"})
                 return
             reason = begin()
@@ -93,11 +95,6 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
     handlers = {"/live": live, "/ready": ready, "/health": report, "/metrics": metrics}
     routes = [Route("GET", path, handler) for path, handler in handlers.items()]
     return Router([*routes, *(Route("POST", path, changing(begin)) for path, begin in (verbs or {}).items())])
-
-
-def _is_local(client: str) -> bool:
-    address = ipaddress.ip_address(client.partition("%")[0])
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 @asynccontextmanager

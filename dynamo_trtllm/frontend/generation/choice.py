@@ -275,8 +275,12 @@ class ChoiceState:
                 content += self._stops.flush()
         if hit:
             tool_calls, self.finish = (), "stop"
-        else:
-            self._set_finish(finish)
+        elif finish is FinishReason.STOP:
+            self.finish = "tool_calls" if self._saw_tool_call else "stop"
+        elif finish is FinishReason.LENGTH:
+            self.finish = "length"
+        elif finish is not None:
+            raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
         return ChoiceDelta(
             index=self._index,
             tokens=len(ids),
@@ -287,14 +291,6 @@ class ChoiceState:
             token_ids=ids if self._options.returns_token_ids else (),
             finish=self.finish,
         )
-
-    def _set_finish(self, finish: FinishReason | None) -> None:
-        if finish is FinishReason.STOP:
-            self.finish = "tool_calls" if self._saw_tool_call else "stop"
-        elif finish is FinishReason.LENGTH:
-            self.finish = "length"
-        elif finish is not None:
-            raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
 
     def _push_each(
         self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]

@@ -89,11 +89,6 @@ class GenerationPlan:
         choices = [replace(each, request=msgspec.structs.replace(each.request, **fields)) for each in self.choices]
         return replace(self, choices=tuple(choices))
 
-    @property
-    def num_answers(self) -> int:
-        """The number of choices that the client gets."""
-        return len(self.choices) // self.candidates * self.keep
-
 
 def prepare_chat(body: ChatRequest, served: ServedModel, request_id: str, deadline: float) -> GenerationPlan:
     """Plan a chat request. `deadline`: in seconds since the epoch.
@@ -276,9 +271,7 @@ def _requests(
             request_id=request_id if len(calls) == 1 else f"{request_id}-{index}",
             model=served.card.name,
             token_ids=ids,
-            sampling=sampling
-            if sampling.seed is None
-            else msgspec.structs.replace(sampling, seed=_wrapped(sampling.seed + index)),
+            sampling=sampling if sampling.seed is None else _with_seed(sampling, sampling.seed + index),
             deadline=deadline,
             cache_salt=cache_salt,
         )
@@ -286,9 +279,9 @@ def _requests(
     ]
 
 
-def _wrapped(seed: int) -> int:
-    """Wrap a seed to 64 signed bits, the type on the wire."""
-    return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    """Return the sampling with a seed, wrapped to 64 signed bits, the type on the wire."""
+    return msgspec.structs.replace(sampling, seed=(seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT)
 
 
 def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions) -> int:

@@ -290,6 +290,9 @@ def build_app(
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     budget = BodyBudget(config.max_total_body_bytes)
     _watch(metrics, limiter, budget, pipeline)
+    traces = None
+    if config.otlp_endpoint is not None:
+        traces = TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)
     app_state = AppState(
         config=config,
         models=models,
@@ -298,7 +301,7 @@ def build_app(
         limiter=limiter,
         body_budget=budget,
         running=InFlight(),
-        traces=_trace_exporter(config),
+        traces=traces,
     )
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
@@ -342,9 +345,3 @@ def _watch(metrics: FrontendMetrics, limiter: ConcurrencyLimiter, budget: BodyBu
     metrics.watch(
         choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, **by_worker
     )
-
-
-def _trace_exporter(config: FrontendConfig) -> TraceExporter | None:
-    if config.otlp_endpoint is None:
-        return None
-    return TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)

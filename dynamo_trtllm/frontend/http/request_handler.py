@@ -140,7 +140,7 @@ class GenerateEndpoint(Generic[B]):
             context.encoder = adapter.encoder(meta, body, plan)
         with self._app_state.running.track(context.answer_id):
             if context.encoder is not None:
-                await self._stream(context, response, plan, context.encoder)
+                await self._stream(context, response, context.encoder)
             else:
                 await self._aggregate(context, response, plan, adapter.aggregator(meta, body, plan))
 
@@ -245,10 +245,8 @@ class GenerateEndpoint(Generic[B]):
             while not arrived.empty():
                 arrived.get_nowait()
 
-    async def _stream(
-        self, context: RequestContext, response: HttpResponse, plan: GenerationPlan, encoder: SseEncoder
-    ) -> None:
-        num_unfinished = plan.num_answers
+    async def _stream(self, context: RequestContext, response: HttpResponse, encoder: SseEncoder) -> None:
+        num_unfinished = len(context.choices)  # all are returned: `best_of` is rejected with `stream`
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
                 if not response.started:

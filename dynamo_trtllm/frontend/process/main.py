@@ -11,7 +11,6 @@ import importlib
 import logging
 import signal
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -97,19 +96,15 @@ def main() -> None:
     config = load(FrontendConfig, prog=PROG)
     observe_logging.setup(config.log_level, "frontend", config.log_format)
     if config.workers > 1:
-        raise SystemExit(_run_process_group(config))
+        from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
+
+        with reserve_port(config) as port:
+            _warn_if_exposed(config, port)
+            group = ProcessGroup(config, port.getsockname()[1], process_environment())
+            raise SystemExit(asyncio.run(group.run()))
     sock = listen(config.http_host, config.http_port)
     _warn_if_exposed(config, sock)
     uvloop.run(serve(config, sock))
-
-
-def _run_process_group(config: FrontendConfig) -> int:
-    """Run several processes and return the exit status. Raises ConfigError if the port is in use."""
-    from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
-
-    with reserve_port(config) as port:
-        _warn_if_exposed(config, port)
-        return asyncio.run(ProcessGroup(config, port.getsockname()[1], process_environment()).run())
 
 
 def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
@@ -131,7 +126,14 @@ async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendPr
             server.handler = app
             gate.open(app)
 
-        work = asyncio.create_task(_work(config, open_gate, process, server.stop))
+        async def run() -> None:
+            # This takes most of the start-up time, so it runs in a thread.
+            await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
+            from dynamo_trtllm.frontend.process.run_app import run_app
+
+            await run_app(config, open_gate, process, server.stop)
+
+        work = asyncio.create_task(run())
         work.add_done_callback(lambda _: server.stop())
         work.add_done_callback(lambda _: gate.close())
         if process is not None:
@@ -159,16 +161,3 @@ def _tune_malloc() -> None:
     if mallopt is not None:
         for parameter, value in ((_M_MMAP_THRESHOLD, 256 << 10), (_M_TRIM_THRESHOLD, 1 << 20), (_M_ARENA_MAX, 2)):
             mallopt(parameter, value)
-
-
-async def _work(
-    config: FrontendConfig,
-    open_gate: Callable[[Handler], None],
-    process: FrontendProcess | None,
-    stop: Callable[[], None],
-) -> None:
-    # This takes most of the start-up time, so it runs in a thread.
-    await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
-    from dynamo_trtllm.frontend.process.run_app import run_app
-
-    await run_app(config, open_gate, process, stop)

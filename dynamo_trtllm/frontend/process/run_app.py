@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
-_SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted
+_SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted: others may be ready
 
 
 async def run_app(
@@ -99,7 +99,7 @@ async def run_app(
         work |= {} if app.traces is None else {"traces": app.traces.run()}
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
-        await first_of(_wait_for_models(models), tasks.until_failed())
+        await first_of(models.wait_until_loaded(), tasks.until_failed(), timeout_s=_SETTLE_S)
         tune_gc()
         open_gate(app.router)
         RECORDER.record_process(RecordedEvent.READY)
@@ -164,12 +164,6 @@ async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: F
             await changed.wait()
     finally:
         await unsubscribe()
-
-
-async def _wait_for_models(models: ModelRegistry) -> None:
-    with suppress(TimeoutError):  # the gate is opened anyway, because other models may be ready
-        async with asyncio.timeout(_SETTLE_S):
-            await models.wait_until_loaded()
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:

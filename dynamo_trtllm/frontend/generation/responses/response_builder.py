@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -52,14 +51,6 @@ class ResponsePlan(GenerationPlan):
     """A generation plan with the items of its conversation."""
 
     items: tuple[Item, ...]  # those of earlier turns, then those of the request
-
-
-def prepare_turn(
-    body: ResponseRequest, items: Sequence[Item], served: ServedModel, request_id: str, deadline: float
-) -> ResponsePlan:
-    """Plan a request. Raises as `prepare_chat`, with this API's field names."""
-    plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, request_id, deadline)
-    return ResponsePlan(choices=plan.choices, items=tuple(items))
 
 
 def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
@@ -302,7 +293,13 @@ class ResponsesAdapter:
                 "bytes of conversation (--response-store-entry-bytes); set store to false",
                 field="store",
             )
-        return partial(prepare_turn, body, items, served, request_id, deadline), size
+
+        def prepare() -> ResponsePlan:
+            conversation, options = _conversation(body, items), _options(body, served.card)
+            plan = prepare_conversation(conversation, options, served, request_id, deadline)
+            return ResponsePlan(choices=plan.choices, items=tuple(items))
+
+        return prepare, size
 
     def encoder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
         assert isinstance(plan, ResponsePlan)

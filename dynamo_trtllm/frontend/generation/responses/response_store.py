@@ -44,12 +44,6 @@ def frontend_id_of(response_id: str) -> str:
     return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
 
 
-def response_of(item_id: str) -> str | None:
-    """Return the id of the response to which an item belongs; None if it is not an item id of this server."""
-    match = _ITEM.fullmatch(item_id)
-    return None if match is None else PREFIX + match.group(1)
-
-
 def input_id(kind: str, response_id: str, index: int) -> str:
     return f"{kind}_{response_id.removeprefix(PREFIX)}i{index:04x}"
 
@@ -235,9 +229,10 @@ class References:
 
     async def item(self, item_id: str, field: str) -> dict[str, Any]:
         """Return an item of a stored response's input or output. Raises as `conversation`."""
-        response_id = response_of(item_id)
-        if response_id is None:
+        match = _ITEM.fullmatch(item_id)
+        if match is None:
             raise InvalidRequest(f"{field} is {item_id!r}, which is not an item id of this server", field=field)
+        response_id = PREFIX + match.group(1)
         await self.conversation(response_id, field)
         item = self._read[response_id][1].get(item_id)
         if item is None:
