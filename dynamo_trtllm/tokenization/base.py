@@ -275,12 +275,12 @@ class TokenTextCache(dict[int, Delta | None]):
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, is_reasoning: bool = False) -> None:
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         self._is_reasoning = is_reasoning
 
     def __missing__(self, token_id: int) -> Delta | None:
         try:
-            text = self._token_bytes(token_id).decode()
+            text = self.token_bytes(token_id).decode()
         except UnicodeDecodeError:
             text = ""
         if self._is_reasoning:
@@ -291,17 +291,16 @@ class TokenTextCache(dict[int, Delta | None]):
 
 
 class BytesTextParser:
-    """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
+    """OutputParser for vocabularies whose tokens are byte strings, b"" if hidden; all text is content."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], token_texts: TokenTextCache) -> None:
-        self._token_bytes = token_bytes  # returns b"" for hidden tokens
+    def __init__(self, token_texts: TokenTextCache) -> None:
         self._token_texts = token_texts
         self._decoder = Utf8Decoder(errors="replace")
 
     def push(self, token_ids: TokenIds) -> Delta:
         if len(token_ids) == 1 and not self._decoder.buffer and (delta := self._token_texts[token_ids[0]]) is not None:
             return delta
-        return Delta(content=self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
+        return Delta(content=self._decoder.decode(b"".join(map(self._token_texts.token_bytes, token_ids))))
 
     def finish(self) -> Delta:
         return Delta(content=self._decoder.decode(b"", final=True))

@@ -109,7 +109,6 @@ class HarmonyRenderer:
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
     ) -> OutputParser:
         return HarmonyParser(
-            self._tokenizer.token_bytes,
             self._token_texts,
             forced_ids=forced_ids,
             is_reasoning_split=self._is_reasoning_split,
@@ -132,12 +131,9 @@ class HarmonyRenderer:
 
     def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
         if hidden is None:
-            return BytesTextParser(self._tokenizer.token_bytes, self._token_texts.content)
-
-        def token_bytes(token_id: int) -> bytes:
-            return b"" if token_id in hidden else self._tokenizer.all_bytes(token_id)
-
-        return BytesTextParser(token_bytes, TokenTextCache(token_bytes))
+            return BytesTextParser(self._token_texts.content)
+        all_bytes = self._tokenizer.all_bytes
+        return BytesTextParser(TokenTextCache(lambda token_id: b"" if token_id in hidden else all_bytes(token_id)))
 
     def _make_system(self, effort: str, today: date, has_tools: bool) -> list[int]:
         options = oh.RenderOptions(conversation_has_function_tools=has_tools)

@@ -6,7 +6,6 @@ The parser accepts any output of a model without an error, omits all markers, an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -89,8 +88,7 @@ class HarmonyParser:
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
 
     Args:
-        token_bytes: Returns the bytes of a token; b"" for control tokens.
-        texts: Token texts of the vocabulary.
+        texts: Token texts of the vocabulary, whose control tokens have none.
         forced_ids: Ids that follow the prompt. They are not output.
         is_reasoning_split: If False, reasoning is content.
         is_call_split: If False, the arguments of calls are content.
@@ -98,14 +96,13 @@ class HarmonyParser:
 
     def __init__(
         self,
-        token_bytes: Callable[[int], bytes],
         texts: HarmonyTexts,
         *,
         forced_ids: TokenIds = NO_FORCED_IDS,
         is_reasoning_split: bool = True,
         is_call_split: bool = True,
     ) -> None:
-        self._token_bytes = token_bytes
+        self._token_bytes = texts.content.token_bytes
         self._reasoning = _Position.REASONING if is_reasoning_split else _Position.CONTENT
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")

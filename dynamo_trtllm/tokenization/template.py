@@ -232,11 +232,10 @@ class ChatTemplateRenderer:
     def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
         if not self._is_byte_level:
             return WindowTextParser(self._tokenizer.decode, hidden)
-        token_bytes = functools.partial(self._token_bytes, hidden)
         token_texts = self._token_texts.get(hidden)
         if token_texts is None:  # the client wants special tokens
-            token_texts = TokenTextCache(token_bytes)
-        return BytesTextParser(token_bytes, token_texts)
+            token_texts = TokenTextCache(functools.partial(self._token_bytes, hidden))
+        return BytesTextParser(token_texts)
 
     def _token_bytes(self, hidden: frozenset[int], token_id: int) -> bytes:
         if token_id in hidden:

@@ -16,7 +16,7 @@ import pytest
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.process import process_group as crew_module
-from dynamo_trtllm.frontend.process.control_pipe import Ready, _Message
+from dynamo_trtllm.frontend.process.control_pipe import _Message
 from dynamo_trtllm.frontend.process.process_group import ProcessGroup
 from dynamo_trtllm.messages import encode
 from tests.waiting import SOON_S
@@ -41,7 +41,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessGroup
 
 
 def served() -> str:
-    data = encode(_Message(Ready()))
+    data = encode(_Message())
     return (len(data).to_bytes(4, "little") + data).hex()
 
 
