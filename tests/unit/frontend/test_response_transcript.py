@@ -53,7 +53,9 @@ def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str,
     transcript = OutputBuilder(RESPONSE, CharacterRenderer())
     told = [each for region in script for each in transcript.push(region)]
     told += transcript.finish("completed")
-    return [each.event if isinstance(each, TextDelta) else each for each in told], transcript.items("completed")
+    return [
+        each.template | {"delta": each.text} if isinstance(each, TextDelta) else each for each in told
+    ], transcript.items("completed")
 
 
 def text_of(items: list[dict[str, Any]], kind: str) -> str:

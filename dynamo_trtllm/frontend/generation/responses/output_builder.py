@@ -24,20 +24,14 @@ Item: TypeAlias = dict[str, Any]
 class TextDelta(NamedTuple):
     """An event that only adds text to the open item."""
 
-    template: EventTemplate
-    text: str
-
-    @property
-    def event(self) -> Event:
-        return self.template.event | {"delta": self.text}
+    template: Event  # the event without its text
+    prefix: bytes  # the beginning of its bytes
+    text: str = ""
 
 
-class EventTemplate:
-    """The constant part of an item's text deltas: the event without its text, and the beginning of its bytes."""
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        self.prefix = formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
+def _text_delta(event: Event) -> TextDelta:
+    """Return the constant part of an item's text deltas."""
+    return TextDelta(event, formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":')
 
 
 def formatted_head(event: Event) -> bytes:
@@ -77,7 +71,7 @@ class _TextItem:
         self._index = index
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self._template = EventTemplate(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
+        self._delta = _text_delta(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
 
     def item(self, status: str) -> Item:
         return {"id": self._id, **self.kind.head, "status": status, "content": [self._part("".join(self._texts))]}
@@ -89,11 +83,10 @@ class _TextItem:
 
     def text(self, text: str, logprobs: list[dict[str, Any]]) -> OutputEvent:
         self._texts.append(text)
-        text_delta = TextDelta(self._template, text)
         if not logprobs:
-            return text_delta
+            return TextDelta(self._delta.template, self._delta.prefix, text)
         self._logprobs.extend(logprobs)
-        return text_delta.event | {"logprobs": _without_bytes(logprobs)}
+        return self._delta.template | {"delta": text, "logprobs": _without_bytes(logprobs)}
 
     def finish(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
@@ -120,7 +113,7 @@ class _CallItem:
         self._name = name
         self._call_id = tool_call_id()
         self._arguments: list[str] = []
-        self._template = EventTemplate(_event("function_call_arguments.delta", index, item_id=self._id))
+        self._delta = _text_delta(_event("function_call_arguments.delta", index, item_id=self._id))
 
     def item(self, status: str) -> Item:
         head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._call_id}
@@ -131,7 +124,7 @@ class _CallItem:
 
     def arguments(self, text: str) -> TextDelta:
         self._arguments.append(text)
-        return TextDelta(self._template, text)
+        return TextDelta(self._delta.template, self._delta.prefix, text)
 
     def finish(self, status: str) -> Iterator[Event]:
         arguments = "".join(self._arguments)

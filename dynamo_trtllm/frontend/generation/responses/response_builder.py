@@ -196,7 +196,7 @@ class ResponseBuilder:
         data = b""
         for number, event in enumerate(events, self._next):
             if isinstance(event, TextDelta):
-                data += event.template.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
+                data += event.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
             else:
                 event["sequence_number"] = number
                 data += formatted_head(event) + orjson.dumps(event) + b"\n\n"
