@@ -116,22 +116,16 @@ class RequestModel(BaseModel):
             if name in known:
                 accepted[name] = value
             elif name not in cls.no_ops and name not in cls.unsupported:
-                cls._on_unknown(name, info)
+                if info.context is None:
+                    near = difflib.get_close_matches(name, cls.model_fields, 1, 0.8) if len(name) <= _SHOWN else ()
+                    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+                    unsupported(f"is not a known field; {hint}", field=name)
+                info.context.add((name,))  # see `parse`
             elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
                 values = cls.no_ops.get(name)
                 exception = f", except as {_alternatives(values)}" if values else ""
                 unsupported(f"is not supported{exception}; leave it out", field=name)
         return accepted
-
-    @classmethod
-    def _on_unknown(cls, name: str, info: ValidationInfo) -> None:
-        """Reject an unknown field, or add it to the list of ignored ones, see `parse`."""
-        if info.context is not None:
-            info.context.add((name,))
-            return
-        near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8) if len(name) <= _SHOWN else ()
-        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-        unsupported(f"is not a known field; {hint}", field=name)
 
 
 @functools.cache

@@ -127,6 +127,7 @@ class NatsTransport:
         self._tasks = tasks or BackgroundTasks()
         self._url = url
         self._address = mask_address(url)
+        self._lacking = f"no connection to NATS at {self._address}; check that NATS runs"
         self._client = Client()
         self._ended = asyncio.Event()  # set when the client has given up by itself
         self._up = asyncio.Event()  # set while the client is connected
@@ -174,7 +175,7 @@ class NatsTransport:
         self._on_disconnect.append(callback)
 
     def unavailable_reason(self) -> str | None:
-        return None if self._up.is_set() else f"no connection to NATS at {self._address}; check that NATS runs"
+        return None if self._up.is_set() else self._lacking
 
     async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
         async def take(message: Msg) -> None:
@@ -210,7 +211,7 @@ class NatsTransport:
             raise no_listener(subject) from exc
         except nats_errors.TimeoutError as exc:
             if not self._client.is_connected:
-                raise Disconnected(f"no connection to NATS at {self._address}; check that NATS runs") from exc
+                raise Disconnected(self._lacking) from exc
             raise no_reply(subject, timeout_s) from exc
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
@@ -223,7 +224,7 @@ class NatsTransport:
             async with asyncio.timeout(0 if self._client.is_closed else timeout_s):
                 await self._up.wait()
         except TimeoutError as exc:
-            raise Disconnected(f"no connection to NATS at {self._address}; check that NATS runs") from exc
+            raise Disconnected(self._lacking) from exc
 
     def publish(self, subject: str, data: bytes) -> None:
         if len(subject) > _LONGEST_SUBJECT:

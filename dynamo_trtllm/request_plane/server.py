@@ -164,7 +164,9 @@ class EndpointServer:
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
-                self._answer_ping(body)
+                self._flush()  # the report follows all frames sent so far
+                if (report := self._report(body.inbox, body.number)) != PING:
+                    self._transport.publish(body.inbox, report)
                 return
             is_new = (body.inbox, body.stream) not in self._latest_openings and (
                 caller is None or (body.stream not in caller.running and body.stream not in caller.held)
@@ -205,13 +207,6 @@ class EndpointServer:
         self._transport.publish(reply, data)
 
     # --- liveness --------------------------------------------------------------------------------------
-
-    def _answer_ping(self, ping: Ping) -> None:
-        """Send a caller the report of its streams, after all frames sent so far."""
-        self._flush()
-        report = self._report(ping.inbox, ping.number)
-        if report != PING:
-            self._transport.publish(ping.inbox, report)
 
     def _ping_message(self, inbox: str) -> bytes:
         """Return the heartbeat message for a caller: the report of its streams, or PING for wire version 1."""

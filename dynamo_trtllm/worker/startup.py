@@ -81,23 +81,19 @@ def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:
     Raises:
         ConfigError: a parser does not fit the model's format; the error names the flag.
     """
-    return {field: _parser(config, renderer, field) for field in ("reasoning_parser", "tool_call_parser")}
-
-
-def _parser(config: WorkerConfig, renderer: str, field: str) -> str:
-    known = PARSERS[renderer][field]
-    chosen = getattr(config, f"dyn_{field}")
-    if chosen is None:
-        return known[0]
-    if chosen not in known:
-        flag = f"--dyn-{field.replace('_', '-')}"
-        writes = "the Harmony format" if renderer == "harmony" else "a chat template"
-        raise ConfigError(
-            f"{flag} {chosen} does not fit this model, which uses {writes}; choose one of {', '.join(known)}, or leave "
-            "the flag out",
-            field=f"dyn_{field}",
-        )
-    return str(chosen)
+    names = {}
+    for field, known in PARSERS[renderer].items():
+        chosen = getattr(config, f"dyn_{field}")
+        names[field] = known[0] if chosen is None else chosen
+        if names[field] not in known:
+            flag = f"--dyn-{field.replace('_', '-')}"
+            writes = "the Harmony format" if renderer == "harmony" else "a chat template"
+            raise ConfigError(
+                f"{flag} {chosen} does not fit this model, which uses {writes}; choose one of {', '.join(known)}, or "
+                "leave the flag out",
+                field=f"dyn_{field}",
+            )
+    return names
 
 
 _POLL_EVERY_S = 0.5

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats, WorkerIds
+from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats
 from dynamo_trtllm.api.request_model import IgnoredFields
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
@@ -218,15 +218,12 @@ class RequestContext:
         if self.extra_fields:
             nvext = extras["nvext"] = {}
             if "worker_id" in self.extra_fields:
-                nvext["worker_id"] = self._worker_ids()
+                trace = self.choices[0].trace
+                known = [each for each in (trace.prefill_instance, trace.decode_instance) if each is not None]
+                nvext["worker_id"] = {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
             if "timing" in self.extra_fields:
                 nvext["timing"] = self._timing()
         return extras
-
-    def _worker_ids(self) -> WorkerIds:
-        trace = self.choices[0].trace
-        known = [each for each in (trace.prefill_instance, trace.decode_instance) if each is not None]
-        return {"prefill_worker_id": known[0], "decode_worker_id": known[-1]} if known else {}
 
     def _timing(self) -> NvTiming:
         usage = self.usage()
