@@ -17,7 +17,7 @@ from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.request_plane.jetstream import bucket_info, delete_bucket
+from dynamo_trtllm.request_plane.jetstream import bucket_of, bucket_state, delete_bucket
 
 PROG = "python -m dynamo_trtllm.clear_namespace"
 _YES = ("y", "yes")
@@ -48,7 +48,7 @@ async def clear(config: ClearNamespaceConfig) -> bool:
     async with aclosing(EtcdStore(config)) as store:
         # An instance with a lease is live, or died less than one lease time ago.
         instances = await store.leases(namespace_prefix(config.namespace))
-        responses = await bucket_info(config.nats_server, config.namespace)
+        responses = await bucket_state(config.nats_server, config.namespace)
         if not instances and responses is None:
             _say(f"namespace {config.namespace} is clear")
             return True
@@ -57,8 +57,8 @@ async def clear(config: ClearNamespaceConfig) -> bool:
             state = "no lease" if lease is None else f"live, {lease.ttl_s} s left of its lease"
             _say(f"  etcd       {shown_key(key)} ({state})")
         if responses is not None:
-            size = f"{responses.messages} messages, {responses.size_bytes} bytes of stored responses"
-            _say(f"  JetStream  {responses.bucket} ({size})")
+            size = f"{responses.messages} messages, {responses.bytes} bytes of stored responses"
+            _say(f"  JetStream  {bucket_of(config.namespace)} ({size})")
         num_live = sum(lease is not None for lease in instances.values())
         if num_live and not config.force:
             _say(

@@ -12,13 +12,12 @@ import re
 import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Final
 
 from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.js import errors as js_errors
-from nats.js.api import DiscardPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, StorageType, StreamConfig, StreamState
 from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
@@ -127,28 +126,17 @@ class JetStreamStore:
             raise Disconnected(f"JetStream could not {what} a response: {str(exc) or type(exc).__name__}") from exc
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketInfo:
-    """Size of a deployment's bucket in JetStream."""
-
-    bucket: str
-    messages: int
-    size_bytes: int
-
-
-async def bucket_info(url: str, namespace: str) -> BucketInfo | None:
-    """Return the size of a deployment's bucket, or None if there is no bucket or no JetStream.
+async def bucket_state(url: str, namespace: str) -> StreamState | None:
+    """Return the state of a deployment's bucket, such as its size, or None if there is no bucket or no JetStream.
 
     Raises:
         Unreachable: no server answers at `url`.
     """
     async with _connected(url) as (_, context):
-        name = bucket_of(namespace)
         try:
-            state = (await context.stream_info(f"KV_{name}")).state
+            return (await context.stream_info(f"KV_{bucket_of(namespace)}")).state
         except (js_errors.NotFoundError, js_errors.ServiceUnavailableError, nats_errors.NoRespondersError):
             return None
-        return BucketInfo(bucket=name, messages=state.messages, size_bytes=state.bytes)
 
 
 async def delete_bucket(url: str, namespace: str) -> None:

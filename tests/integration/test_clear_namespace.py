@@ -19,7 +19,7 @@ from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.messages import encode
 from dynamo_trtllm.request_plane import jetstream
-from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_info
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_state
 from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.instances import make_instance
 from tests.waiting import SOON_S
@@ -89,7 +89,7 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     assert last == "Removed."
     assert await deployment.keys() == []
     assert await longer.keys() == [other]
-    assert await bucket_info(deployment.nats, deployment.namespace) is None
+    assert await bucket_state(deployment.nats, deployment.namespace) is None
 
 
 async def test_clear_when_a_key_is_no_utf8_then_it_is_shown_escaped_and_goes(
