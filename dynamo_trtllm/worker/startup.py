@@ -151,27 +151,22 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
     if not isinstance(engine, HasProgress):
         return await engine.start()
     starting = asyncio.create_task(engine.start(), name="engine-start")
+    loop = asyncio.get_running_loop()
+    begun_s = logged_s = loop.time()
+    logged = ""
     try:
-        await _report_progress(starting, engine, health)
+        while not starting.done():
+            health.reason = now = engine.progress()
+            stage = _NUMBERS.sub("", now)
+            if now and (stage != logged or loop.time() - logged_s >= _LOG_EVERY_S):
+                log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
+                logged, logged_s = stage, loop.time()
+            await asyncio.wait({starting}, timeout=_POLL_EVERY_S)
         return starting.result()
     finally:
         health.reason = ""
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-
-
-async def _report_progress(starting: asyncio.Task[EngineInfo], engine: HasProgress, health: Health) -> None:
-    """Report progress until `starting` is done."""
-    loop = asyncio.get_running_loop()
-    begun_s = logged_s = loop.time()
-    logged = ""
-    while not starting.done():
-        health.reason = now = engine.progress()
-        stage = _NUMBERS.sub("", now)
-        if now and (stage != logged or loop.time() - logged_s >= _LOG_EVERY_S):
-            log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
-            logged, logged_s = stage, loop.time()
-        await asyncio.wait({starting}, timeout=_POLL_EVERY_S)
 
 
 FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB

@@ -35,17 +35,16 @@ def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: 
     The first token of a prompt has none: null, as with OpenAI.
     """
     text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
-    tokens, offsets = [text_of(each.token_id) for each in logprobs], []
-    for text in tokens:
-        offsets.append(offset)
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for each in logprobs:
+        text, has_value = text_of(each.token_id), not math.isnan(each.logprob)
+        top = {text_of(token_id): _finite(logprob) for token_id, logprob in each.top}
+        found["tokens"].append(text)
+        found["token_logprobs"].append(_finite(each.logprob) if has_value else None)
+        found["top_logprobs"].append(top if has_value else None)
+        found["text_offset"].append(offset)
         offset += len(text)
-    has_value = [not math.isnan(each.logprob) for each in logprobs]
-    values = [_finite(each.logprob) if known else None for each, known in zip(logprobs, has_value, strict=True)]
-    top = [
-        {text_of(token_id): _finite(logprob) for token_id, logprob in each.top} if known else None
-        for each, known in zip(logprobs, has_value, strict=True)
-    ]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}, offset
+    return found, offset
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any] | None]:
