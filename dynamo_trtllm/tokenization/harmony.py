@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import date
 from typing import Final, NamedTuple
 
@@ -232,45 +232,36 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
     Args:
         message: The message.
         names: Tool names by id of the earlier tool calls. The calls of this message are added.
-        keep_reasoning: Include the reasoning of an assistant message.
+        keep_reasoning: Include the reasoning of an assistant message, if it led to tool calls.
     """
+    calls = message.tool_calls
     match message.role:
         case "user":
             yield HarmonyMessage(oh.Role.USER, message.content, message.name)
         case "assistant":
-            yield from _assistant(message, keep_reasoning=keep_reasoning)
-            names.update((call.id, call.name) for call in message.tool_calls)
+            if calls and message.reasoning and keep_reasoning:
+                yield HarmonyMessage(oh.Role.ASSISTANT, message.reasoning, channel="analysis")
+            if message.content or not calls:
+                yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel="commentary" if calls else "final")
+            for call in calls:
+                _check_name(call.name, "messages")
+                recipient = f"functions.{call.name}"
+                yield HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", _JSON)
+            names.update((call.id, call.name) for call in calls)
         case "tool":
-            yield _tool_result(message, names)
+            name = names.get(message.tool_call_id or "")
+            if name is None:
+                raise InvalidRequest(
+                    f"tool_call_id {message.tool_call_id!r} does not match a tool call of an earlier assistant message",
+                    field="messages",
+                )
+            yield HarmonyMessage(oh.Role.TOOL, message.content, f"functions.{name}", "assistant", "commentary")
         case "system" | "developer":
             yield _developer(message.content)
         case role:
             raise InvalidRequest(
                 f"unknown role {role!r}; use system, developer, user, assistant or tool", field="messages"
             )
-
-
-def _assistant(message: Message, *, keep_reasoning: bool) -> Iterator[HarmonyMessage]:
-    """Yield an assistant message. Its reasoning is included only if it led to tool calls without a final answer yet."""
-    if message.tool_calls and message.reasoning and keep_reasoning:
-        yield HarmonyMessage(oh.Role.ASSISTANT, message.reasoning, channel="analysis")
-    if message.content or not message.tool_calls:
-        channel = "commentary" if message.tool_calls else "final"
-        yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel=channel)
-    for call in message.tool_calls:
-        _check_name(call.name, "messages")
-        recipient = f"functions.{call.name}"
-        yield HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", _JSON)
-
-
-def _tool_result(message: Message, names: Mapping[str, str]) -> HarmonyMessage:
-    name = names.get(message.tool_call_id or "")
-    if name is None:
-        raise InvalidRequest(
-            f"tool_call_id {message.tool_call_id!r} does not match a tool call of an earlier assistant message",
-            field="messages",
-        )
-    return HarmonyMessage(oh.Role.TOOL, message.content, f"functions.{name}", "assistant", "commentary")
 
 
 def _check_name(name: str, field: str) -> None:
