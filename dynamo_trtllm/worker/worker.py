@@ -76,19 +76,24 @@ class _RunningWorker(NamedTuple):
     sleeper: Sleeper
 
 
-def _resolved(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with the name of a bundled model replaced by its folder.
+def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
+    """Check the configuration. Return it with the model's folder and this host's address, and the sampling defaults.
 
-    The served name stays. The call may take seconds, because it may write the folder.
+    The served name stays that of a bundled model. The call may take seconds: it may write the model's folder, and it
+    may block on DNS.
 
     Raises:
-        ConfigError: a prerequisite of the engine is missing.
+        ConfigError: a prerequisite of the engine is missing, or a flag has a wrong value.
     """
     check_prerequisites(config, process_environment(), locate)
-    if config.engine == "mock":
-        return config  # the mock engine has no weights and takes only the model's name from the path
-    update = {"model_path": str(resolve(config.model_path)), "served_model_name": config.model_name}
-    return config.model_copy(update=update)
+    model = config.model_path
+    if config.engine != "mock":  # the mock engine has no weights and takes only the model's name from the path
+        update = {"model_path": str(resolve(model)), "served_model_name": config.model_name}
+        config = config.model_copy(update=update)
+    defaults = startup.sampling_defaults(config, model)
+    check_model_name(config.model_name)
+    startup.check_flags(config)
+    return _with_kv_transfer_host(config), defaults
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
@@ -199,7 +204,8 @@ class Worker:
         kind = str(self._config.disaggregation_mode)
         RECORDER.start(folder, namespace=namespace, kind=kind, instance_id=self.instance_id)
         stack.callback(RECORDER.stop)
-        config = await self._configure()
+        self._config, self._sampling_defaults = await asyncio.to_thread(_completed, self._config)
+        config = self._config
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(
@@ -252,20 +258,6 @@ class Worker:
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
         return _RunningWorker(plane, engine, service, serving, self._sleeper)
-
-    async def _configure(self) -> WorkerConfig:
-        """Check and complete the configuration.
-
-        Raises:
-            ConfigError: see `_resolved`, `check_flags` and `_with_kv_transfer_host`.
-        """
-        model = self._config.model_path
-        self._config = config = await asyncio.to_thread(_resolved, self._config)
-        self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
-        check_model_name(self._config.model_name)
-        await asyncio.to_thread(startup.check_flags, config)
-        self._config = await asyncio.to_thread(_with_kv_transfer_host, config)
-        return self._config
 
     def _publish_kv_events(
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
