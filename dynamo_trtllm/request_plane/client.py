@@ -42,7 +42,7 @@ from dynamo_trtllm.request_plane.frames import (
     read_batch,
 )
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
-from dynamo_trtllm.request_plane.transport import Heartbeat, Receive, Service, Transport, Unsubscribe, load_subject
+from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,9 @@ class Plane:
 
     def __init__(self, transport: Transport, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
         self._transport = transport
+        # for messages that are no part of a stream
+        self.subscribe, self.try_publish = transport.subscribe, transport.try_publish
+        self.unavailable_reason = transport.unavailable_reason
         self._limits = limits
         self._is_closed = False
         self._tasks = tasks or BackgroundTasks()
@@ -179,10 +182,6 @@ class Plane:
         )
         return _ack_data(reply)
 
-    def try_publish(self, subject: str, data: bytes) -> bool:
-        """Publish a message that is no part of a stream. Return False if it can't be sent now, see `Transport`."""
-        return self._transport.try_publish(subject, data)
-
     async def watch_loads(self, namespace: str, on_load: Callable[[LoadReport], None]) -> Unsubscribe:
         """Call `on_load` with each report of the load of a namespace's workers: broadcast, or beside a stream's frames.
 
@@ -195,14 +194,6 @@ class Plane:
 
         self._on_load = on_load
         return await self._transport.subscribe(load_subject(namespace), receive)
-
-    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
-        """Receive messages that are no part of a stream, see `Transport`."""
-        return await self._transport.subscribe(subject, receive)
-
-    def unavailable_reason(self) -> str | None:
-        """Return, as text for users, why no request can be sent now. None: no reason is known."""
-        return self._transport.unavailable_reason()
 
     async def aclose(self) -> None:
         """Close all servers and streams and the transport. Idempotent."""
