@@ -314,7 +314,7 @@ def tool_call_id() -> str:
     return f"call-{secrets.token_hex(8)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionAdapter(Generic[B]):
     """The adapter of an endpoint for completions, which stores nothing."""
 

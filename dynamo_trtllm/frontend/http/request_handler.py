@@ -44,19 +44,10 @@ Aggregator: TypeAlias = CompletionAggregator | ResponseBuilder
 class ApiAdapter(Protocol[B]):
     """One generating endpoint of the API."""
 
-    @property
-    def endpoint(self) -> str:
-        """The value of the metric label `endpoint`."""
-
-    @property
-    def id_prefix(self) -> str: ...
-
-    @property
-    def body(self) -> type[B]: ...
-
-    @property
-    def prompt(self) -> frozenset[str]:
-        """The body's fields that are not needed any more after planning."""
+    endpoint: str  # the value of the metric label `endpoint`
+    id_prefix: str
+    body: type[B]
+    prompt: frozenset[str]  # the body's fields that are not needed any more after planning
 
     async def resolve(
         self, body: B, served: ServedModel, request_id: str, deadline: float
