@@ -15,7 +15,7 @@ import time
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from safetensors import SafetensorError
@@ -24,65 +24,28 @@ from safetensors.numpy import load, save_file
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.tokenization.vocabulary import O200K_PATTERN, default_cache_dir, harmony_specials, mergeable_ranks
 
-_END_OF_TEXT: Final = "<|endoftext|>"
-_START_OF_TEXT: Final = "<|startoftext|>"
-_RETURN: Final = "<|return|>"
-
 
 def write_tokenizer(folder: Path, *, context_length: int) -> None:
-    """Write tokenizer.json (28 MB) and tokenizer_config.json.
+    """Write tokenizer.json (28 MB) and tokenizer_config.json. Those of the package lack what is computed here.
 
     Args:
         folder: Folder to write to.
         context_length: Maximum tokens, as `model_max_length`.
     """
-    text = json.dumps(_tokenizer(mergeable_ranks()), ensure_ascii=False)
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": _START_OF_TEXT,
-        "eos_token": _RETURN,
-        "pad_token": _END_OF_TEXT,
-        "model_max_length": context_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _tokenizer(ranks: dict[bytes, int]) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    letters = byte_letters()
-    token_texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            _added(content, number) for content, number in sorted(harmony_specials().items(), key=itemgetter(1))
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {token_texts[token]: rank for token, rank in ranks.items()},
-            "merges": [[token_texts[left], token_texts[right]] for left, right in merges(ranks)],
-        },
-    }
-
-
-def _added(content: str, number: int) -> dict[str, Any]:
+    tokenizer, config = (
+        json.loads((data_folder() / name).read_text(encoding="utf-8")) for name in (TOKENIZER, TOKENIZER_CONFIG)
+    )
+    ranks, letters = mergeable_ranks(), byte_letters()
+    texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = O200K_PATTERN
+    tokenizer["model"]["vocab"] = {texts[token]: rank for token, rank in ranks.items()}
+    tokenizer["model"]["merges"] = [[texts[left], texts[right]] for left, right in merges(ranks)]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": number, "content": content} | flags
+    specials = sorted(harmony_specials().items(), key=itemgetter(1))
+    tokenizer["added_tokens"] = [{"id": number, "content": content} | flags for content, number in specials]
+    config["model_max_length"] = context_length
+    (folder / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
@@ -111,6 +74,8 @@ def byte_letters() -> list[str]:
 
 WEIGHTS: Final = "weights.safetensors"
 WEIGHTS_HASH: Final = "weights.sha256"
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TOUCHED_IDS: Final = "touched_ids"
 # Tensors with one row per touched id, in that order, and a last row for all other ids.
 VOCABULARY_TENSORS: Final = ("model.embed_tokens.weight", "lm_head.weight")
