@@ -124,13 +124,8 @@ class Child:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
         self._exit_status = wait_for_exit(process)
-        self._is_terminating = False
+        self.is_terminating = False  # `terminate` was called, so that an end of the process is expected
         self.pid = process.pid
-
-    @property
-    def is_terminating(self) -> bool:
-        """Return True if `terminate` was called, so that an end of the process is expected."""
-        return self._is_terminating
 
     @property
     def has_ended(self) -> bool:
@@ -143,8 +138,8 @@ class Child:
 
     def terminate(self) -> None:
         """Send SIGTERM, once only, because a second one would abort a drain."""
-        if not self._is_terminating and not self.has_ended:
-            self._is_terminating = True
+        if not self.is_terminating and not self.has_ended:
+            self.is_terminating = True
             self._process.terminate()
 
     async def stop(self) -> None:

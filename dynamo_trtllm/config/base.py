@@ -79,14 +79,14 @@ def _ip_address(value: str) -> str:
 
 _SERVER = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)(:\d{1,5})?/?"  # host and port
 _ETCD = rf"\s*(https?://)?{_SERVER}\s*"
-_NAME = r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}"
-_NAME_RULE = "1 to 256 characters and no '/', '.', '*', '>', white space or control characters"
-Namespace = Annotated[str, matching(_NAME, f"must have {_NAME_RULE}")]
+NAME = r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}"
+NAME_RULE = "1 to 256 characters and no '/', '.', '*', '>', white space or control characters"
+Namespace = Annotated[str, matching(NAME, f"must have {NAME_RULE}")]
 Endpoint = Annotated[
     str,
     matching(
-        rf"dyn://{_NAME}\.{_NAME}\.{_NAME}",
-        f"expected dyn://NAMESPACE.COMPONENT.ENDPOINT; each name must have {_NAME_RULE}",
+        rf"dyn://{NAME}\.{NAME}\.{NAME}",
+        f"expected dyn://NAMESPACE.COMPONENT.ENDPOINT; each name must have {NAME_RULE}",
     ),
 ]
 EtcdAddresses = Annotated[

@@ -6,12 +6,9 @@ import hashlib
 import re
 from typing import NamedTuple
 
-from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance
 
 PREFIX = "v1/instances"
-MOST_NAME_CHARACTERS = 256
-_BREAKS_A_NAME = re.compile(r"[/.*>\s\x00-\x1f\x7f-\x9f]")
 _ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # no leading zeros, so that one id has one key
 _SHOWN_CHARACTERS = 256
 _SHOWN_HEAD = 200
@@ -31,20 +28,6 @@ class EndpointId(NamedTuple):
 def parse_endpoint(text: str) -> EndpointId:
     """Parse `dyn://namespace.component.endpoint`, the format of NVIDIA Dynamo, which `--endpoint` has."""
     return EndpointId(*text.removeprefix("dyn://").split("."))
-
-
-def check_name(name: str) -> None:
-    """Check a name that becomes part of keys and subjects.
-
-    Raises:
-        ConfigError: the name is empty, too long, or has a character that keys or subjects don't allow.
-    """
-    if not name or _BREAKS_A_NAME.search(name):
-        raise ConfigError(
-            f"name {name!r} must not be empty or contain '/', '.', '*', '>', white space or control characters"
-        )
-    if len(name) > MOST_NAME_CHARACTERS:
-        raise ConfigError(f"name {name[:32]!r}... has {len(name)} characters; use at most {MOST_NAME_CHARACTERS}")
 
 
 def endpoint_of(instance: Instance) -> EndpointId:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection
 from typing import Final
 
+from dynamo_trtllm.config.base import NAME, NAME_RULE
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.errors import BadFrame, ConfigError
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, decode, encode, wire_mismatch
@@ -109,10 +110,8 @@ def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int
     for field, expected, actual in zip(own._fields, endpoint, own, strict=True):
         if actual != expected:
             raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(actual)} in the record")
-        try:
-            keys.check_name(actual)
-        except ConfigError as exc:
-            raise BadRecord(f"{field}: {exc.message}") from exc
+        if not re.fullmatch(NAME, actual):
+            raise BadRecord(f"{field}: name {_shown(actual)} must have {NAME_RULE}")
     wanted = keys.subject(own, instance.id)
     if instance.subject != wanted:  # requests would go to a process other than this instance
         raise BadRecord(f"subject is {_shown(instance.subject)}; instance {instance.id:x} must have {wanted}")
