@@ -9,7 +9,7 @@ import bisect
 import functools
 import heapq
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -150,67 +150,25 @@ Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["frontend", "worker"]
 Value: TypeAlias = Callable[[], float]
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
-STEP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_BUCKETS = {
+    "seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+    "ratios": (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0),
+    "step_seconds": (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One row of the table of metrics. The exported name is PREFIX plus `name`; `help` is its help text."""
+class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One row of metrics.json. The exported name is PREFIX plus `name`; `help` is its help text."""
 
     process: Process
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = SECONDS
+    buckets: Literal["seconds", "ratios", "step_seconds"] = "seconds"
 
 
-TABLE = (
-    Metric("frontend", "requests_total", "counter", "Finished HTTP requests", ("model", "endpoint", "code")),
-    Metric("frontend", "inflight", "gauge", "HTTP requests in progress, including queued ones"),
-    Metric("frontend", "choices", "gauge", "Choices being generated (limit: --max-inflight)"),
-    Metric("frontend", "queued", "gauge", "Queued requests (limit: --max-queued)"),
-    Metric("frontend", "body_bytes", "gauge", "Bytes of bodies received or parsed now (limit: --max-total-body-bytes)"),
-    Metric("frontend", "queue_seconds", "histogram", "Time of a request in the frontend's queue, in seconds"),
-    Metric("frontend", "ttft_seconds", "histogram", "Time to first token, in seconds", ("model",)),
-    Metric("frontend", "ttft_ratio", "histogram", "TTFT divided by its prediction", ("model",), RATIOS),
-    Metric("frontend", "ttft_predictions_total", "counter", "Predicted TTFT by outcome", ("model", "outcome")),
-    Metric("frontend", "itl_seconds", "histogram", "Inter-token latency, in seconds", ("model",), STEP_SECONDS),
-    Metric("frontend", "request_seconds", "histogram", "Time from request to last byte, in seconds", ("model",)),
-    Metric("frontend", "prompt_tokens_total", "counter", "Prompt tokens", ("model",)),
-    Metric("frontend", "output_tokens_total", "counter", "Generated tokens", ("model",)),
-    Metric(
-        "frontend", "phase_seconds", "histogram", "Seconds per phase; handoff: KV transfer", ("model", "role", "phase")
-    ),
-    Metric("frontend", "kv_bytes_total", "counter", "Bytes of KV moved from prefill to decode workers", ("transport",)),
-    Metric("frontend", "retries_total", "counter", "Calls retried before the first token", ("model",)),
-    Metric("frontend", "migrations_total", "counter", "Requests migrated after the first token", ("model",)),
-    Metric("frontend", "placed_requests", "gauge", "Requests on a worker, counted by --router-mode", ("worker",)),
-    Metric("frontend", "known_prefix_blocks", "gauge", "Blocks known to be in a worker's prefix cache", ("worker",)),
-    Metric("frontend", "kv_updates_total", "counter", "Updates of workers' prefix caches by outcome", ("outcome",)),
-    Metric("frontend", "canaries_total", "counter", "Probes of worker pairs by outcome", ("model", "code")),
-    Metric("frontend", "responses_not_stored_total", "counter", "Responses that could not be stored", ("code",)),
-    Metric("worker", "requests_total", "counter", "Finished calls", ("phase", "code")),
-    Metric("worker", "output_tokens_total", "counter", "Generated tokens", ("phase",)),
-    Metric("worker", "running", "gauge", "Requests in the batch"),
-    Metric("worker", "waiting", "gauge", "Requests that wait for KV blocks or a batch slot"),
-    Metric("worker", "kv_blocks_used", "gauge", "KV blocks in use, including pending KV transfers"),
-    Metric("worker", "kv_blocks_total", "gauge", "All KV blocks"),
-    Metric("worker", "tickets_held", "gauge", "KV transfers whose KV is held: not yet fetched, or not yet freed"),
-    Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks held by these KV transfers"),
-    Metric("worker", "leaked_kv_blocks", "gauge", "KV blocks that were never fetched and that the engine can't free"),
-    Metric("worker", "queued_prefill_tokens", "gauge", "Prompt tokens that wait for prefill or are in it"),
-    Metric("worker", "context_tokens", "gauge", "Tokens of the requests in the batch"),
-    Metric("worker", "kv_checksum_mismatches_total", "counter", "KV transfers rejected because of a wrong checksum"),
-    Metric("worker", "legs", "gauge", "Calls in progress, including those that wait in the engine"),
-    Metric("worker", "time_ratio", "histogram", "Measured time divided by the predicted time", ("kind",), RATIOS),
-    Metric("worker", "predictions_total", "counter", "Predicted times, by outcome of the bounds", ("kind", "outcome")),
-    Metric("worker", "cost_seconds", "gauge", "Coefficients of the cost model (docs/cost-model.md)", ("kind", "term")),
-    Metric("worker", "cost_samples", "gauge", "Samples that the cost model has learned from; 0: its prior", ("kind",)),
-    Metric("worker", "reserved", "gauge", "Decode slots reserved for requests in prefill"),
-)
+TABLE = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_bytes(), type=tuple[Metric, ...])
 
 
 def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
@@ -220,7 +178,7 @@ def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
     for row in [row for row in TABLE if row.process == process]:
         name = PREFIX + row.name
         if row.kind == "histogram":
-            metrics[row.name] = Histogram(name, row.help, row.labels, buckets=row.buckets)
+            metrics[row.name] = Histogram(name, row.help, row.labels, buckets=_BUCKETS[row.buckets])
             registry.register(metrics[row.name])
         else:
             kind = Counter if row.kind == "counter" else Gauge
