@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import TypeVar
 
 import httptools
@@ -118,20 +119,6 @@ class _EtcdHealth(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class _Body:
-    """Callbacks of httptools' parser; collects the response body."""
-
-    def __init__(self) -> None:
-        self.data = b""
-        self.is_whole = False
-
-    def on_body(self, data: bytes) -> None:
-        self.data += data
-
-    def on_message_complete(self) -> None:
-        self.is_whole = True
-
-
 async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
     """Return the status and the decoded JSON body. Raise NotYet for other responses, OSError for no response."""
     status, body = await request(host, port, "GET", path)
@@ -154,19 +141,20 @@ async def request(
     """Return the status and the body of an HTTP response. Raise OSError if there is none, or it is too long."""
     lines = {"Host": "localhost", "Connection": "close", "Content-Length": len(content), **headers}
     head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    body = _Body()
-    parser = httptools.HttpResponseParser(body)
+    body: list[bytes] = []
+    is_complete = asyncio.Event()
+    parser = httptools.HttpResponseParser(SimpleNamespace(on_body=body.append, on_message_complete=is_complete.set))
     read_bytes = 0
     try:
         async with _connection(host, port) as (reader, writer):
             writer.write(head.encode() + b"\r\n" + content)
-            while not body.is_whole:
+            while not is_complete.is_set():
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
                 if not data or read_bytes > max_bytes:
                     raise ConnectionError(f"the response to {method} {path} is incomplete or too long")
                 parser.feed_data(data)
-        return parser.get_status_code(), body.data
+        return parser.get_status_code(), b"".join(body)
     except httptools.HttpParserError as exc:
         raise ConnectionError(f"the response to {method} {path} at port {port} can't be parsed: {exc}") from exc
 
