@@ -33,9 +33,7 @@ class InstanceCache:
         self._grace_s = grace_s
         self._records: dict[str, bytes] = {}
         self._owners: dict[int, str] = {}  # instance id -> key of the valid record
-        self._missing: dict[
-            str, float
-        ] = {}  # key -> earliest time at which a list without the key removes its instance
+        self._missing: dict[str, float] = {}  # key -> time from which a list without the key removes its instance
         self._rejected: dict[str, str] = {}  # shown key -> reason
         self._waiting: dict[int, dict[str, bytes]] = {}  # instance id -> rejected records with the same id
         self._waiting_bytes = 0
@@ -114,17 +112,14 @@ class InstanceCache:
             return []
         if known is None:
             if len(self._rejected) >= MOST_REJECTED:
-                self._log_full()
+                if not self._has_logged_full:
+                    text = "%d etcd records rejected, not logging further ones; check which client writes them"
+                    log.warning(text, MOST_REJECTED)
+                self._has_logged_full = True
                 return []
             log.warning("etcd record rejected: %s (key %s)", reason, shown)
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
-
-    def _log_full(self) -> None:
-        if not self._has_logged_full:
-            self._has_logged_full = True
-            text = "%d etcd records rejected, not logging further ones; check which client writes them"
-            log.warning(text, MOST_REJECTED)
 
     def _clear_rejected(self, key: str) -> list[CacheEvent]:
         """Return the events for a key that is no longer rejected."""

@@ -222,7 +222,7 @@ class Launcher:
             began = time.monotonic()
             server = await start()
             start = server.restart
-            self._report_ready(name, began, f"at {server.address}")
+            self._console.report_ready(name, time.monotonic() - began, f"at {server.address}")
             if not address.done():
                 address.set_result(server.address)
             yield server
@@ -329,17 +329,15 @@ class Launcher:
         process.is_ready = True
         self._notify_changed()
         if spec.is_frontend:
-            self._report_ready(spec.name, began, f"at http://{process.record.address}")
+            where = f"at http://{process.record.address}"
         else:
             process.record.instance_id = answer.instance_id
             self._write_record()
-            self._report_ready(spec.name, began, f"as instance {answer.instance_id}")
+            where = f"as instance {answer.instance_id}"
+        self._console.report_ready(spec.name, time.monotonic() - began, where)
         self._not_ready.discard(spec.name)
         if not self._not_ready:
             self._all_ready.set()
-
-    def _report_ready(self, name: str, began: float, where: str) -> None:
-        self._console.report_ready(name, time.monotonic() - began, where)
 
 
 def _check_port(spec: ProcessSpec) -> None:
