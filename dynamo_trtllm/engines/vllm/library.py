@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ _RELEASE = "dynamo_release_kv"
 _BIND_LIFETIME = "dynamo_bind_lifetime"
 _PASS = "dynamo_run_pass"
 _COUNT_COMPILATIONS = "dynamo_count_compilations"
+_MUTE = "vLLM's workers do not respond"
 _RPC_S = 10.0
 _PASS_S = 600.0  # compilers are slow on a busy host
 _ABORT_S = 5.0
@@ -61,13 +63,16 @@ class VllmLibrary:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()  # of aborts
 
+    async def _call_workers(self, method: str, argument: Any, *, limit_s: float = _RPC_S, failure: str = _MUTE) -> Any:
+        """Return what a method of the worker extension returns at each rank. Raises EngineFailed."""
+        try:
+            return await self.llm.collective_rpc(method, timeout=limit_s, args=(argument,))
+        except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
+            raise EngineFailed(f"{failure}: {exc}") from exc
+
     async def bind_lifetime(self) -> None:
         """Make vLLM's processes end with this one, even if this one is killed. Raises EngineFailed if they are mute."""
-        try:
-            is_bound = await self.llm.collective_rpc(_BIND_LIFETIME, timeout=_RPC_S, args=(os.getpid(),))
-        except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
-            raise EngineFailed(f"vLLM's workers do not respond: {exc}") from exc
-        if not all(is_bound):
+        if not all(await self._call_workers(_BIND_LIFETIME, os.getpid())):
             _log.warning("no pidfd_open on this system: if this process is killed, end vLLM's processes by hand")
 
     def passes(self, counts: Sequence[int]) -> list[WarmUpStep]:
@@ -75,22 +80,15 @@ class VllmLibrary:
         return [WarmUpStep(f"{tokens} tokens", partial(self._run_pass, tokens)) for tokens in counts]
 
     async def _run_pass(self, tokens: int) -> None:
-        try:
-            await self.llm.collective_rpc(_PASS, timeout=_PASS_S, args=(tokens,))
-        except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
-            raise EngineFailed(f"vLLM could not run a pass of {tokens} tokens: {exc}") from exc
+        failure = f"vLLM could not run a pass of {tokens} tokens"
+        await self._call_workers(_PASS, tokens, limit_s=_PASS_S, failure=failure)
 
     @asynccontextmanager
     async def compiling(self) -> AsyncIterator[None]:
         """Expect compilations of kernels meanwhile: count them. Before and after, vLLM logs each as a delay."""
-        try:
-            await self.llm.collective_rpc(_COUNT_COMPILATIONS, timeout=_RPC_S, args=(True,))
-            yield
-            compiled = await self.llm.collective_rpc(_COUNT_COMPILATIONS, timeout=_RPC_S, args=(False,))
-        except DynamoError:
-            raise
-        except Exception as exc:
-            raise EngineFailed(f"vLLM's workers do not respond: {exc}") from exc
+        await self._call_workers(_COUNT_COMPILATIONS, True)
+        yield
+        compiled = await self._call_workers(_COUNT_COMPILATIONS, False)
         _log.info(
             "kernels compiled by the warm-up or loaded from the cache, per rank: %s", ", ".join(map(str, compiled))
         )
@@ -240,23 +238,14 @@ class VllmCompletion(Protocol):
     finish_reason: str | None
 
 
+@dataclass(slots=True, kw_only=True)
 class VllmOutputCursor:
     """The conversion of one call's outputs to `EngineOutput`."""
 
-    def __init__(
-        self, *, alternatives: int | None, first: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
-    ) -> None:
-        """Create the cursor of one call.
-
-        Args:
-            alternatives: The number of log-probabilities per token; None: none.
-            first: Tokens to emit before the engine's own, in its first step.
-            first_logprobs: Log-probabilities of the first output token, from the prefill engine.
-        """
-        self._alternatives = alternatives
-        self._first = first
-        self._first_logprobs = first_logprobs
-        self.seen = 0  # output tokens so far
+    alternatives: int | None  # the number of log-probabilities per token; None: none
+    first: tuple[int, ...] = ()  # tokens to emit before the engine's own, in its first step
+    first_logprobs: tuple[TokenLogprob, ...] = ()  # of the first output token, from the prefill engine
+    seen: int = 0  # output tokens so far
 
     def read(self, output: VllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
         """Convert the call's next output. Call it once per output, in order.
@@ -266,9 +255,9 @@ class VllmOutputCursor:
             cached_tokens: Prompt tokens that came from the prefix cache.
         """
         tokens = list(output.token_ids)
-        logprobs = () if self._alternatives is None else self._logprobs(tokens, output.logprobs or ())
+        logprobs = () if self.alternatives is None else self._logprobs(tokens, output.logprobs or ())
         if self.seen == 0 and (tokens or output.finish_reason in ENDS):
-            tokens = [*self._first, *tokens]
+            tokens = [*self.first, *tokens]
             logprobs = self._with_first(tokens, logprobs)
         self.seen += len(tokens)
         return EngineOutput(
@@ -277,18 +266,18 @@ class VllmOutputCursor:
 
     def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities, with the prefill engine's for the first token if both engines agree on it."""
-        reported = self._first_logprobs
-        if self._alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
+        reported = self.first_logprobs
+        if self.alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
             return logprobs
-        return (reported[0], *logprobs[0 if self._first else 1 :])
+        return (reported[0], *logprobs[0 if self.first else 1 :])
 
     def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
-        assert self._alternatives is not None
+        assert self.alternatives is not None
         if len(reported) < len(tokens):
             raise RequestRejected(
                 "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
             )
-        return tuple(token_logprob("vLLM", token, reported[n], self._alternatives) for n, token in enumerate(tokens))
+        return tuple(token_logprob("vLLM", token, reported[n], self.alternatives) for n, token in enumerate(tokens))
 
 
 def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:

@@ -18,6 +18,8 @@ from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
 EXPIRES_AT = "dynamo_expires_at"  # in the kv_transfer_params of a decode call: seconds since the epoch
 _SEED_BITS = 63
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+_SAME_NAME = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "logprobs")  # in `Sampling` and in vLLM
 _TO_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -175,20 +177,12 @@ def _sampling(
 
     All are set, because vLLM would otherwise add the stop tokens of the model's generation_config.json.
     """
-    return {
+    return {name: getattr(sampling, name) for name in _SAME_NAME} | {
         "max_tokens": max_tokens,
         "min_tokens": min(min_tokens, max_tokens),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": dict(sampling.logit_bias) or None,
         "seed": seed,
         "stop_token_ids": sorted(stop_ids),
         "ignore_eos": True,  # stop_token_ids has all stop tokens
-        "logprobs": sampling.logprobs,
         "detokenize": False,
     }
