@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
@@ -74,47 +74,35 @@ def run_in_daemon_thread(
     return done
 
 
-class EngineLoader(Generic[T]):
-    """Builds one engine on a thread and reports the progress."""
+class EngineLoader:
+    """Loads one engine on a thread and reports the progress."""
 
-    def __init__(
-        self,
-        build: Callable[[], T],
-        *,
-        discard: Callable[[T], None],
-        gpu_bytes_used: Callable[[], int | None],
-        weight_bytes: int,
-    ) -> None:
-        """Initialize the loader.
+    def __init__(self, weight_bytes: int) -> None:
+        """Initialize the loader. `weight_bytes`: of one GPU. While less memory is in use, weights are being loaded."""
+        self._weight_bytes = weight_bytes
+        self._bytes_before = self._bytes_now = gpu.memory_used_bytes()
+        self._looked_at = time.monotonic()
+
+    async def load(self, build: Callable[[], T], discard: Callable[[T], None]) -> T:
+        """Build the engine on a thread; raises the exceptions of `build`. A cancelled call returns at once.
 
         Args:
             build: blocking function that builds the engine.
-            discard: receives an engine that was built after `load` was cancelled.
-            gpu_bytes_used: returns the bytes in use on the GPU, or None if unknown.
-            weight_bytes: weights of one GPU. While less memory is in use, weights are being loaded.
+            discard: receives an engine that was built after this call was cancelled.
         """
-        self._build = build
-        self._discard = discard
-        self._gpu_bytes_used = gpu_bytes_used
-        self._weight_bytes = weight_bytes
-        self._bytes_before = self._bytes_now = gpu_bytes_used()
-        self._looked_at = time.monotonic()
-
-    async def load(self) -> T:
-        """Build the engine; raises the exceptions of `build`. A cancelled call returns at once."""
-        loading = run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
+        loading = run_in_daemon_thread(build, name="engine-load", unwanted=discard)
         try:
             return await loading
         except asyncio.CancelledError:
             if loading.done() and not loading.cancelled() and loading.exception() is None:  # ready in the same turn
-                threading.Thread(target=self._discard, args=(loading.result(),), daemon=True).start()
+                threading.Thread(target=discard, args=(loading.result(),), daemon=True).start()
             raise
 
     def progress(self) -> str:
         """Describe the loading phase, derived from the GPU memory in use. Libraries do not report it."""
         if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
-            self._bytes_now = self._gpu_bytes_used()
+            self._bytes_now = gpu.memory_used_bytes()
         if self._bytes_now is None or self._bytes_before is None:
             return "building the engine"
         own = max(0, self._bytes_now - self._bytes_before)
@@ -148,7 +136,7 @@ class ExternalEngine:
         self._instance_id = instance_id
         self._model = config.served_model_name or Path(config.model_path).name
         self._warming = WarmUp(config.warm_up_budget_s)
-        self._loading: EngineLoader[Any] | None = None
+        self._loading: EngineLoader | None = None
         self._llm: Any = None  # the library's own object
         self._has_library = False
         self._unavailable: DynamoError | None = EngineNotReady(f"the {engine} engine has not been started")
@@ -172,12 +160,9 @@ class ExternalEngine:
             build: blocking function that returns both.
             weight_bytes: weights of one GPU.
         """
-        loading: EngineLoader[tuple[V, Any]] = EngineLoader(
-            build, discard=self._discard, gpu_bytes_used=gpu.memory_used_bytes, weight_bytes=weight_bytes
-        )
-        self._loading = loading
+        self._loading = EngineLoader(weight_bytes)
         try:
-            bindings, self._llm = await loading.load()
+            bindings, self._llm = await self._loading.load(build, self._discard)
         finally:
             self._loading = None
         return bindings

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external import engine as external
 from dynamo_trtllm.engines.external.engine import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.errors import EngineFailed
@@ -16,17 +17,13 @@ from tests.waiting import SOON_S
 GIB = 1 << 30
 
 
-def make(build: Callable[[], str], *, used: list[int | None] | None = None) -> tuple[EngineLoader[str], list[str]]:
-    readings = iter(used or [None] * 9)
-    thrown: list[str] = []
-    return EngineLoader(
-        build, discard=thrown.append, gpu_bytes_used=lambda: next(readings), weight_bytes=10 * GIB
-    ), thrown
+async def load(build: Callable[[], str], thrown: list[str]) -> str:
+    return await EngineLoader(0).load(build, thrown.append)
 
 
 async def test_built_when_done_then_the_value_and_nothing_is_discarded() -> None:
-    load, thrown = make(lambda: "llm")
-    assert await load.load() == "llm"
+    thrown: list[str] = []
+    assert await load(lambda: "llm", thrown) == "llm"
     assert thrown == []
 
 
@@ -34,9 +31,8 @@ async def test_built_when_it_fails_then_its_error() -> None:
     def build() -> str:
         raise EngineFailed("no GPU")
 
-    load, _ = make(build)
     with pytest.raises(EngineFailed, match="no GPU"):
-        await load.load()
+        await load(build, [])
 
 
 async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_discarded() -> None:
@@ -53,8 +49,7 @@ async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_di
         thrown.append(built)
         loop.call_soon_threadsafe(gone.set)
 
-    load = EngineLoader(build, discard=discard, gpu_bytes_used=lambda: None, weight_bytes=0)
-    task = asyncio.create_task(load.load())
+    task = asyncio.create_task(EngineLoader(0).load(build, discard))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -75,11 +70,12 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
 
 def test_progress_when_memory_grows_then_the_phase_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
-    load, _ = make(str, used=[2 * GIB, 5 * GIB, 13 * GIB])
-    assert load.progress() == "loading weights 30%, 3.0 GiB of GPU memory used"
-    assert load.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
+    monkeypatch.setattr(gpu, "memory_used_bytes", iter([2 * GIB, 5 * GIB, 13 * GIB]).__next__)
+    loader = EngineLoader(10 * GIB)
+    assert loader.progress() == "loading weights 30%, 3.0 GiB of GPU memory used"
+    assert loader.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
 
 
-def test_progress_when_no_driver_tells_then_it_says_what_it_knows() -> None:
-    load, _ = make(str)
-    assert load.progress() == "building the engine"
+def test_progress_when_no_driver_tells_then_it_says_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "memory_used_bytes", lambda: None)
+    assert EngineLoader(10 * GIB).progress() == "building the engine"
