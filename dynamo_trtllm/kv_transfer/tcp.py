@@ -56,21 +56,6 @@ class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
-def _check_reply(transfer_id: str, facts: _TcpOffer, *, is_published: bool, total_bytes: int) -> None:
-    """Check a prefill worker's reply.
-
-    Raises:
-        TransferFailed: The KV is not published, or differs from the offer.
-    """
-    if not is_published:
-        raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
-    if total_bytes != sum(facts.sizes_bytes):
-        raise TransferFailed(
-            f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but published "
-            f"{sum(facts.sizes_bytes)}"
-        )
-
-
 @dataclass(slots=True)
 class PublishedRegions:
     """A published transfer."""
@@ -276,7 +261,7 @@ class TcpBackend(HostBackend):
                 if magic == _CHECKED and entry.checksum is not None:
                     checksum = combined(checksum, await entry.checksum.hashes(index))
                     await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
-            await _receive(connection, memoryview(bytearray(len(_ACK))))
+            await _receive_bytes(connection, len(_ACK))
         finally:
             entry.readers.discard(reader)
         self._on_fetched(transfer_id)
@@ -301,18 +286,22 @@ class TcpBackend(HostBackend):
         loop, ours = asyncio.get_running_loop(), _CHECKED if is_checked else _PLAIN
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
-            _prepare(connection)
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await loop.sock_connect(connection, (facts.host, facts.port))
             name = transfer_id.encode()
             await loop.sock_sendall(connection, _REQUEST.pack(ours, facts.token, len(name)) + name)
-            head = bytearray(_REPLY.size)
-            await _receive(connection, memoryview(head))
-            magic, is_published, total_bytes = _REPLY.unpack(head)
+            magic, is_published, total_bytes = _REPLY.unpack(await _receive_bytes(connection, _REPLY.size))
             if magic != ours:
                 raise TransferFailed(
                     f"KV transfer {transfer_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
                 )
-            _check_reply(transfer_id, facts, is_published=is_published, total_bytes=total_bytes)
+            if not is_published:
+                raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
+            if total_bytes != (expected := sum(facts.sizes_bytes)):
+                raise TransferFailed(
+                    f"KV transfer {transfer_id}: its prefill worker sends {total_bytes} bytes, but published {expected}"
+                )
             checksum = NOTHING
             for index, region in enumerate(to.regions):
                 if is_checked:
@@ -332,8 +321,7 @@ class TcpBackend(HostBackend):
             for block in blocks(region):
                 await _receive(connection, view(block))
                 jobs.append(self.checksums.submit(block))
-            theirs = bytearray(_CHECKSUM.size)
-            await _receive(connection, memoryview(theirs))
+            theirs = await _receive_bytes(connection, _CHECKSUM.size)
             checksum = combined(before, await results(jobs))
         finally:
             await ended(jobs)
@@ -351,21 +339,20 @@ class TcpBackend(HostBackend):
         await self._close()
 
 
-def _prepare(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
 async def _read_request(connection: socket.socket) -> tuple[bytes, str, bytes]:
     """Return the magic, transfer id and token of a request."""
-    head = bytearray(_REQUEST.size)
-    await _receive(connection, memoryview(head))
-    magic, token, id_bytes = _REQUEST.unpack(head)
+    magic, token, id_bytes = _REQUEST.unpack(await _receive_bytes(connection, _REQUEST.size))
     if magic not in (_PLAIN, _CHECKED):
         raise BadFrame("not a KV transfer request")
-    transfer_id = bytearray(id_bytes)
-    await _receive(connection, memoryview(transfer_id))
+    transfer_id = await _receive_bytes(connection, id_bytes)
     return magic, transfer_id.decode(errors="replace"), token
+
+
+async def _receive_bytes(connection: socket.socket, count: int) -> bytearray:
+    """Receive `count` bytes. Raises EOFError as `_receive`."""
+    received = bytearray(count)
+    await _receive(connection, memoryview(received))
+    return received
 
 
 async def _receive(connection: socket.socket, target: memoryview) -> None:

@@ -107,26 +107,50 @@ class NixlBackend:
         self._require_running("publishing KV")
         if transfer_id in self._published:
             raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
+        kind, live = kind_of(regions), [region for region in regions if region.num_bytes]
         slot = self._validity_slots.acquire()
         nonce = self._validity_slots.activate(slot, len(regions) if ready is None else ready)
-        live = [region for region in regions if region.num_bytes]
-        in_region = self._bindings.region_of(live) is not None
-        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=in_region)
-        if in_region:
-            offer = self._describe(transfer_id, slot, nonce, regions)
+        region = self._bindings.region_of(live)
+        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=region is not None)
+        if region is None:
+            memory = await self._register_alone(transfer_id, live)
         else:
-            offer = await self._describe_on_thread(transfer_id, slot, nonce, tuple(regions))
+            memory = region.memory if live else b""
         self._begin_checksum(transfer_id, regions)
         with self._wake:
             self._wake.notify()
-        return offer
+        return encode(
+            NixlOffer(
+                agent=self._agent_name,
+                connection=self._connection,
+                validity_agent=self._validity_connection,
+                memory=memory,
+                kind=kind,
+                descriptors=[descriptor_of(each) for each in regions],
+                validity_slot=self._validity_slots.descriptor(slot),
+                nonce=nonce,
+                ready=self._validity_slots.get(slot).ready,
+                checksum=self.checksums.method(regions),
+            )
+        )
 
-    async def _describe_on_thread(
-        self, transfer_id: str, slot: int, nonce: bytes, regions: Sequence[MemoryRegion]
-    ) -> bytes:
-        describing = self._registering.submit(self._describe, transfer_id, slot, nonce, regions)
+    async def _register_alone(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> bytes:
+        """Register the memory of one transfer, and return NIXL's metadata for readers. On failure, discard it."""
+
+        def register() -> bytes:
+            if not regions:
+                return b""
+            try:
+                with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
+                    self._published[transfer_id].registered, memory = self._bindings.register(regions)
+            except TransferFailed:
+                self._discard(transfer_id)
+                raise
+            return memory
+
+        registering = self._registering.submit(register)
         try:
-            return await asyncio.shield(asyncio.wrap_future(describing))
+            return await asyncio.shield(asyncio.wrap_future(registering))
         except asyncio.CancelledError:
             if not self._closing:  # closing discards all transfers
                 self._registering.submit(self._discard, transfer_id)  # runs after the registration, on the same thread
@@ -144,44 +168,6 @@ class NixlBackend:
             self._validity_slots.clear(slot)  # fail the reader, which would otherwise wait for the checksum
         else:
             self._validity_slots.set_checksum(slot, checksum)
-
-    def _describe(self, transfer_id: str, slot: int, nonce: bytes, regions: Sequence[MemoryRegion]) -> bytes:
-        """Register the memory of a transfer if needed and return its offer. On failure, discard the transfer.
-
-        Runs on the registration thread unless the memory is part of a registered region.
-        """
-        try:
-            with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
-                kind, memory = kind_of(regions), self._registered(transfer_id, slot, regions)
-        except TransferFailed:
-            self._discard(transfer_id)
-            raise
-        return encode(
-            NixlOffer(
-                agent=self._agent_name,
-                connection=self._connection,
-                validity_agent=self._validity_connection,
-                memory=memory,
-                kind=kind,
-                descriptors=[descriptor_of(region) for region in regions],
-                validity_slot=self._validity_slots.descriptor(slot),
-                nonce=nonce,
-                ready=self._validity_slots.get(slot).ready,
-                checksum=self.checksums.method(regions),
-            )
-        )
-
-    def _registered(self, transfer_id: str, slot: int, regions: Sequence[MemoryRegion]) -> bytes:
-        """Return NIXL's metadata for readers. Register the regions unless they are part of a registered one."""
-        live = [region for region in regions if region.num_bytes]
-        if not live:
-            return b""
-        region = self._bindings.region_of(live)
-        if region is not None:
-            return region.memory
-        handle, memory = self._bindings.register(live)
-        self._published[transfer_id].registered = handle
-        return memory
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         entry = self._published.get(transfer_id)
