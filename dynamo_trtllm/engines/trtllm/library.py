@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     build_request,
     reported_phases,
 )
-from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, transferred_fields, unpack
+from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, token_ids
 
@@ -211,7 +211,9 @@ class TrtllmCall:
                 field="cache_transceiver_config.backend",
             )
         bindings = self._library.bindings
-        values = {name: getattr(params, name) for name in transferred_fields(bindings.disagg_fields)}
+        # Ids are 64-bit integers, the state is bytes. Not sent: request_type (each call sets its own), logits (never
+        # requested), schedule_style (context first is the default) and ctx_usage (the frontend counts tokens).
+        values = {name: getattr(params, name) for name in sorted(bindings.disagg_fields - {"request_type"})}
         if not values.get("disagg_request_id") and self._disagg is not None:  # the id that this call was given
             values |= {name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg}
         state = pack(values, release=bindings.release)

@@ -13,19 +13,6 @@ from dynamo_trtllm.messages import KvTransferParams, encode
 
 ENGINE_STATE_VERSION = 1
 
-# Fields of the context-only result that a decode engine needs. Ids are 64-bit integers, the state is bytes. Not sent:
-# request_type (each call sets its own), logits (never requested), schedule_style (context first is the default) and
-# ctx_usage (the frontend counts tokens).
-TRANSFERRED_FIELDS = (
-    "first_gen_tokens",
-    "first_gen_log_probs",
-    "ctx_request_id",
-    "opaque_state",
-    "draft_tokens",
-    "disagg_request_id",
-    "ctx_dp_rank",
-    "ctx_info_endpoint",
-)
 _NEEDED = ("first_gen_tokens", "ctx_request_id")
 # Where the KV is: a state of the C++ transceiver, or the address of the Python transceiver, which leaves the state None
 # (KvCacheTransceiverV2._finalize_send in _torch/disaggregation/transceiver.py, main).
@@ -35,11 +22,6 @@ _LOGPROB_KEYS = {"logprob", "rank"}
 
 class _TrtllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]
-
-
-def transferred_fields(known: Iterable[str]) -> tuple[str, ...]:
-    """Return the fields to transfer for a release whose DisaggregatedParams has the fields `known`."""
-    return tuple(name for name in TRANSFERRED_FIELDS if name in set(known))
 
 
 def pack(params: Mapping[str, Any], *, release: str) -> bytes:

@@ -16,8 +16,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo_trtllm.engines.vllm import compilation
 
@@ -28,73 +27,38 @@ _FP4_DEVIATION = 2.9
 _EXPONENT_BIAS = 127
 
 
-class Normal(NamedTuple):
-    """Normally distributed floating-point numbers."""
-
-    mean: float
-    deviation: float
-
-
-class Bytes(NamedTuple):
-    """Uniformly distributed bytes of packed numbers; both limits are included."""
-
-    lowest: int
-    highest: int
-
-
-def drawn_from(name: str, shape: Sequence[int], *, is_packed: bool = False) -> Normal | Bytes | None:
-    """Return the distribution of the dummy values of a weight, or None if it stays as it is.
-
-    Args:
-        name: The parameter's name.
-        shape: Its shape, before kernels rearrange it.
-        is_packed: It has packed MXFP4 numbers.
-    """
-    if is_packed:
-        return _packed(name, shape)
-    if "scale" in name:
-        return None
-    if "bias" in name or len(shape) == 1:
-        return Normal(1.0 if "norm" in name and "bias" not in name else 0.0, 0.0)
-    if len(shape) < 2:
-        return None
-    if "embed" in name:
-        return Normal(0.0, 1.0)
-    return Normal(0.0, (_SHARPER if "qkv" in name else 1.0) / math.sqrt(shape[-1]))
-
-
-def _packed(name: str, shape: Sequence[int]) -> Bytes | None:
-    if not name.endswith(("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")):
-        return None
-    if not name.endswith("scale"):
-        return Bytes(0, 255)
-    wanted = 1 / math.sqrt(32 * shape[-1])
-    exponent = _EXPONENT_BIAS + round(math.log2(wanted / _FP4_DEVIATION))
-    return Bytes(exponent, exponent)
-
-
 def fill_dummy(model: Any) -> int:
     """Overwrite the weights of a torch module with dummy values. Return the number of tensors."""
     import torch
 
-    count = 0
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            is_packed = weight.dtype == torch.uint8
-            if not is_packed and not weight.is_floating_point():
-                continue
-            numbers = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
-            match drawn_from(name, weight.shape, is_packed=is_packed):
-                case None:
-                    continue
-                case Normal(mean, 0.0):
-                    weight.fill_(mean)
-                case Normal(mean, deviation):
-                    weight.normal_(mean, deviation, generator=numbers)
-                case Bytes(lowest, highest):
-                    weight.random_(lowest, highest + 1, generator=numbers)
-            count += 1
-    return count
+        return sum(_fill(name, weight) for name, weight in model.named_parameters())
+
+
+def _fill(name: str, weight: Any) -> bool:
+    """Overwrite a weight, whose numbers depend on its name only. Return False if it stays as it is."""
+    import torch
+
+    shape = weight.shape  # before kernels rearrange it
+    numbers = torch.Generator(device=weight.device).manual_seed(zlib.crc32(name.encode()))
+    if weight.dtype == torch.uint8:
+        if name.endswith(("w13_weight_scale", "w2_weight_scale")):
+            wanted = 1 / math.sqrt(32 * shape[-1])
+            weight.fill_(_EXPONENT_BIAS + round(math.log2(wanted / _FP4_DEVIATION)))
+        elif name.endswith(("w13_weight", "w2_weight")):
+            weight.random_(0, 256, generator=numbers)
+        else:
+            return False
+    elif not weight.is_floating_point() or "scale" in name:
+        return False
+    elif "bias" in name or len(shape) == 1:
+        weight.fill_(1.0 if "norm" in name and "bias" not in name else 0.0)
+    elif len(shape) < 2:
+        return False
+    else:
+        deviation = 1.0 if "embed" in name else (_SHARPER if "qkv" in name else 1.0) / math.sqrt(shape[-1])
+        weight.normal_(0.0, deviation, generator=numbers)
+    return True
 
 
 def install() -> None:

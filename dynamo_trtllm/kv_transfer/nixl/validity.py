@@ -70,38 +70,36 @@ class ValiditySlots:
             The nonce in the slot.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._clear_ack(slot)
+        self._write(slot, _ACK_OFFSET, bytes(ACK_BYTES))
         self.set_checksum(slot, 0)
         self.mark_ready(slot, ready)
-        self._page[slot * SLOT_BYTES : slot * SLOT_BYTES + NONCE_BYTES] = nonce
+        self._write(slot, 0, nonce)
         return nonce
 
     def mark_ready(self, slot: int, ready: int) -> None:
         """Publish that the first `ready` regions hold their data."""
-        begin = slot * SLOT_BYTES + NONCE_BYTES
-        # A single write of 8 bytes, so that readers see a complete value.
-        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")
+        self._write(slot, NONCE_BYTES, ready.to_bytes(COUNT_BYTES, "little"))
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Publish the checksum of all regions. Thread-safe."""
-        begin = slot * SLOT_BYTES + PLAIN_BYTES
-        self._page[begin : begin + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
+        self._write(slot, PLAIN_BYTES, checksum.to_bytes(CHECKSUM_BYTES, "little"))
 
     def clear(self, slot: int) -> None:
         """Clear a slot, so that reads of its transfer fail from now on."""
-        self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
+        self._write(slot, 0, bytes(SLOT_BYTES))
+
+    def _write(self, slot: int, offset: int, content: bytes) -> None:
+        """Write a part of a slot at once, so that readers see a complete value of 8 bytes."""
+        begin = slot * SLOT_BYTES + offset
+        self._page[begin : begin + len(content)] = content
 
     def was_read(self, slot: int) -> bool:
         """Return whether a reader has acknowledged since the last call."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         if entry[_ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES] or not any(entry[:NONCE_BYTES]):
             return False
-        self._clear_ack(slot)
+        self._write(slot, _ACK_OFFSET, bytes(ACK_BYTES))
         return True
-
-    def _clear_ack(self, slot: int) -> None:
-        begin = slot * SLOT_BYTES + _ACK_OFFSET
-        self._page[begin : begin + ACK_BYTES] = bytes(ACK_BYTES)
 
     def get(self, slot: int) -> Validity:
         """Return the content of a slot."""

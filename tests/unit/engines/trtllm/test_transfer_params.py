@@ -97,10 +97,6 @@ def test_pack_when_a_value_can_not_travel_then_refused_with_its_name() -> None:
         wire.pack(params(draft_tokens=object()), release="1.2.1")
 
 
-def test_carried_when_release_is_old_then_only_its_names() -> None:
-    assert wire.transferred_fields(OLD) == ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
-
-
 def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
     calls = [(instance_id, number) for instance_id in (1, 2, (1 << 63) - 1) for number in (1, 2, 3)]
     ids = [wire.context_params(*call, known=NEW)["disagg_request_id"] for call in calls]

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from dynamo_trtllm.engines.vllm.extension import Bytes, Normal, drawn_from, fill_dummy
+from dynamo_trtllm.engines.vllm.extension import fill_dummy
 
 
-def test_drawn_from_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_their_size() -> None:
-    assert drawn_from("model.layers.0.input_layernorm.weight", (2880,)) == Normal(1.0, 0.0)
-    assert drawn_from("model.layers.0.attn.sinks", (64,)) == Normal(0.0, 0.0)
-    assert drawn_from("model.layers.0.mlp.experts.w13_bias", (128, 5760)) == Normal(0.0, 0.0)
-    assert drawn_from("model.embedding.weight", (201_088, 2880)) == Normal(0.0, 1.0)
-    assert drawn_from("model.layers.0.mlp.router.weight", (128, 400)) == Normal(0.0, 1 / 20)
-    queries, others = (drawn_from(f"model.layers.0.attn.{name}.weight", (512, 400)) for name in ("qkv_proj", "o_proj"))
-    assert isinstance(queries, Normal)
-    assert isinstance(others, Normal)
-    assert queries.deviation > others.deviation
+def filled(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a weight of sevens after it was filled with dummy values."""
+    module = nn.Module()
+    weight = nn.Parameter(torch.full(shape, 7, dtype=dtype), requires_grad=False)
+    module.register_parameter(name, weight)
+    fill_dummy(module)
+    return weight
 
 
-def test_drawn_from_when_weights_are_scales_or_of_an_unknown_form_then_they_stay() -> None:
-    assert drawn_from("model.layers.0.mlp.zeros", (128, 5760), is_packed=True) is None
-    assert drawn_from("model.layers.0.attn.qkv_proj.weight_scale", (512, 1)) is None
-    assert drawn_from("model.layers.0.attn.qkv_proj.weight_scale", (512,)) is None
+def test_fill_dummy_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_their_size() -> None:
+    assert (filled("input_layernorm_weight", 2880) == 1).all()
+    assert not filled("attn_sinks", 64).any()
+    assert not filled("w13_bias", 2, 5760).any()
+    embedding, router, queries = filled("embedding", 256, 400), filled("router", 128, 400), filled("qkv_proj", 128, 400)
+    deviations = [float(each.std()) for each in (embedding, router, queries)]
+    assert deviations == pytest.approx([1.0, 1 / 20, 1.7 / 20], rel=0.02)
 
 
-def test_drawn_from_when_experts_are_mxfp4_then_numbers_times_scales_keep_the_size_of_products() -> None:
-    experts = "model.layers.0.mlp.experts"
-    assert drawn_from(f"{experts}.w13_weight", (128, 5760, 1440), is_packed=True) == Bytes(0, 255)
-    scale = drawn_from(f"{experts}.w13_weight_scale", (128, 5760, 90), is_packed=True)
-    assert isinstance(scale, Bytes)
-    assert scale.lowest == scale.highest
-    assert 0.7 < 2.9 * 2.0 ** (scale.lowest - 127) * 2880**0.5 < 1.42
+def test_fill_dummy_when_weights_are_scales_or_of_an_unknown_form_then_they_stay() -> None:
+    assert (filled("zeros", 128, 60, dtype=torch.uint8) == 7).all()
+    assert (filled("qkv_proj_weight_scale", 512, 1) == 7).all()
+    assert (filled("qkv_proj_weight_scale", 512) == 7).all()
+
+
+def test_fill_dummy_when_experts_are_mxfp4_then_numbers_times_scales_keep_the_size_of_products() -> None:
+    assert set(filled("w13_weight", 8, 60, 40, dtype=torch.uint8).flatten().tolist()) == set(range(256))
+    (scale,) = set(filled("w13_weight_scale", 2, 3, 90, dtype=torch.uint8).flatten().tolist())
+    assert 0.7 < 2.9 * 2.0 ** (scale - 127) * 2880**0.5 < 1.42
 
 
 class _Model(nn.Module):
