@@ -17,7 +17,8 @@ import torch
 from dynamo_trtllm.engines.torch import scheduler
 from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample
+from dynamo_trtllm.engines.torch.sampler import sample
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, NonFinite, NonFiniteKv
 from dynamo_trtllm.messages import Phase, Role, token_ids
 from tests.engines import (
@@ -50,10 +51,10 @@ def prompt(length: int, seed: int = 1) -> array[int]:
     return token_ids(token % 500 + 5 for token in prompt_of(length, seed))
 
 
-def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, SamplingMetadata], None]) -> None:
+def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, TorchSequence], None]) -> None:
     """Call `spoil` with the model's output for each row of each step."""
 
-    def spoiled(logits: torch.Tensor, rows: Sequence[SamplingMetadata], finite: torch.Tensor) -> Any:
+    def spoiled(logits: torch.Tensor, rows: Sequence[TorchSequence], finite: torch.Tensor) -> Any:
         for made, row in zip(logits, rows, strict=True):
             spoil(made, row)
         return sample(logits, rows, finite)
@@ -61,7 +62,7 @@ def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
     monkeypatch.setattr(scheduler, "sample", spoiled)
 
 
-def nothing_finite(made: torch.Tensor, row: SamplingMetadata) -> None:
+def nothing_finite(made: torch.Tensor, row: TorchSequence) -> None:
     made.fill_(torch.nan)
 
 
@@ -78,8 +79,8 @@ async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_o
 ) -> None:
     victim = 77
 
-    def spoil(made: torch.Tensor, row: SamplingMetadata) -> None:
-        if row.seed == victim and row.index == 3:
+    def spoil(made: torch.Tensor, row: TorchSequence) -> None:
+        if row.seed == victim and row.num_output_tokens == 3:
             made[7 if bad is not None else slice(None)] = -torch.inf if bad is None else bad
 
     engine = torch_engine(llama, Role.AGGREGATED)
@@ -200,7 +201,7 @@ class Poison:
             row[self._random.randrange(len(row))] = self._random.choice(BAD)
             self.put["non_finite_kv"] += 1
 
-    def _in_output(self, made: torch.Tensor, row: SamplingMetadata) -> None:
+    def _in_output(self, made: torch.Tensor, row: TorchSequence) -> None:
         if self._random.random() < 0.01:
             made[self._random.randrange(len(made))] = self._random.choice(BAD[:2])
             self.put["non_finite"] += 1

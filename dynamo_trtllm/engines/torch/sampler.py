@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, TokenLogprob
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.torch.sequence import TorchSequence
 
 
 class LogitsProcessor:
@@ -83,18 +85,6 @@ def _ids(ids: Iterable[int], logits: Tensor) -> Tensor:
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """Everything besides the logits that the next token of one sequence depends on."""
-
-    sampling: Sampling
-    seed: int
-    index: int  # output tokens so far, without `resumed`
-    stop_ids: tuple[int, ...]
-    logits_processor: LogitsProcessor | None = None
-    resumed: int = 0  # output tokens from another worker; each counts as one random draw
-
-
 class SampledToken(NamedTuple):
     """A sampled token, with its log-probability if the request asks for it."""
 
@@ -115,12 +105,12 @@ def split_mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | None = None) -> list[SampledToken | None]:
+def sample(logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None = None) -> list[SampledToken | None]:
     """Sample one token per row.
 
     Args:
         logits: [rows, vocabulary].
-        rows: The metadata of each row.
+        rows: The sequence of each row.
         finite: bool [rows]; a row with False gets no token. None: all rows may get one.
 
     Returns:
@@ -131,7 +121,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | No
     raw = logits
     highest, picked = logits.max(dim=-1)  # NaN where the row has one
     finite = highest.isfinite() if finite is None else highest.isfinite() & finite
-    below_minimum = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
+    below_minimum = [
+        (n, row.stop_ids) for n, row in enumerate(rows) if row.num_output_tokens < row.request.sampling.min_tokens
+    ]
     shaped = [(n, row.logits_processor) for n, row in enumerate(rows) if row.logits_processor is not None]
     if below_minimum or shaped:
         logits = logits.clone()
@@ -140,7 +132,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | No
         for n, stop_ids in below_minimum:
             logits[n, list(stop_ids)] = -torch.inf
         picked = logits.argmax(dim=-1)
-    drawn = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+    drawn = [n for n, row in enumerate(rows) if row.request.sampling.temperature > 0]
     if drawn:
         picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
     ids = torch.where(finite, picked, -1).tolist()
@@ -148,26 +140,28 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | No
     return [None if token < 0 else SampledToken(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
 
 
-def _draw(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
     device = logits.device
-    logits = logits / torch.tensor([row.sampling.temperature for row in rows], device=device)[:, None]
-    if any(row.sampling.min_p > 0 for row in rows):
-        min_p = torch.tensor([row.sampling.min_p for row in rows], device=device)[:, None]
+    logits = logits / torch.tensor([row.request.sampling.temperature for row in rows], device=device)[:, None]
+    if any(row.request.sampling.min_p > 0 for row in rows):
+        min_p = torch.tensor([row.request.sampling.min_p for row in rows], device=device)[:, None]
         logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
     order: Tensor | None = None
-    if any(row.sampling.top_k > 0 or row.sampling.top_p < 1 for row in rows):
+    if any(row.request.sampling.top_k > 0 or row.request.sampling.top_p < 1 for row in rows):
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
         size = logits.shape[-1]
         ranks = torch.arange(size, device=device)
-        top_k = torch.tensor([row.sampling.top_k or size for row in rows], device=device)[:, None]
+        top_k = torch.tensor([row.request.sampling.top_k or size for row in rows], device=device)[:, None]
         logits = logits.masked_fill(ranks >= top_k, -torch.inf)
-        top_p = torch.tensor([row.sampling.top_p for row in rows], device=device)[:, None]
+        top_p = torch.tensor([row.request.sampling.top_p for row in rows], device=device)[:, None]
         weights = torch.softmax(logits, dim=-1)
         before = weights.cumsum(dim=-1) - weights
         logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
     cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     draws = torch.tensor(
-        [uniform(row.seed, row.resumed + row.index) for row in rows], dtype=torch.float64, device=device
+        [uniform(row.seed, row.request.num_resumed_output_tokens + row.num_output_tokens) for row in rows],
+        dtype=torch.float64,
+        device=device,
     )[:, None]
     picked = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
     return (picked if order is None else order.gather(1, picked)).squeeze(1)
@@ -189,13 +183,13 @@ def score(logits: Tensor, ids: Sequence[int], top: int) -> tuple[TokenLogprob, .
     )
 
 
-def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[SamplingMetadata]) -> list[TokenLogprob | None]:
-    wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None and ids[n] >= 0]
+def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[TorchSequence]) -> list[TokenLogprob | None]:
+    wanted = [n for n, row in enumerate(rows) if row.request.sampling.logprobs is not None and ids[n] >= 0]
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
     if wanted:
         logs = torch.log_softmax(logits[wanted], dim=-1)
         for log, n in zip(logs, wanted, strict=True):
-            top = log.topk(min(rows[n].sampling.logprobs or 0, log.shape[0]))
+            top = log.topk(min(rows[n].request.sampling.logprobs or 0, log.shape[0]))
             pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             logprobs[n] = TokenLogprob(ids[n], float(log[ids[n]]), pairs)
     return logprobs

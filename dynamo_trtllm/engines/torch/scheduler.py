@@ -299,8 +299,7 @@ class Scheduler:
             at += count
         finite = self._finite(step, decoding, chunks)
         if sampled:
-            metadata = [seq.sampling_metadata() for seq in sampled]
-            self._update_from_output(sampled, sample(logits[: len(rows)], metadata, finite))
+            self._update_from_output(sampled, sample(logits[: len(rows)], sampled, finite))
         self.load.measured(step, time.monotonic() - begun_s, is_awaited=bool(sampled))
 
     def _finite(

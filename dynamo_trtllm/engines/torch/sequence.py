@@ -17,7 +17,7 @@ from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool
-from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadata, score
+from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -167,13 +167,6 @@ class TorchSequence:
         following = ids[begin + 1 : end + 1].tolist()  # after the prompt's last token there is none
         scored = score(logits[: len(following)], following, self.request.sampling.prompt_logprobs or 0)
         return Chunk(prompt_logprobs=scored if begin else (TokenLogprob(ids[0], math.nan), *scored))
-
-    def sampling_metadata(self) -> SamplingMetadata:
-        """Return what the sampler needs for the next token."""
-        sampling, resumed = self.request.sampling, self.request.num_resumed_output_tokens
-        return SamplingMetadata(
-            sampling, self.seed, self.num_output_tokens, self.stop_ids, self.logits_processor, resumed
-        )
 
     def end_phase(self, phase: str) -> None:
         """End the current phase, and begin the next one."""

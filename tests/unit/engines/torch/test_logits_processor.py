@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadata, logits_processor_for, sample
+from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, logits_processor_for, sample
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from tests.unit.engines.torch.test_sampler import row
 
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.0]
 
@@ -81,11 +82,8 @@ def test_answer_that_was_begun_elsewhere_then_it_counts(fields: dict[str, Any]) 
 
 def test_choose_when_shaped_then_others_and_log_probabilities_are_untouched() -> None:
     logits = torch.tensor([LOGITS] * 2)
-    sampling = Sampling(max_tokens=9, temperature=0.0, logprobs=1, logit_bias=((3, -100.0),))
-    rows = [
-        SamplingMetadata(sampling, 1, 0, (), logits_processor(logit_bias=sampling.logit_bias)),
-        SamplingMetadata(sampling, 1, 0, ()),
-    ]
+    rows = [row(temperature=0.0, logprobs=1), row(temperature=0.0, logprobs=1)]
+    rows[0].logits_processor = logits_processor(logit_bias=((3, -100.0),))
     first, second = sample(logits, rows)
     assert (first.token_id, second.token_id) == (0, 3)
     assert first.logprob is not None

@@ -8,12 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample, uniform
-from dynamo_trtllm.messages import Sampling
+from dynamo_trtllm.engines.torch.sampler import sample, uniform
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
+from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 
 
-def row(index: int = 0, seed: int = 1, stop_ids: tuple[int, ...] = (), **sampling: Any) -> SamplingMetadata:
-    return SamplingMetadata(Sampling(**{"max_tokens": 100, **sampling}), seed, index, stop_ids)
+def row(
+    index: int = 0, seed: int = 1, stop_ids: tuple[int, ...] = (), resumed: int = 0, **sampling: Any
+) -> TorchSequence:
+    request = GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(),
+        sampling=Sampling(**{"max_tokens": 100, **sampling}),
+        deadline=0.0,
+        num_resumed_output_tokens=resumed,
+    )
+    output_ids = token_ids([0] * index)
+    return TorchSequence(request, 100, stop_ids, lambda _: None, seed=seed, output_ids=output_ids)
 
 
 def draw(logits: list[float], count: int, **sampling: Any) -> list[int]:
@@ -67,12 +79,11 @@ def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
 
 def test_choose_when_the_answer_was_begun_elsewhere_then_min_tokens_counts_the_rest_and_draws_go_on() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
-    greedy = Sampling(max_tokens=9, min_tokens=2, temperature=0.0)
-    rows = [SamplingMetadata(greedy, 1, index, (2,), None, 5) for index in (1, 2)]
+    rows = [row(index, stop_ids=(2,), resumed=5, min_tokens=2, temperature=0.0) for index in (1, 2)]
     assert [choice.token_id for choice in sample(logits, rows)] == [1, 2]
     drawn = torch.zeros(40, 50)
-    begun = sample(drawn, [SamplingMetadata(Sampling(max_tokens=9), 1, index, (), None, 5) for index in range(40)])
-    whole = sample(drawn, [SamplingMetadata(Sampling(max_tokens=9), 1, index + 5, ()) for index in range(40)])
+    begun = sample(drawn, [row(index, resumed=5) for index in range(40)])
+    whole = sample(drawn, [row(index + 5) for index in range(40)])
     assert begun == whole
 
 
