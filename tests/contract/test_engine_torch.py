@@ -190,14 +190,14 @@ async def test_load_when_a_step_runs_then_it_has_the_requests_of_the_step_and_th
     entered, goes_on = asyncio.Event(), threading.Event()
     async with started(engine):
         assert engine._scheduler is not None
-        loop, module = asyncio.get_running_loop(), engine._scheduler._module
+        loop, module = asyncio.get_running_loop(), engine._scheduler.module
 
         def slow(**inputs: Any) -> Any:
             loop.call_soon_threadsafe(entered.set)
             goes_on.wait(SOON_S)
             return module(**inputs)
 
-        monkeypatch.setattr(engine._scheduler, "_module", slow)
+        monkeypatch.setattr(engine._scheduler, "module", slow)
         try:
             first = asyncio.create_task(prefill_params(engine, prompt_of(100)))
             await asyncio.wait_for(entered.wait(), SOON_S)

@@ -13,6 +13,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,33 +47,20 @@ _NON_FINITE_S = 60.0
 _MOST_SCORED = 256  # prompt tokens per step whose log-probabilities are requested: each takes logits of its own
 
 
+@dataclass(eq=False)
 class Scheduler:
     """The thread that runs the model. The first methods may be called from outside, all others run on the thread."""
 
-    def __init__(
-        self,
-        module: Any,
-        pool: KvPool,
-        transfer_buffer: TransferBuffer | None,
-        args: TorchArgs,
-        *,
-        num_threads: int | None,
-        deliver: Callable[[Delivery], None],
-        on_end: Callable[[EngineFailed], None],
-    ) -> None:
-        """Create the thread. An aggregated engine has no transfer buffer.
+    module: Any
+    pool: KvPool
+    transfer_buffer: TransferBuffer | None  # None for an aggregated engine
+    args: TorchArgs
+    num_threads: int | None  # CPU threads of the model, None for PyTorch's default
+    deliver: Callable[[Delivery], None]  # called on the thread with a step's events
+    on_end: Callable[[EngineFailed], None]  # called on the thread with why no step follows
 
-        `num_threads`: CPU threads of the model, None for PyTorch's default.
-        Both callbacks run on the thread: `deliver` with a step's events, `on_end` with why no step follows.
-        """
-        self._module = module
-        self.pool = pool
-        self.blocks = BlockAllocator(pool, has_prefix_cache=args.enable_prefix_caching)
-        self.transfer_buffer = transfer_buffer
-        self._args = args
-        self._num_threads = num_threads
-        self._deliver = deliver
-        self._on_end = on_end
+    def __post_init__(self) -> None:
+        self.blocks = BlockAllocator(self.pool, has_prefix_cache=self.args.enable_prefix_caching)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[TorchSequence] = deque()
         self._reserved: set[TorchSequence] = set()  # decode: KV transfer in progress
@@ -106,7 +94,7 @@ class Scheduler:
 
     def _take(self, seq: TorchSequence) -> None:
         self.load.take(seq)
-        if len(self._waiting) >= self._args.max_queue:
+        if len(self._waiting) >= self.args.max_queue:
             self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
             seq.queued = self._queue_clock.read()
@@ -173,8 +161,8 @@ class Scheduler:
     def _run(self) -> None:
         reason = EngineFailed("the engine was closed")
         try:
-            if self._num_threads is not None:
-                torch.set_num_threads(self._num_threads)  # a setting of the thread
+            if self.num_threads is not None:
+                torch.set_num_threads(self.num_threads)  # a setting of the thread
             if self.pool.device.type == "cuda":
                 torch.cuda.set_device(self.pool.device)  # some kernels use the current device
             with torch.inference_mode():
@@ -192,7 +180,7 @@ class Scheduler:
             self.load.take_all()
             self._publish()
         finally:  # on a broken GPU, dropping sequences raises
-            self._on_end(reason)
+            self.on_end(reason)
 
     def _run_iteration(self) -> None:
         busy = bool(self._prefilling or self._decoding)
@@ -214,7 +202,7 @@ class Scheduler:
         self.load.publish(self._take_stats())
         if self._events:
             events, self._events = self._events, []
-            self._deliver(events)
+            self.deliver(events)
 
     def _take_stats(self) -> EngineStats:
         return EngineStats(
@@ -245,7 +233,7 @@ class Scheduler:
 
     def _lacking(self, seq: TorchSequence) -> str:
         """Allocate what the first waiting sequence needs. Return what is lacking; "" if it can start."""
-        if self._running() >= self._args.max_batch_size:
+        if self._running() >= self.args.max_batch_size:
             return "slots"
         buffer = self.transfer_buffer
         if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
@@ -272,8 +260,8 @@ class Scheduler:
 
     def _step(self) -> None:
         begun_s = time.monotonic()
-        decoding = self._decoding[: self._args.max_step_tokens]
-        chunks = self._plan_chunks(self._args.max_step_tokens - len(decoding))
+        decoding = self._decoding[: self.args.max_step_tokens]
+        chunks = self._plan_chunks(self.args.max_step_tokens - len(decoding))
         ids = [seq.output_ids[-1] for seq in decoding]
         for seq, count in chunks:
             ids += seq.request.token_ids[seq.num_computed_tokens : seq.num_computed_tokens + count]
@@ -319,7 +307,7 @@ class Scheduler:
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned, scored = [], _MOST_SCORED
         for seq in self._prefilling:
-            count = min(budget, self._args.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
+            count = min(budget, self.args.prefill_chunk_tokens, seq.prompt_tokens - seq.num_computed_tokens)
             if seq.scores_prompt:
                 count = min(count, scored)
                 scored -= count
@@ -332,7 +320,7 @@ class Scheduler:
     def _forward(self, ids: list[int], step: ForwardBatch, rows: list[int]) -> Tensor:
         """Return the logits of the given rows, [rows, vocabulary]. An unfinished prompt needs none."""
         device = step.keys.device
-        output = self._module(
+        output = self.module(
             input_ids=torch.tensor([ids], device=device),
             position_ids=step.positions[None],
             use_cache=False,

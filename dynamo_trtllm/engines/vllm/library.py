@@ -37,6 +37,7 @@ _PASS_S = 600.0  # compilers are slow on a busy host
 _ABORT_S = 5.0
 
 
+@dataclass(eq=False)
 class VllmLibrary:
     """The `Library` of one AsyncLLM."""
 
@@ -44,22 +45,13 @@ class VllmLibrary:
     transfer_hint = "; see NixlConnector's lines in its log"
     can_abort_fetch = True
 
-    def __init__(
-        self, bindings: VllmBindings, llm: Any, model_limits: VllmModelLimits, counts: Callable[[], Counts]
-    ) -> None:
-        """Initialize the library.
+    bindings: VllmBindings
+    llm: Any
+    model_limits: VllmModelLimits
+    last_counts: Callable[[], Counts]  # returns the counters of the last step
 
-        Args:
-            bindings: vLLM's classes.
-            llm: the AsyncLLM.
-            model_limits: limits that apply to every request.
-            counts: returns the counters of the last step.
-        """
-        self.bindings = bindings
-        self.llm = llm
-        self._counts = counts
+    def __post_init__(self) -> None:
         self.kv_releaser = KvReleaser(self._release_kv)
-        self._model_limits = model_limits
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()  # of aborts
 
@@ -95,7 +87,7 @@ class VllmLibrary:
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""
-        converted = build_request(request, self._model_limits, None if kv_params is None else unpack(kv_params))
+        converted = build_request(request, self.model_limits, None if kv_params is None else unpack(kv_params))
         return VllmCall(self, request, converted, f"{request.request_id}.{next(self._numbers)}")
 
     def health(self, waiting_since: float | None) -> str:
@@ -104,7 +96,7 @@ class VllmLibrary:
 
     def counts(self, *, is_idle: bool) -> Counts:
         """See `Library.counts`. An idle engine still reports the KV that waits for its decode workers."""
-        return self._counts()
+        return self.last_counts()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` in a task of this library."""
