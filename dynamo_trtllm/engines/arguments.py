@@ -164,7 +164,7 @@ def given_sources(config: WorkerConfig, flags: Mapping[str, str]) -> list[Source
         ConfigError: the file of `--extra-engine-args` is missing or is not a YAML mapping.
     """
     values = [
-        Source(_nest(key, value), config.source_of(field))
+        Source(layers.nested({key: SourcedValue(value, "")}), config.source_of(field))
         for field, key in flags.items()
         if (value := getattr(config, field)) is not None
     ]
@@ -185,10 +185,6 @@ def file_layer(config: WorkerConfig) -> Source:
 def override_layer(config: WorkerConfig) -> Source:
     """Return the arguments of `--override-engine-args`."""
     return Source(config.override_engine_args or {}, layers.OVERRIDE_SOURCE)
-
-
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    return layers.nested({key: SourcedValue(value, "")})
 
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:

@@ -333,35 +333,19 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
     item = _DTYPE_BYTES[model.dtype]
     packed = _BITS.get(model.quantization or "", 8.0 * item) / 8
     dense = item if model.quantization == "mxfp4" else packed
-    hidden, layers = model.hidden_size, model.num_layers
+    hidden, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    heads, kv_heads, experts = model.num_attention_heads, model.num_kv_heads, model.num_experts
+    is_gpt_oss = model.model_type == "gpt_oss"  # only its experts have biases, and its attention has sinks
+    # Values of one layer: gate, up and down matrices; query, key, value and output matrices.
+    mlp = 3 * hidden * inner * max(1, experts)
+    attention = 2 * hidden * (heads + kv_heads) * model.head_dim
+    expert_biases = experts * (2 * inner + hidden) if is_gpt_oss else 0
+    biases = (heads + 2 * kv_heads) * model.head_dim + hidden if model.attention_bias else 0
+    sinks = heads if is_gpt_oss else 0
     copies = 1 if model.tie_word_embeddings else 2
     return WeightBytes(
-        experts=layers * round(_mlp_matrices(model) * packed + _expert_biases(model) * item),
-        attention=layers * round(_attention_matrices(model) * dense + _attention_vectors(model) * item),
+        experts=layers * round(mlp * packed + expert_biases * item),
+        attention=layers * round(attention * dense + (biases + sinks) * item),
         vocabulary=copies * model.vocab_size * hidden * item,
-        rest=(layers * (2 * hidden + model.num_experts * (hidden + 1)) + hidden) * item,
+        rest=(layers * (2 * hidden + experts * (hidden + 1)) + hidden) * item,
     )
-
-
-def _mlp_matrices(model: Checkpoint) -> int:
-    """Count the values in the gate, up and down matrices of one layer."""
-    return 3 * model.hidden_size * model.intermediate_size * max(1, model.num_experts)
-
-
-def _expert_biases(model: Checkpoint) -> int:
-    """Count the expert biases of one layer, which only gpt-oss has."""
-    if model.model_type != "gpt_oss":
-        return 0
-    return model.num_experts * (2 * model.intermediate_size + model.hidden_size)
-
-
-def _attention_matrices(model: Checkpoint) -> int:
-    """Count the values in the query, key, value and output matrices of one layer."""
-    return 2 * model.hidden_size * (model.num_attention_heads + model.num_kv_heads) * model.head_dim
-
-
-def _attention_vectors(model: Checkpoint) -> int:
-    """Count the attention biases, and gpt-oss's sinks, of one layer."""
-    biases = (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim + model.hidden_size
-    sinks = model.num_attention_heads if model.model_type == "gpt_oss" else 0
-    return (biases if model.attention_bias else 0) + sinks

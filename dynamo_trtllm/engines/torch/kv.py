@@ -361,13 +361,19 @@ def _groups(windows: Sequence[int | None], num_blocks: int, device: torch.device
     return groups
 
 
+def block_bytes(layout: KvLayout) -> int:
+    """Return the size in bytes of the keys and values of one block in all layers."""
+    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
+    item_bytes: int = getattr(torch, layout.dtype).itemsize
+    return per_token * layout.block_tokens * item_bytes
+
+
 def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
     """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
     block = layout.block_tokens
     whole = -(-tokens // block)
     blocks = sum(whole if window is None else min(whole, -(-window // block) + 1) for window in windows)
-    itemsize: int = getattr(torch, layout.dtype).itemsize
-    return 2 * blocks * block * layout.num_kv_heads * layout.head_dim * itemsize
+    return blocks * block_bytes(layout) // layout.num_layers
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:

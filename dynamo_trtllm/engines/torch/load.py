@@ -26,7 +26,7 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, model_file, read_eos_token_ids, renderer_of, served_files
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.torch.kv import NAME, most_bytes, paged_attention
+from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import KvLayout
 
@@ -254,13 +254,6 @@ def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
     )
-
-
-def block_bytes(layout: KvLayout) -> int:
-    """Return the size in bytes of the keys and values of one block in all layers."""
-    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
-    item_bytes: int = getattr(torch, layout.dtype).itemsize
-    return per_token * layout.block_tokens * item_bytes
 
 
 def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, has_transfer_buffer: bool) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.torch.kv import most_bytes
+from dynamo_trtllm.engines.torch.kv import block_bytes, most_bytes
 from dynamo_trtllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
     blocks = load.kv_blocks(made, args, layout, has_transfer_buffer=True)
     context = load.context_length(made, args, blocks * layout.block_tokens)
     transfer_buffer = load.transfer_buffer_bytes(made, args, layout, blocks, context)
-    used = blocks * load.block_bytes(layout) + transfer_buffer
+    used = blocks * block_bytes(layout) + transfer_buffer
     assert 0.45 * room_gib * GIB < used <= room_gib * GIB + 4096  # or all that a thousand requests can use
     assert transfer_buffer >= most_bytes(layout, made.windows, context)
     assert load.kv_blocks(made, args, layout, has_transfer_buffer=False) >= blocks
@@ -67,7 +67,7 @@ def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(load
     made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     layout = load.kv_layout(made, args)
     blocks = load.kv_blocks(made, args, layout, has_transfer_buffer=True)
-    assert blocks == 15 * GIB // load.block_bytes(layout)
+    assert blocks == 15 * GIB // block_bytes(layout)
     assert load.transfer_buffer_bytes(made, args, layout, blocks, 131072) == 5 * GIB
     small = TorchArgs(kv_cache_gib=20, kv_staging_gib=1)
     with pytest.raises(ConfigError, match="raise it or lower max_seq_len"):
