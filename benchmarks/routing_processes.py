@@ -4,7 +4,8 @@
     python -m benchmarks.routing_processes frontend ...
 
 worker: the mock engine writes down what its prefix cache had of each prompt. The file that the environment variable
-REUSED_FILE names gets a line per prompt: its tokens, and those in the cache. frontend: some updates of prefix caches
+REUSED_FILE names gets a line per prompt: its tokens, and those in the cache. Its answers have text from the second
+token on, as those of Dynamo's decode workers, which make the first token again. frontend: some updates of prefix caches
 are lost.
 """
 
@@ -25,6 +26,7 @@ from dynamo_trtllm.worker import main as worker
 
 REUSED_FILE = "REUSED_FILE"
 _LOST = 20  # one of so many updates
+_MESSAGE = 200008  # <|message|> of the Harmony format: the token after it is the first one with text
 
 
 class WritingCache(PrefixCache):
@@ -51,5 +53,6 @@ class LossyPrefixes(KnownPrefixes):
 if __name__ == "__main__":
     # For measurements, so no flags name these
     engine.PrefixCache = WritingCache  # type: ignore[attr-defined]
+    engine._OPENING = (_MESSAGE,)  # type: ignore[assignment]
     run_app.KnownPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     {"worker": worker.main, "frontend": frontend.main}[sys.argv.pop(1)]()
