@@ -346,8 +346,10 @@ class KnownPrefixes:
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
-        """Count a prompt as cached by the instance that it was sent to: it will be before another one is computed."""
-        if (cache := self._caches.get(instance_id)) is None or not (hashes := prompt.of(cache.block_tokens)):
+        """Count a prompt as cached by an instance that will compute it, or that fetches its KV and publishes no events."""
+        cache = self._caches.get(instance_id)
+        is_reported = cache is not None and cache.has_events and cache.role is Role.DECODE
+        if cache is None or is_reported or not (hashes := prompt.of(cache.block_tokens)):
             return SentPrompt(self, instance_id, ())
         expires, expires_s = self._expires[instance_id], now + self._ttl_s
         new = self._index_of(instance_id).store(instance_id, hashes)

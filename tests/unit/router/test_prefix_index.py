@@ -250,7 +250,7 @@ def test_overlaps_when_many_instances_have_different_depths_then_all_are_exact_a
     for length in (1, 2, 3, 50, 99, 100):
         found = known.overlaps(prompt(asked[:length]), 0.0)
         exact = {name: min(depth, length) for name, depth in depths.items()}
-        assert [tokens // BLOCK for tokens in found.of(exact)] == [*exact.values()]
+        assert [tokens // BLOCK for tokens in found.of([*exact])] == [*exact.values()]
         for limit in (1, 2, 4, 16):
             deepest = found.deepest(Role.DECODE, limit)
             assert len(set(deepest)) == len(deepest)
@@ -296,7 +296,7 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
     known.add_instance(instance(2))
     sent = [known.record_sent(prompt([1, 2, 3]), name, now=0) for name in (1, 2)]
     assert known.unsynced == {2}
-    assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK, 2: 3 * BLOCK}
+    assert overlaps(known, [1, 2, 3]) == {1: 3 * BLOCK}
     for each in sent:
         each.is_computed = True
         each.end()
@@ -314,7 +314,7 @@ def test_record_sent_when_an_instance_has_no_events_then_its_prompts_count_until
 @pytest.mark.parametrize("has_events", [False, True])
 def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance_had_or_got(has_events: bool) -> None:
     known = KnownPrefixes()
-    known.add_instance(instance(1, has_events=has_events))
+    known.add_instance(instance(1, has_events=has_events, role=Role.PREFILL))
     if has_events:
         known.on_update(snapshot(1, [1]))
     else:
@@ -322,10 +322,10 @@ def test_record_sent_when_the_call_fails_then_only_blocks_stay_that_the_instance
     sent, other = known.record_sent(prompt([1, 2, 3]), 1, now=1), known.record_sent(prompt([1, 2, 3, 4]), 1, now=1)
     if has_events:
         known.on_update(KvCacheUpdate(instance_id=1, number=1, stored=pack_hashes(prompt([1, 2]).of(BLOCK))))
-    assert overlaps(known, [1, 2, 3, 4]) == {1: 4 * BLOCK}
+    assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {1: 4 * BLOCK}
     sent.end()
     other.end()
-    assert overlaps(known, [1, 2, 3, 4]) == {1: BLOCK * (2 if has_events else 1)}
+    assert overlaps_of(known, prompt([1, 2, 3, 4]), Role.PREFILL, 1.0) == {1: BLOCK * (2 if has_events else 1)}
     assert known.num_blocks() == {1: 2 if has_events else 1}
 
 
