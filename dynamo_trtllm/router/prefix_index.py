@@ -346,7 +346,7 @@ class KnownPrefixes:
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
-        """Count a prompt as cached by an instance that will compute it, or that fetches its KV and publishes no events."""
+        """Count a prompt as cached by an instance that will compute it, or fetches its KV and publishes no events."""
         cache = self._caches.get(instance_id)
         is_reported = cache is not None and cache.has_events and cache.role is Role.DECODE
         if cache is None or is_reported or not (hashes := prompt.of(cache.block_tokens)):
