@@ -44,9 +44,9 @@ PLANTS = (
     Plant(
         "Python transceiver",
         "`ctx_dp_rank` need not reach the decode call",
-        f"{_TRTLLM}.transfers",
-        '    "ctx_dp_rank",\n',
-        "",
+        f"{_TRTLLM}.bindings",
+        '*LIBRARY.optional["DisaggregatedParams"]}',
+        '*LIBRARY.optional["DisaggregatedParams"]} - {"ctx_dp_rank"}',
         f"{_ANSWERS}[1.3.0rc29-NIXL]",
     ),
     Plant(
@@ -214,7 +214,7 @@ PLANTS = (
         "Smaller ones",
         "a stop token that is the last allowed one ends the output with `stop`",
         f"{_TRTLLM}.requests",
-        'if finish == "length" and self._last in self._stop_ids:',
+        'if finish == "length" and self._last in self.stop_ids:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
         "test_stop_token_when_it_is_the_last_allowed_one_then_the_finish_is_stop[1.2.1]",
