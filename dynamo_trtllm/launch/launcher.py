@@ -129,16 +129,27 @@ def launch_records() -> list[LaunchRecord]:
 # https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded staging region, which leaves enough
 # memory for a successor. It is not known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
+_UCX_CACHE = "UCX_CUDA_IPC_CACHE"
+_UNMAPPING = frozenset({"n", "no", "off", "false", "0"})  # its values with which UCX unmaps KV after each read
 
 
-def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
-    """Return the names of the processes that may keep GPU memory of `dead` mapped after its exit."""
+def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the processes that may keep GPU memory of `dead` mapped after its exit.
+
+    Args:
+        dead: A process that has ended.
+        specs: All processes of the deployment.
+        environ: Environment that they inherit.
+    """
     if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
         return []
     return [
         spec.name
         for spec in specs
-        if spec.role is Role.DECODE and (spec.engine, spec.model) == (dead.engine, dead.model) and _may_be_mapped(spec)
+        if spec.role is Role.DECODE
+        and (spec.engine, spec.model) == (dead.engine, dead.model)
+        and _may_be_mapped(spec)
+        and {**environ, **spec.env}.get(_UCX_CACHE, "").lower() not in _UNMAPPING
     ]
 
 
@@ -276,7 +287,7 @@ class Launcher:
         replicas of `dead` are ready, dependents drain one after the other. Otherwise all drain at once, because no new
         request can run anyway.
         """
-        dependents = dependents_of(dead, self._specs)
+        dependents = dependents_of(dead, self._specs, self._environ)
         holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
         if not holding:
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,10 +32,10 @@ PREFILL, DECODE = worker("prefill", "prefill", [0]), worker("decode", "decode", 
 TWO_EACH = (worker("prefill", "prefill", [0, 1], count=2), worker("decode", "decode", [2, 3], count=2))
 
 
-def readers(name: str, *workers: dict[str, Any]) -> list[str]:
+def readers(name: str, *workers: dict[str, Any], environ: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     specs = processes(deployment(*workers))
     (dead,) = [spec for spec in specs if spec.name == name]
-    return dependents_of(dead, specs)
+    return dependents_of(dead, specs, environ)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +53,18 @@ def readers(name: str, *workers: dict[str, Any]) -> list[str]:
         ((worker("prefill", "prefill", [0], "trtllm"), worker("decode", "decode", [1], "trtllm")), []),
         ((worker("prefill", "prefill", [0], None), worker("decode", "decode", [1], None)), []),
         ((PREFILL, worker("more", "prefill", [1])), []),
+        ((PREFILL, DECODE, worker("unmaps", "decode", [2], env={"UCX_CUDA_IPC_CACHE": "n"})), ["decode"]),
     ],
 )
 def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_and_of_its_model(
     workers: tuple[dict[str, Any], ...], wanted: list[str]
 ) -> None:
     assert readers("prefill", *workers) == wanted
+
+
+def test_readers_when_all_inherit_that_ucx_unmaps_kv_then_only_those_that_override_it() -> None:
+    keeps = worker("keeps", "decode", [2], env={"UCX_CUDA_IPC_CACHE": "y"})
+    assert readers("prefill", PREFILL, DECODE, keeps, environ={"UCX_CUDA_IPC_CACHE": "no"}) == ["keeps"]
 
 
 def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
