@@ -116,6 +116,10 @@ class LibraryArgs:
             level = level[part]
         return level
 
+    def count(self, key: str) -> int:
+        """Return the value of an argument that counts ranks; 1 if it is not set."""
+        return int(self.get(key) or 1)
+
 
 def check_source(layer: Source, release: ApiManifest) -> list[str]:
     """Check the arguments of one source for an engine that wraps a library.

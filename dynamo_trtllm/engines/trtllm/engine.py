@@ -125,7 +125,7 @@ class TrtllmEngine(ExternalEngine):
         weights = weight_bytes(self._checkpoint).total // self._facts.tensor_parallel
         info, library = self._serve(await self._load(self._build, weight_bytes=weights))
         await self._warm_up(info)
-        if settings.has_statistics(self._args):
+        if self._args.values.get("enable_iter_perf_stats"):
             library.poll_stats()
         return info
 
@@ -135,7 +135,8 @@ class TrtllmEngine(ExternalEngine):
         for name, value in self._cache_folders.items():
             environ.export(name, value, wanted_by="--compile-cache")
         bindings = load_bindings()
-        values = bindings.engine_arguments(settings.llm_values(self._args, model=str(self._checkpoint.folder)))
+        own = {"model": str(self._checkpoint.folder), "backend": "pytorch"}
+        values = bindings.engine_arguments({**self._args.values, **own})
         try:
             llm = bindings.create_llm(values)
         except (ValueError, TypeError) as exc:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.manifests import Presence
@@ -24,21 +23,6 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first candidate of 1.3 that surely has them; the changes were merged one to three candidates before.
 _PENALTIES_SINCE = 24
 _SEED_SINCE = 27
-
-
-def llm_values(args: TrtllmArgs, *, model: str) -> dict[str, Any]:
-    """Return the keyword arguments of `LLM`.
-
-    Args:
-        args: merged arguments.
-        model: path of the model folder.
-    """
-    return {**args.values, "model": model, "backend": "pytorch"}
-
-
-def has_statistics(args: TrtllmArgs) -> bool:
-    """Return True if the executor reports statistics."""
-    return bool(args.values.get("enable_iter_perf_stats"))
 
 
 def has_torch_sampler(args: TrtllmArgs) -> bool:

@@ -32,17 +32,8 @@ SCHEDULER = "dynamo_trtllm.engines.vllm.bindings.MeasuredScheduler"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmArgs(arguments.LibraryArgs):
-    """The merged and checked arguments of `AsyncEngineArgs(model=..., **values)`."""
-
-    def count(self, key: str) -> int:
-        """Return the value of an argument that counts ranks; 1 if it is not set."""
-        return int(self.get(key) or 1)
-
-
-def vllm_args(config: WorkerConfig) -> VllmArgs:
-    """Return the merged and checked arguments.
+def vllm_args(config: WorkerConfig) -> arguments.LibraryArgs:
+    """Return the merged and checked arguments of `AsyncEngineArgs(model=..., **values)`.
 
     Raises:
         ConfigError: An argument is unknown or invalid. The error names the flag, file or key.
@@ -63,7 +54,7 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
     experts = _experts(config, merged.leaves)
     if experts is not None:
         merged.leaves["enable_expert_parallel"] = experts
-    return VllmArgs(
+    return arguments.LibraryArgs(
         release=LIBRARY.newest,
         values=layers.nested(merged.leaves),
         leaves=merged.leaves,
@@ -179,7 +170,7 @@ class VllmFacts:
     """What is known about one worker before it loads."""
 
     role: Role
-    args: VllmArgs
+    args: arguments.LibraryArgs
     model: Checkpoint
     gpu: Gpu | None  # None: no GPU is visible
     num_gpus: int

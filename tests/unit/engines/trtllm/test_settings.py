@@ -131,26 +131,21 @@ def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
 
 
 def test_values_when_1_0_then_a_sampler_that_samples_is_chosen_unless_one_is() -> None:
-    assert settings.llm_values(args_of("1.0.0"), model="m")["enable_trtllm_sampler"] is True
+    assert args_of("1.0.0").values["enable_trtllm_sampler"] is True
     assert args_of("1.0.0").leaves["enable_trtllm_sampler"].source == "the trtllm engine"
     assert "enable_trtllm_sampler" not in args_of("1.0.0", enable_mixed_sampler=True).values
     assert "enable_trtllm_sampler" not in args_of("1.2.1").values
 
 
-def test_values_when_made_then_model_and_backend_are_there_and_workers_of_text_are_not() -> None:
+def test_values_when_made_then_workers_of_text_are_not_there() -> None:
     args = args_of("1.2.1", num_postprocess_workers=4)
-    values = settings.llm_values(args, model="/m")
-    assert (values["model"], values["backend"]) == ("/m", "pytorch")
-    assert values["num_postprocess_workers"] == 0
+    assert args.values["num_postprocess_workers"] == 0
     assert any("num_postprocess_workers 4 (--override-engine-args)" in note for note in args.notes)
-    assert values["enable_iter_perf_stats"] is True
+    assert args.values["enable_iter_perf_stats"] is True
 
 
 def test_values_when_statistics_are_switched_off_then_they_stay_off() -> None:
-    args = args_of("1.2.1", enable_iter_perf_stats=False)
-    assert args.values["enable_iter_perf_stats"] is False
-    assert not settings.has_statistics(args)
-    assert settings.has_statistics(args_of("1.2.1"))
+    assert args_of("1.2.1", enable_iter_perf_stats=False).values["enable_iter_perf_stats"] is False
 
 
 BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}}

@@ -10,15 +10,16 @@ import pytest
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
+from dynamo_trtllm.engines.arguments import LibraryArgs
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
-from dynamo_trtllm.engines.vllm.args import VllmArgs, vllm_args
+from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.main import table
 
 CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
 
 
-def merged(line: str = "", environ: dict[str, str] | None = None, **settings: Any) -> VllmArgs:
+def merged(line: str = "", environ: dict[str, str] | None = None, **settings: Any) -> LibraryArgs:
     words = ["--model", "m", "--engine", "vllm", *line.split()]
     config = load(WorkerConfig, prog="p", argv=words, environ=environ or {})
     return vllm_args(config.model_copy(update=settings) if settings else config)
