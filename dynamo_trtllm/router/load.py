@@ -101,8 +101,8 @@ _UNKNOWN = InstanceLoad()
 class FleetLoad:
     """The load of all instances, as one frontend knows it: the last report of each, and its own requests since then.
 
-    An instance whose reports stay away counts as last reported. Of releases that report no load, this frontend's
-    requests count.
+    An instance that stops reporting counts as it last reported. For instances of releases that report no load, only
+    this frontend's requests count.
     """
 
     def __init__(self) -> None:
@@ -257,6 +257,9 @@ class PlacedRequest:
             self._prompts[0].is_computed = True
         self._end_prefill()
         if instance_id != self._decode_id:
+            for prompt in self._prompts[1:]:
+                prompt.end()  # the selected decode instance does not fetch the KV
+            self._prompts = self._prompts[:1]
             self._decode.end()
             self._decode, self._decode_id = self._loads.of(instance_id).place(0, self._tokens), instance_id
         self._decode.sent(now)

@@ -233,6 +233,22 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eigh
     assert pair(selected(ignoring, view, 1000))[0] == 1
 
 
+def test_start_when_another_decode_worker_takes_the_call_then_the_prompt_is_not_in_the_cache_of_the_selected_one() -> (
+    None
+):
+    view = view_of(1, 2)
+    placement = Placement("kv", known := caching(view, {}))
+    found = selected(placement, view, 1000)
+    (other,) = {1001, 1002} - {found.decode.id}
+    placed = placement.start(found, request(1000), 0.0)
+    placed.sent(1, Phase.PREFILL, 0.0)
+    for decode_id in (found.decode.id, other):
+        placed.sent(decode_id, Phase.DECODE, 0.0)
+    placed.prefilled()
+    placed.end(is_done=True)
+    assert known.num_blocks() == {1: 62, 1001: 0, 1002: 0}
+
+
 def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softmax_of_their_costs() -> None:
     view, drawn = view_of(3, 1), Counter[int]()
     placement = Placement("kv", temperature=0.5, seed=1)
