@@ -130,7 +130,7 @@ def launch_records() -> list[LaunchRecord]:
 # memory for a successor. It is not known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 _UCX_CACHE = "UCX_CUDA_IPC_CACHE"
-_UNMAPPING = frozenset({"n", "no", "off", "false", "0"})  # its values with which UCX unmaps KV after each read
+_UNMAPPING = frozenset({"n", "no", "0"})  # its values with which UCX unmaps KV after each read; UCX reads no others
 
 
 def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec], environ: Mapping[str, str]) -> list[str]:

@@ -64,7 +64,8 @@ def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_
 
 def test_readers_when_all_inherit_that_ucx_unmaps_kv_then_only_those_that_override_it() -> None:
     keeps = worker("keeps", "decode", [2], env={"UCX_CUDA_IPC_CACHE": "y"})
-    assert readers("prefill", PREFILL, DECODE, keeps, environ={"UCX_CUDA_IPC_CACHE": "no"}) == ["keeps"]
+    wrong = worker("wrong", "decode", [3], env={"UCX_CUDA_IPC_CACHE": "off"})  # UCX does not know this value
+    assert readers("prefill", PREFILL, DECODE, keeps, wrong, environ={"UCX_CUDA_IPC_CACHE": "no"}) == ["keeps", "wrong"]
 
 
 def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
