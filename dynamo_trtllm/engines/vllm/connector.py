@@ -179,12 +179,15 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
 
 
 def _note_times(requests: Any, report: Any) -> None:
-    """Append to the times of each request whose read has ended. See `_failed_reads` for the arguments."""
+    """Note the times of each request whose read has ended. See `_failed_reads` for the arguments.
+
+    Ranks may report in different steps: the last one counts.
+    """
     meta = None if report is None else report.kv_connector_worker_meta
     for request_id, times in meta.times.items() if isinstance(meta, EndedReads) else ():
         if request_id in requests:
             noted = (requests[request_id].kv_transfer_params or {}).get(READ_TIMES, [])
-            noted += (*times, time.monotonic())
+            noted[1:] = (*times, time.monotonic())
 
 
 for _name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):

@@ -85,3 +85,13 @@ def test_reads_when_two_ranks_have_ended_them_then_one_that_failed_counts_and_th
     one = module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (1.0, 4.0)})
     both = one.aggregate(module.EndedReads(frozenset(), {"b": (3.0, 3.5), "c": (5.0, 6.0)}))
     assert both == module.EndedReads(frozenset({"a"}), {"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (5.0, 6.0)})
+
+
+def test_reads_when_ranks_end_them_in_different_steps_then_the_last_one_counts() -> None:
+    module = importlib.import_module("dynamo_trtllm.engines.vllm.connector")
+    noted = [1.0]
+    known = {"a": SimpleNamespace(kv_transfer_params={module.READ_TIMES: noted})}
+    for times in ((2.0, 3.0), (2.5, 4.0)):
+        reads = module.EndedReads(frozenset(), {"a": times, "gone": times})
+        module._note_times(known, SimpleNamespace(kv_connector_worker_meta=reads))
+    assert (noted[:3], len(noted)) == ([1.0, 2.5, 4.0], 4)
