@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import BadFrame, PlaneError, Unreachable
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.messages import Instance, decode, encode
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.observability.recorder import HEADER_BYTES, RecordedEvent, RecordingHeader, boot_id
+from dynamo_trtllm.observability.recorder import HEADER_BYTES, SLOT, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recording_server import (
     KeySelector,
     RecordingPart,
@@ -43,13 +43,14 @@ from dynamo_trtllm.observability.recordings import (
 from dynamo_trtllm.request_plane.frames import PING
 from dynamo_trtllm.request_plane.nats import NatsTransport
 from dynamo_trtllm.request_plane.transport import Transport
-from dynamo_trtllm.sanitize import mask_address
+from dynamo_trtllm.sanitize import escape_controls, mask_address, shorten
 
 _SETTLE_S: Final = 0.5
 _PING_TIMEOUT_S: Final = 1.0
 _CLOCK_READINGS: Final = 3
 _CLOCK_TIMEOUT_S: Final = 0.25
 _MOST_SLOT_BYTES: Final = 1 << 20  # of one part
+_MOST_HOST_CHARS: Final = 256
 _MOST_KEYS: Final = 50_000  # which fit into one message
 
 
@@ -152,7 +153,7 @@ class ClockOffset(NamedTuple):
         return (self.high_ns - self.low_ns) / 2e9
 
     def within(self, low_ns: int, high_ns: int) -> ClockOffset:
-        """Return the offset after it is known to be in this interval, too."""
+        """Return the offset, limited to this interval, too."""
         low, high = max(self.low_ns, low_ns), min(self.high_ns, high_ns)
         return self if low > high else ClockOffset(low, high)  # clocks drift: then the bounds may exclude each other
 
@@ -170,13 +171,17 @@ def aligned(offsets: Mapping[bytes, ClockOffset], recordings: Recordings) -> dic
             pair = cause.process.header.boot_id, effect.process.header.boot_id
             if pair[0] != pair[1] and offsets.keys() >= set(pair):
                 least[pair] = max(cause.entry.ns - effect.entry.ns, least.get(pair, cause.entry.ns - effect.entry.ns))
-    bounds, found = dict(offsets), dict[bytes, ClockOffset]()
+    found, bounds = dict(offsets), {boot: offsets[boot] for pair in least for boot in pair}
     for boot in sorted(bounds, key=lambda each: bounds[each].error_s):
         for _ in bounds:  # a bound passes on from machine to machine
+            has_changed = False
             for (cause_at, effect_at), ns in least.items():
                 before, after = bounds[cause_at], bounds[effect_at]
                 bounds[effect_at] = after.within(before.low_ns + ns, after.high_ns)
                 bounds[cause_at] = before.within(before.low_ns, after.high_ns - ns)
+                has_changed = has_changed or bounds[effect_at] != after or bounds[cause_at] != before
+            if not has_changed:
+                break
         found[boot] = bounds[boot]
         bounds[boot] = ClockOffset(bounds[boot].ns, bounds[boot].ns)
     return found
@@ -293,10 +298,14 @@ class Inquiry:
     def _take(self, part: RecordingPart, header: RecordingHeader, received_ns: int) -> None:
         offset = self._offsets.get(header.boot_id, _UNBOUNDED)
         self._offsets[header.boot_id] = offset.within(self._asked_ns - part.now_ns, received_ns - part.now_ns)
-        sender = self._senders.setdefault((header.boot_id, header.pid, header.epoch_ns), _Sender(header, part.host))
+        key, host = (header.boot_id, header.pid, header.epoch_ns), escape_controls(shorten(part.host, _MOST_HOST_CHARS))
+        sender = self._senders.setdefault(key, _Sender(header, host))
         sender.header = header
         if part.slots:
-            sender.slots.append(_decompressed(part.slots, _MOST_SLOT_BYTES))
+            slots = _decompressed(part.slots, _MOST_SLOT_BYTES)
+            if len(slots) % SLOT.size:
+                raise ValueError("an event is incomplete")
+            sender.slots.append(slots)
             sender.oldest_ns, sender.num_overwritten = part.oldest_ns, part.num_overwritten
         sender.is_complete |= part.is_last
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MAGIC: Final = b"DTRTRING"
 VERSION: Final = 1
-HEADER_BYTES: Final = mmap.PAGESIZE
+HEADER_BYTES: Final = 4096  # on all machines, whatever their page size is
 SUFFIX: Final = ".ring"
 NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
 

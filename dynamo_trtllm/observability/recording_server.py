@@ -1,7 +1,7 @@
 """Send the recording of this process, or a part of it, to commands on other machines that ask for it.
 
 A query is broadcast to all processes of a namespace. It never stops them: an answer is made in pieces of at most 2 ms,
-between which the event loop does its other work.
+between which the event loop does its other work, and there is a pause between two answers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _SLICE_BYTES: Final = 512 * SLOT.size
 _PART_BYTES: Final = 128 << 10
 _MOST_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
+_PAUSE_S = 0.25  # after an answer, so that clients that ask again and again do not take most of the event loop's time
 _NUM_LATEST: Final = 20  # requests
 _CLOSES: Final = {
     RecordedEvent.FINISHED: RecordedEvent.RECEIVED,
@@ -150,6 +151,7 @@ async def answer_queries(plane: MessagePlane, namespace: str, instance_id: int =
     try:
         while True:
             await _answer(await waiting.get(), plane.try_publish, instance_id)
+            await asyncio.sleep(_PAUSE_S)
     finally:
         await unsubscribe()
 

@@ -31,6 +31,7 @@ from dynamo_trtllm.observability.recorder import (
     request_key,
     start_ticks,
 )
+from dynamo_trtllm.sanitize import escape_controls
 
 BLOCKED_S: Final = 5.0  # without a tick, the event loop counts as blocked
 _CONNECTIONS: Final = frozenset(
@@ -244,7 +245,7 @@ class Recordings:
     def without_recording(self, instance_id: int) -> Unanswered:
         """Return what is known of a worker that has no recording here."""
         if self.has_asked:
-            reason = "it is not registered: it has ended, or has been frozen or cut off from etcd"
+            reason = "it records nothing, or is not registered: then it has ended, or was frozen or cut off from etcd"
         else:
             reason = "it has no recording on this machine; run this command on its machine, or without --local"
         return self.unanswered.get(instance_id) or Unanswered(f"worker {instance_id:x}", reason)
@@ -339,7 +340,7 @@ def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, sile
 
 
 def _text(packed: bytes) -> str:
-    return packed.rstrip(b"\x00").decode(errors="replace")
+    return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))  # another machine may have sent it
 
 
 def _reasons() -> dict[int, str]:

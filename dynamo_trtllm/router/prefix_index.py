@@ -245,7 +245,7 @@ class SentPrompt:
     is_computed: bool = False
 
     def end(self) -> None:
-        """Stop to count the blocks, unless the instance has computed the prompt and publishes no KV events."""
+        """Stop counting the blocks, unless the instance has computed the prompt and publishes no KV events."""
         self._known.on_end(self._instance_id, self._blocks, is_computed=self.is_computed)
 
 
@@ -259,9 +259,9 @@ class KnownPrefixes:
     """The prefix caches of all instances, as far as this frontend knows them.
 
     Args:
-        reads_events: use the KV events of instances that publish them. Of these, the prompts that this frontend sent
-            them count until the end of the request, too.
-        ttl_s: for how long the prompts count that this frontend sent to the others.
+        reads_events: use the KV events of instances that publish them. A prompt that this frontend sends to such an
+            instance counts, too, until its request ends.
+        ttl_s: for how long a prompt counts that this frontend sends to one of the other instances.
     """
 
     def __init__(self, *, reads_events: bool = True, ttl_s: float = 120.0) -> None:
@@ -346,7 +346,7 @@ class KnownPrefixes:
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
-        """Count a prompt as cached by an instance that will compute it, or fetches its KV and publishes no events."""
+        """Count a prompt as cached where it is sent to, but not by a decode instance that publishes KV events."""
         cache = self._caches.get(instance_id)
         is_reported = cache is not None and cache.has_events and cache.role is Role.DECODE
         if cache is None or is_reported or not (hashes := prompt.of(cache.block_tokens)):

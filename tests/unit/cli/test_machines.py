@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.cli.machines import ClockOffset, Inquiry, aligned
-from dynamo_trtllm.observability import recorder
+from dynamo_trtllm.messages import decode, encode
+from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, boot_id, id_hash
 from dynamo_trtllm.observability.recording_server import (
+    RecordingPart,
     RecordingQuery,
     Selection,
     answer_queries,
@@ -34,6 +38,7 @@ ENDED, OPEN, OTHERS = "a" * 16, "b" * 16, range(2000)
 async def recording_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InprocTransport]:
     """This process as a worker that answers; its ring has wrapped."""
     monkeypatch.setattr(recorder, "NUM_SLOTS", 6000)
+    monkeypatch.setattr(recording_server, "_PAUSE_S", 0.0)
     RECORDER.start(folder, namespace=NS, kind="decode", instance_id=DECODE)
     for number in OTHERS:
         for event in (E.RECEIVED, E.PROGRESS, E.FINISHED):
@@ -99,6 +104,48 @@ async def test_inquiry_when_workers_do_not_send_then_one_is_silent_and_one_of_an
     assert found.unanswered[frozen.id].reason.startswith("it has not answered for 0.05 s: it is frozen")
     (note,) = found.problems
     assert note.startswith(f"{older.role} 1 sends no recording")
+
+
+async def test_inquiry_when_answers_are_damaged_then_it_reports_them_and_shows_no_control_characters() -> None:
+    transport = InprocTransport()
+    header = zlib.compress(recorder._packed_header(NS, "decode\x1b[2J", 7, 8).ljust(recorder.HEADER_BYTES, b"\0"))
+    part = RecordingPart(7, "gpu\x1b[2J", 1, header, is_last=True)
+    slots = (zlib.compress(bytes(recorder.SLOT.size + 1)), b"no zlib", zlib.compress(bytes(recorder.SLOT.size)))
+
+    def answer(data: bytes, _: str) -> None:
+        inbox = decode(data, RecordingQuery).inbox
+        transport.publish(inbox, b"no part")
+        transport.publish(inbox, encode(msgspec.structs.replace(part, header=b"no zlib")))
+        for each in slots:
+            transport.publish(inbox, encode(msgspec.structs.replace(part, slots=each)))
+
+    await transport.subscribe(recordings_subject(NS), answer)
+    inquiry = Inquiry(transport, NS, {}, SOON_S, settle_s=0.01)
+    await inquiry.ask(RecordingQuery("", Selection.ALL))
+    found = await inquiry.result(Recordings([]))
+    (sent,) = found.processes
+    assert "\x1b" not in f"{sent.title} {sent.host} {sent.kind}"
+    assert len(found.problems) == 3  # equal ones are reported once
+
+
+async def test_answers_when_queries_come_one_after_the_other_then_the_process_pauses_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, has_ended = list[RecordingPart](), asyncio.Event()
+
+    def receive(data: bytes, _: str) -> None:
+        parts.append(part := decode(data, RecordingPart))
+        if part.is_last:
+            has_ended.set()
+
+    async with recording_process(tmp_path, monkeypatch) as transport:
+        monkeypatch.setattr(recording_server, "_PAUSE_S", 3600.0)
+        for inbox in ("first", "second"):
+            await transport.subscribe(inbox, receive)
+            transport.publish(recordings_subject(NS), encode(RecordingQuery(inbox, Selection.GIVEN)))
+        await asyncio.wait_for(has_ended.wait(), SOON_S)
+        await asyncio.sleep(0.02)
+    assert [part.is_last for part in parts] == [False, False, True]
 
 
 def elsewhere(one: ProcessRecording, boot: bytes, ahead_ns: int) -> ProcessRecording:
