@@ -45,7 +45,7 @@ VARIANTS = {
     "no-cache": Variant(env={"UCX_CUDA_IPC_CACHE": "n"}),
     "no-cache-reading": Variant(env={"UCX_CUDA_IPC_CACHE": "n"}, is_killed_reading=True),
     "purge": Variant(steps=("nothing", "purge", "forget")),
-    "small-cache": Variant(env={"UCX_CUDA_IPC_CACHE_MAXREGIONS": "1"}),
+    "small-cache": Variant(env={"UCX_CUDA_IPC_CACHE_MAX_REGIONS": "1"}),
     "default-reading": Variant(is_killed_reading=True, steps=("nothing", "forget", "purge")),
     "no-cuda-ipc": Variant(env={"UCX_TLS": "cuda_copy,sm,tcp,self"}),
 }
