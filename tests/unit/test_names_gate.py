@@ -45,6 +45,8 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
         ("docs/a.md", "Each Twin is *handed* over.", ["Twin", "handed"]),
         ("docs/b.md", "Bedrooms, legends and a telltale handle.", []),
         ("dynamo_trtllm/engines/arguments.py", "carrier: str", []),
+        ("dynamo_trtllm/observability/metrics.json", '[{"help": "Seats in a room"}]', ["room"]),
+        ("dynamo_trtllm/engines/vllm/api_manifests/0.json", '["seam"]', []),
     ],
 )
 def test_words_when_private_then_each_is_found_unless_it_is_allowed(
