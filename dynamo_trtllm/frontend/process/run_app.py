@@ -67,7 +67,8 @@ async def run_app(
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
-        # Under overload, an acknowledgment is read seconds after it arrived: do not send the request again by then.
+        # Under overload this process reads an acknowledgment seconds after it arrived. With a shorter timeout it would
+        # count the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
