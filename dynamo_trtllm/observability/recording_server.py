@@ -1,6 +1,6 @@
 """Send the recording of this process, or a part of it, to commands on other machines that ask for it.
 
-A query is broadcast to all processes of a namespace. It never stops them: an answer is made in pieces of at most 2 ms,
+A query is broadcast to all processes of a namespace. It never stops them: an answer is made in pieces of about 2 ms,
 between which the event loop does its other work, and there is a pause between two answers.
 """
 
@@ -24,8 +24,8 @@ from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.messages import decode, encode
 from dynamo_trtllm.observability.recorder import HEADER_BYTES, RECORDER, SLOT, RecordedEvent, RecordingHeader
 
-_SLICE_BYTES: Final = 512 * SLOT.size
-_PART_BYTES: Final = 128 << 10
+_SLICE_BYTES: Final = 256 * SLOT.size
+_PART_BYTES: Final = 64 << 10
 _MOST_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
 _PAUSE_S = 0.25  # after an answer, so that clients that ask again and again do not take most of the event loop's time
