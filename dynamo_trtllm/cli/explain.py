@@ -345,7 +345,7 @@ class StuckReport(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """1 if a request is stuck, or a process does not work or answer. One that was killed alone is not stuck."""
+        """1 if a request is stuck, or a process does not work or answer. A process that was killed does not count."""
         does_not_work = any(not each.process.is_over for each in self.processes)
         return 1 if self.requests or self.recordings.unanswered or does_not_work else 0
 

@@ -106,7 +106,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         return EndedReads(frozenset(failed), times) if failed or times else None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note when the blocks are there into which KV is read; the read begins with the next step."""
+        """Note when the blocks for a read of KV were allocated; the read begins with the next step."""
         params = request.kv_transfer_params or {}
         if num_external_tokens and params.get("do_remote_prefill"):
             params[READ_TIMES] = [time.monotonic()]

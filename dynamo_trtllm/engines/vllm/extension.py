@@ -36,7 +36,7 @@ def fill_dummy(model: Any) -> int:
 
 
 def _fill(name: str, weight: Any) -> bool:
-    """Overwrite a weight, whose numbers depend on its name only. Return False if it stays as it is."""
+    """Overwrite a weight with numbers that depend only on its name. Return False if it stays as it is."""
     import torch
 
     shape = weight.shape  # before kernels rearrange it
