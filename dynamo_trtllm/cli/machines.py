@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -23,6 +24,7 @@ from dynamo_trtllm.messages import Instance, decode, encode
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.recorder import HEADER_BYTES, SLOT, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recording_server import (
+    NUM_LATEST,
     KeySelector,
     RecordingPart,
     RecordingQuery,
@@ -96,6 +98,8 @@ async def _gather(config: ExplainConfig, local: Recordings) -> Recordings:
         keys = _keys(query, local.processes)
         await inquiry.ask(query)
         found = keys | _keys(query, inquiry.processes())
+        if selection is Selection.LATEST:  # each process has named its own
+            found = latest_keys([*local.processes, *inquiry.processes()])
         if selection is not Selection.ALL and found - ids.keys:  # what the other processes know of these requests
             kept = sorted(found)[:_MOST_KEYS]
             await inquiry.ask(RecordingQuery("", Selection.GIVEN, kept, known=known))
@@ -125,6 +129,17 @@ def _keys(query: RecordingQuery, processes: list[ProcessRecording]) -> set[int]:
                 selector.see(entry.key, entry.event, entry.ns, entry.a)
         found |= selector.keys()
     return found
+
+
+def latest_keys(processes: Iterable[ProcessRecording]) -> set[int]:
+    """Return the latest requests of all processes, by the dates of their machines: the clocks are not aligned yet."""
+    begun_s = dict[int, float]()
+    for process in processes:
+        for entry in process.entries:
+            if entry.key:
+                at_s = process.epoch_s(entry.ns)
+                begun_s[entry.key] = min(at_s, begun_s.get(entry.key, at_s))
+    return set(heapq.nlargest(NUM_LATEST, begun_s, key=lambda key: begun_s[key]))
 
 
 def _instances(records: Mapping[str, bytes], local: Recordings) -> dict[int, Instance]:

@@ -29,7 +29,7 @@ _PART_BYTES: Final = 64 << 10
 _MOST_WAITING: Final = 16  # queries; more are not answered
 _REMEMBERED: Final = 64  # queries
 _PAUSE_S = 0.25  # after an answer, so that clients that ask again and again do not take most of the event loop's time
-_NUM_LATEST: Final = 20  # requests
+NUM_LATEST: Final = 20  # requests
 _CLOSES: Final = {
     RecordedEvent.FINISHED: RecordedEvent.RECEIVED,
     RecordedEvent.CALL_ENDED: RecordedEvent.CALL_RECEIVED,
@@ -118,7 +118,7 @@ class KeySelector:
                 is_open = {key for (key, _), count in self._num_open.items() if count > 0}
                 return self._given | is_open | (self._begun.keys() - self._closed)
             case Selection.LATEST:
-                return self._given | set(heapq.nlargest(_NUM_LATEST, self._begun, key=lambda key: self._begun[key]))
+                return self._given | set(heapq.nlargest(NUM_LATEST, self._begun, key=lambda key: self._begun[key]))
             case Selection.ALL:
                 return self._given | self._begun.keys()
 

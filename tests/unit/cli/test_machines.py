@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.cli.machines import ClockOffset, Inquiry, aligned
+from dynamo_trtllm.cli.machines import ClockOffset, Inquiry, aligned, latest_keys
 from dynamo_trtllm.messages import decode, encode
 from dynamo_trtllm.observability import recorder, recording_server
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, boot_id, id_hash
@@ -154,6 +155,17 @@ def elsewhere(one: ProcessRecording, boot: bytes, ahead_ns: int) -> ProcessRecor
     return ProcessRecording(
         header=one.header._replace(boot_id=boot), state=one.state, silent_s=0.0, num_overwritten=0, entries=one.entries
     )
+
+
+def test_latest_keys_when_clocks_differ_then_those_with_the_latest_dates() -> None:
+    processes = [process("frontend", [(1000 * key, E.RECEIVED, 0, 0, "")], key=key) for key in range(1, 31)]
+    for number, one in enumerate(processes):
+        ahead_ns = number % 2 * 3600 * 10**9
+        processes[number] = elsewhere(one, b"B", ahead_ns)
+        header = processes[number].header
+        moved = header._replace(monotonic_ns=header.monotonic_ns + ahead_ns)
+        processes[number] = dataclasses.replace(processes[number], header=moved)
+    assert latest_keys(processes) == {*range(11, 31)}
 
 
 def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_three_machines() -> None:
