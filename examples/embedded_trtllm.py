@@ -22,7 +22,7 @@ PROG = "embedded_trtllm.py"
 
 def main() -> None:
     try:
-        config = load(WorkerConfig, prog=PROG, description="Run a TensorRT-LLM worker.")
+        config = load(WorkerConfig, prog=PROG)
         config = config.model_copy(update={"engine": "trtllm"})
         observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         Worker(config).run()  # until SIGTERM, which drains
