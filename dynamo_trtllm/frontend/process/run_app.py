@@ -67,8 +67,7 @@ async def run_app(
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
-        # Under overload this process reads an acknowledgment seconds after it arrived. With a shorter timeout it would
-        # count the worker as unreachable and send the request again.
+        # An overloaded process reads acknowledgments seconds late: with less, it would count workers as unreachable.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
