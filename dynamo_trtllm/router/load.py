@@ -19,11 +19,12 @@ STALE_S: Final = 25.0  # workers report at least every 10 s
 _SEEN_AFTER_S = 0.1  # a report includes the calls that were sent this long before it arrived
 # What a prompt token to compute costs, compared with one that waits: it also delays the requests after it, and its KV
 # evicts other prompts. In simulated replays of a trace, hits were 0.77 of an oracle's with a cost of 1, 0.90 with 4 and
-# 0.93 with 8, with the time to first token lower at p50 and equal at p99.
-NEW_TOKEN_COST: Final = 8
+# 0.93 with 8, with the time to first token lower at p50 and equal at p99. Replays with mock workers: 0.96 with 8, 0.97
+# with 12.
+NEW_TOKEN_COST: Final = 12
 # More tokens of a prompt cost 1 each. Else a burst with one long prefix waits for the worker that has it while others
 # are idle: in a simulation with eight workers and a prefix of 30,000 tokens, p99 was 3.5 times as high without a limit.
-COSTLY_TOKENS: Final = 4096
+COSTLY_TOKENS: Final = 2560
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks up a member of an enum in 150 ns
 REQUEST_TOKENS: Final = 256  # what a request costs in a decode step besides its context; a rough value, not measured
 

@@ -79,9 +79,9 @@ def test_select_when_workers_report_then_the_fewest_prompt_tokens_and_the_fewest
     placement.loads.on_report(report(1003, kv_blocks_used=998), 0.0)  # without space for the request
     found = selected(placement, view_of(3, 3))
     assert pair(found) == (2, 1001)
-    assert found.prefill_costs == Costs(1000, 1300)
+    assert found.prefill_costs == Costs(1400, 1700)
     assert found.decode_costs == Costs(244, 372)
-    assert tuple(map(Costs.unpacked, found.recorded())) == (Costs(1000, 1300), Costs(244, 372))
+    assert tuple(map(Costs.unpacked, found.recorded())) == (Costs(1400, 1700), Costs(244, 372))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_on
     placed.sent(2001, Phase.AGGREGATED, 101.0)
     found = placement.select(view, request(), NONE_OPEN, 100.0 + 2 * STALE_S)
     assert found is not None
-    assert (found.decode.id, found.decode_costs) == (2002, Costs(900, 900 + 2 * 100 + 4 * 256))
+    assert (found.decode.id, found.decode_costs) == (2002, Costs(1300, 1300 + 2 * 100 + 4 * 256))
     placement.loads.remove(2001)
     assert placement.loads.requests() == {}
 
@@ -209,24 +209,24 @@ def caching(view: ModelView, tokens: Mapping[int, int]) -> KnownPrefixes:
     return known
 
 
-def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_eight_that_wait() -> None:
+def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twelve_that_wait() -> None:
     view = view_of(3, 3)
     known = caching(view, {2: 512, 3: 256, 1003: 64})
     placement = Placement("kv", known)
     assert pair(selected(placement, view, 1000)) == (2, 1003)
-    placement.loads.on_report(report(2, queued_prefill_tokens=8 * 256 - 1), 0.0)
+    placement.loads.on_report(report(2, queued_prefill_tokens=12 * 256 - 1), 0.0)
     assert pair(selected(placement, view, 1000)) == (2, 1003)
-    placement.loads.on_report(report(2, 2, queued_prefill_tokens=8 * 256 + 1), 0.0)
+    placement.loads.on_report(report(2, 2, queued_prefill_tokens=12 * 256 + 1), 0.0)
     found = selected(placement, view, 1000)
     assert pair(found) == (3, 1003)
-    assert found.prefill_costs == Costs(8 * 744, 8 * 744 + 1)
+    assert found.prefill_costs == Costs(12 * 744, 12 * 744 + 1)
     placed = placement.start(found, request(1000), 0.0)
     assert placement.loads.of(3).unseen.prefill_tokens == 744
-    assert selected(placement, view, 1000).prefill_costs == Costs(744 + 8 * 8, 8 * 744 + 1)  # it will have all blocks
+    assert selected(placement, view, 1000).prefill_costs == Costs(744 + 12 * 8, 12 * 744 + 1)  # it will have all blocks
     placed.end()  # its prefill call failed
-    assert selected(placement, view, 1000).prefill_costs == Costs(8 * 744, 8 * 744 + 1)
+    assert selected(placement, view, 1000).prefill_costs == Costs(12 * 744, 12 * 744 + 1)
     placement.start(found, request(1000), 0.0).end(is_done=True)
-    assert selected(placement, view, 1000).prefill_costs == Costs(8 * 8, 8 * 744 + 1)
+    assert selected(placement, view, 1000).prefill_costs == Costs(12 * 8, 12 * 744 + 1)
     ignoring = Placement("kv", known, overlap_credit=0.0)
     ignoring.loads.on_report(report(2, queued_prefill_tokens=300), 0.0)
     ignoring.loads.on_report(report(3, queued_prefill_tokens=1), 0.0)
@@ -266,7 +266,7 @@ def test_select_when_there_is_a_temperature_then_workers_are_drawn_by_the_softma
 def test_select_when_a_long_prefix_is_cached_then_few_more_tokens_wait_for_it_than_it_has() -> None:
     view = view_of(2, 1)
     placement = Placement("kv", caching(view, {1: 32_000}))
-    limit = 32_000 + 7 * (4096 - 8)  # both have to compute eight tokens or more
+    limit = 32_000 + 11 * (2560 - 8)  # both have to compute eight tokens or more
     for number, (waiting, expected) in enumerate(((limit - 1, 1), (limit + 1, 2))):
         placement.loads.on_report(report(1, number, queued_prefill_tokens=waiting), 0.0)
         assert pair(selected(placement, view, 32_008))[0] == expected
