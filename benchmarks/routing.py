@@ -63,7 +63,6 @@ from dynamo_trtllm.messages import (
     encode,
     token_ids,
 )
-from dynamo_trtllm.router import placement
 from dynamo_trtllm.router.load import Share
 from dynamo_trtllm.router.placement import Placement
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection, select
@@ -158,20 +157,11 @@ def _selection_times(fleet: CachingFleet, count: int) -> list[list[float]]:
         by_cost.loads.on_report(report, 1.0)
     return [
         _times(lambda turn: select(view, "model", turn, breakers), _SELECTIONS),
-        _times(partial(_select, by_load, view, breakers, prompts), _SELECTIONS),
-        _times(partial(_select, by_cost, view, breakers, prompts), _SELECTIONS),
+        _times(lambda turn: by_load.select(view, prompts[turn % len(prompts)], breakers, 1.0), _SELECTIONS),
+        _times(lambda turn: by_cost.select(view, prompts[turn % len(prompts)], breakers, 1.0), _SELECTIONS),
         _times(lambda turn: PromptHashes(prompts[turn % len(prompts)].request).of(32), _SELECTIONS),
         _times(lambda turn: by_load.loads.on_report(reports[turn], 1.0), len(reports) - _WARM_UP),
     ]
-
-
-def _select(
-    chosen: Placement, view: ModelView, breakers: PairBreakers, prompts: Sequence[PromptHashes], turn: int
-) -> None:
-    """Select workers for a prompt whose hashes are known."""
-    prompt = prompts[turn % len(prompts)]
-    placement.PromptHashes = lambda _request: prompt  # type: ignore[attr-defined,assignment]
-    chosen.select(view, prompt.request, breakers, 1.0)
 
 
 class CachingFleet:
@@ -253,7 +243,7 @@ class SimulatedFrontends:
         placement, count = self._frontends[frontend], len(request.token_ids)
         selection: WorkerSelection | None = None
         if self._by_load:
-            selection = placement.select(self._view, request, self._breakers, now)
+            selection = placement.select(self._view, PromptHashes(request), self._breakers, now)
         if selection is None:
             self._num_sent[frontend] += 1
             selection = select(self._view, "model", self._num_sent[frontend], self._breakers)

@@ -62,8 +62,8 @@ class CostSelection(WorkerSelection, frozen=True):
 
     prefill_costs: Costs | None  # None: there is no prefill instance
     decode_costs: Costs
-    prompt: PromptHashes | None = None  # None: prefixes do not count
-    overlap_tokens: int = 0  # of the prompt, in the cache of the instance that computes it
+    prompt: PromptHashes
+    overlap_tokens: int  # of the prompt, in the cache of the instance that computes it
 
     def recorded(self) -> tuple[int, int]:
         """Return the costs of both roles as numbers for the flight recorder. 0: there is no prefill instance."""
@@ -103,7 +103,7 @@ class Placement:
         overlap_tokens, prompts = 0, list[SentPrompt]()
         if isinstance(selection, CostSelection):
             overlap_tokens = selection.overlap_tokens
-            if self.prefixes is not None and selection.prompt is not None:
+            if self.prefixes is not None:
                 ids = [each.id for each in (selection.prefill, selection.decode) if each is not None]
                 prompts = [self.prefixes.record_sent(selection.prompt, each, now) for each in ids]
         new_tokens = len(request.token_ids) - overlap_tokens
@@ -112,7 +112,7 @@ class Placement:
     def select(
         self,
         view: ModelView,
-        request: GenerateRequest,
+        prompt: PromptHashes,
         breakers: PairBreakers,
         now: float,
         *,
@@ -124,10 +124,14 @@ class Placement:
         error if none can.
 
         Args:
+            view: the instances of the request's model.
+            prompt: of the request. Its hashes are computed only if prefixes count.
+            breakers: of the pairs.
+            now: seconds of a monotonic clock.
             avoid: prefill instance to use only if no other matches.
         """
-        prompt = None if self.prefixes is None else PromptHashes(request)
-        cached = None if self.prefixes is None or prompt is None else self.prefixes.overlaps(prompt, now)
+        request = prompt.request
+        cached = None if self.prefixes is None else self.prefixes.overlaps(prompt, now)
         if cached is not None and not cached.matches:
             cached = None
         best, least = None, math.inf

@@ -39,6 +39,7 @@ from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
 from dynamo_trtllm.router.load import PlacedRequest
 from dynamo_trtllm.router.placement import CostSelection, Placement
 from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
+from dynamo_trtllm.router.prefix_index import PromptHashes
 from dynamo_trtllm.router.view import (
     Change,
     ClusterView,
@@ -128,7 +129,7 @@ class Pipeline:
         model, breakers, avoid = request.model, self.breakers, action.avoid
         view, fallback = self.view.model(model).excluding(ids), self.options.decode_fallback
         if self.placement is not None:
-            best = self.placement.select(view, request, breakers, time.monotonic(), avoid=avoid)
+            best = self.placement.select(view, PromptHashes(request), breakers, time.monotonic(), avoid=avoid)
             if best is not None:
                 return best
         return select(view, model, round_robin_index, breakers, avoid=avoid, decode_fallback=fallback)

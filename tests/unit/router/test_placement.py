@@ -61,7 +61,7 @@ def report(instance_id: int, number: int = 1, **fields: Any) -> LoadReport:
 
 
 def selected(placement: Placement, view: ModelView, prompt: int = 100, **options: Any) -> CostSelection:
-    found = placement.select(view, request(prompt), NONE_OPEN, 0.0, **options)
+    found = placement.select(view, PromptHashes(request(prompt)), NONE_OPEN, 0.0, **options)
     assert found is not None
     return found
 
@@ -149,7 +149,7 @@ def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_on
     placement.loads.on_report(report(2001, 4, running=0), 101.0)  # overtaken
     placed = placement.start(WorkerSelection(None, view.aggregated[0]), request(), 101.0)
     placed.sent(2001, Phase.AGGREGATED, 101.0)
-    found = placement.select(view, request(), NONE_OPEN, 100.0 + 2 * STALE_S)
+    found = placement.select(view, PromptHashes(request()), NONE_OPEN, 100.0 + 2 * STALE_S)
     assert found is not None
     assert (found.decode.id, found.decode_costs) == (2002, Costs(1300, 1300 + 2 * 100 + 4 * 256))
     placement.loads.remove(2001)
@@ -176,13 +176,13 @@ def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pa
     assert pair(selected(placement, view)) == (1, 1001)
     assert pair(selected(placement, view, avoid=1)) == (2, 1001)
     breakers.record_failure((1, 1001), "broken", 0.0)
-    found = placement.select(view, request(), breakers, 0.0)
+    found = placement.select(view, PromptHashes(request()), breakers, 0.0)
     assert found is not None
     assert pair(found) == (1, 1002)
     for other in ((1, 1002), (2, 1001), (2, 1002), (None, 2001)):
         breakers.record_failure(other, "broken", 0.0)
-    assert placement.select(view, request(), breakers, 0.0) is None
-    assert placement.select(view_of(aggregated=1), request(), breakers, 0.0) is None
+    assert placement.select(view, PromptHashes(request()), breakers, 0.0) is None
+    assert placement.select(view_of(aggregated=1), PromptHashes(request()), breakers, 0.0) is None
 
 
 def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> None:
@@ -313,7 +313,7 @@ def test_least_loaded_when_a_worker_is_slow_then_ttft_p99_is_lower_than_with_rou
 
     def least(loads: FleetLoad, asked: GenerateRequest, now: float, count: int) -> Instance:
         placement.loads = loads
-        found = placement.select(view, asked, NONE_OPEN, now)
+        found = placement.select(view, PromptHashes(asked), NONE_OPEN, now)
         assert found is not None
         assert found.prefill is not None
         return found.prefill
