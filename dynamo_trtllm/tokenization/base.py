@@ -110,7 +110,7 @@ class Renderer(Protocol):
         """False if `preload` would raise `inline_bytes`."""
 
     def preload(self) -> None:
-        """Load what otherwise the first request that needs it would load. This may take seconds."""
+        """Load what makes long prompts fast. This may take seconds; until it ends, other calls are slower."""
 
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt, up to the start of the assistant's turn.

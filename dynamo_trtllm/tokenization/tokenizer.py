@@ -29,10 +29,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOKENIZER: Final = "tokenizer.json"
-_MAX_RUN_CHARS: Final = (
-    1_000_000  # a run of twice the length is always rejected; runs are matched at multiples only, in linear time
-)
-_LONG_RUN: Final = re.compile(rf"[^\W\d_]{{{_MAX_RUN_CHARS}}}|\s{{{_MAX_RUN_CHARS}}}|[^\w\s]{{{_MAX_RUN_CHARS}}}")
+_MAX_RUN_CHARS: Final = 1_000_000
+
+
+def run_finder(chars: int) -> Callable[[str], bool]:
+    """Return a function that tells whether a text has a long word, or a long run of blanks or other characters.
+
+    A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are matched at multiples
+    only, in linear time.
+    """
+    run = re.compile(rf"[^\W\d_]{{{chars}}}|\s{{{chars}}}|[^\w\s]{{{chars}}}")
+    return lambda text: any(run.match(text, start) for start in range(0, len(text) - chars, chars))
+
+
+_has_endless_run: Final = run_finder(_MAX_RUN_CHARS)
 
 
 class FastTokenizer:
@@ -65,7 +75,7 @@ class FastTokenizer:
             InvalidRequest: A word or a run of blanks is longer than any context. For one ten times as long, fastokens
                 would take seconds and 400 MB.
         """
-        if any(_LONG_RUN.match(text, start) for start in range(0, len(text) - _MAX_RUN_CHARS, _MAX_RUN_CHARS)):
+        if _has_endless_run(text):
             raise InvalidRequest(
                 f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters; "
                 "shorten it"

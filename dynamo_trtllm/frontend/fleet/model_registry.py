@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import chain, islice
 from typing import Final
 
@@ -53,6 +53,7 @@ class ModelRegistry:
         self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._preloading: set[asyncio.Task[None]] = set()
+        self._preload_wanted: dict[str, asyncio.Event] = {}  # by model
         self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
@@ -70,6 +71,10 @@ class ModelRegistry:
             known = ", ".join(self.names()) or "none yet"
             raise ModelNotFound(f"model {name!r} not found; available models: {known}", field="model")
         return served
+
+    def preload(self, name: str) -> None:
+        """Let the renderer of a loaded model load the rest now, because the first long prompt has come."""
+        self._preload_wanted[name].set()
 
     def names(self) -> list[str]:
         return sorted(self._served)
@@ -202,10 +207,13 @@ class ModelRegistry:
             del self._loading[name]
 
     def _preload(self, name: str, renderer: Renderer) -> None:
-        """Let the renderer load the rest a while after the start, when CPU is scarce."""
+        """Let the renderer load the rest when a long prompt comes, or a while after the start, when CPU is scarce."""
+        wanted = self._preload_wanted[name] = asyncio.Event()
 
         async def preload() -> None:
-            await asyncio.sleep(_PRELOAD_AFTER_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PRELOAD_AFTER_S):
+                    await wanted.wait()
             await asyncio.to_thread(renderer.preload)  # not in one of the few threads for requests
 
         def preloaded(task: asyncio.Task[None]) -> None:

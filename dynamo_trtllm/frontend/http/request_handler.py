@@ -155,8 +155,7 @@ class GenerateEndpoint(Generic[B]):
             context.enter("tokenize")
             size = max(len(raw_body), stored_chars)
             if not is_large and not served.renderer.is_loaded and size > served.renderer.inline_bytes:
-                # After this, the event loop can plan it. In a thread, the tokenizer would take 32 MiB more.
-                await in_thread(served.renderer.preload)
+                self._app_state.models.preload(body.model)
             if is_large or size > served.renderer.inline_bytes:
                 plan = await in_thread(prepare)
             elif size <= _TURN_BYTES:

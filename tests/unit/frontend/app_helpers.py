@@ -136,6 +136,7 @@ class Catalog:
         self.served = {MODEL: ServedModel(card, self.renderer)}
         self.up: list[Instance] = []
         self.lacks: str | None = None
+        self.preloaded: list[str] = []
         self.shown: ReadinessReport = {
             "num_pairs": 0,
             "num_quarantined": 0,
@@ -148,6 +149,9 @@ class Catalog:
         if name not in self.served:
             raise ModelNotFound(f"model {name!r} not found", field="model")
         return self.served[name]
+
+    def preload(self, name: str) -> None:
+        self.preloaded.append(name)
 
     def names(self) -> list[str]:
         return sorted(self.served)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from functools import partial
 from typing import Any
@@ -296,26 +295,18 @@ async def test_bodies_when_long_ones_come_at_once_then_the_event_loop_does_other
     assert len(set(renderer.rendered_in)) == 8
 
 
-class LoadsLater(CharacterRenderer):
-    """A renderer for which long bodies are slow until it is loaded."""
-
-    is_loaded = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded_on_loop: list[bool] = []
-
-    def preload(self) -> None:
-        self.loaded_on_loop.append(threading.current_thread() is threading.main_thread())
-        self.is_loaded, self.inline_bytes = True, 1 << 20
-
-
-async def test_bodies_when_the_tokenizer_is_not_loaded_then_a_thread_loads_it_and_the_event_loop_renders() -> None:
-    catalog, renderer = Catalog(), LoadsLater()
-    catalog.served[MODEL] = ServedModel(CARD, renderer)
+async def test_bodies_when_the_tokenizer_is_not_loaded_then_threads_render_long_ones_and_it_is_loaded_meanwhile() -> (
+    None
+):
+    catalog = Catalog()
+    renderer = catalog.renderer
+    renderer.is_loaded = False
     served = FakeFrontend(ScriptedPipeline([chunk("a"), stop()]), FrontendConfig(), catalog)
-    for padding in (100, 2000, 2000):
-        messages = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
+    for padding in (100, 2000):
         await served.app(post("/v1/chat/completions", padding=padding, messages=messages), Wire(1))
-    assert renderer.loaded_on_loop == [False]
-    assert renderer.rendered_on_loop == [True, True, True]
+    assert catalog.preloaded == [MODEL]
+    renderer.is_loaded, renderer.inline_bytes = True, 1 << 20
+    await served.app(post("/v1/chat/completions", padding=2000, messages=messages), Wire(1))
+    assert catalog.preloaded == [MODEL]
+    assert renderer.rendered_on_loop == [True, False, True]

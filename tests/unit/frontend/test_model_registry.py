@@ -41,13 +41,17 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(fronte
     assert [instance.id for instance in frontend.models.instances()] == [1]
 
 
-async def test_watch_when_a_model_is_served_for_a_while_then_its_renderer_loads_the_rest_in_a_thread(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_wanted", [False, True])
+async def test_watch_when_a_model_is_served_for_a_while_or_on_demand_then_a_thread_loads_the_rest_of_its_renderer(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
 ) -> None:
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 0.001)
+    monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 3600.0 if is_wanted else 0.001)
     monkeypatch.setattr(HarmonyRenderer, "preload", lambda renderer: threads.append(threading.current_thread()))
     await frontend.add(1, HARMONY)
+    if is_wanted:
+        await wait_served(frontend, "oss")
+        frontend.models.preload("oss")
     await until(lambda: bool(threads))
     assert threads != [threading.current_thread()]
 

@@ -168,10 +168,15 @@ def test_encode_when_texts_are_short_then_fastokens_is_not_loaded(fresh: O200kTo
     assert loads.count == 0
 
 
-def test_encode_when_several_texts_are_long_then_fastokens_is_loaded_once(fresh: O200kTokenizer, loads: Loads) -> None:
-    text = "a long text, naïve and wide " * 50
+def test_encode_when_texts_are_long_then_only_long_words_and_very_long_texts_wait_for_fastokens(
+    fresh: O200kTokenizer, loads: Loads
+) -> None:
+    text = "a long text, naïve and wide " * 500
+    assert fresh.encode(text).tolist() == reference(text)
+    assert loads.count == 0
+    texts = "x" * 2_000, " " * 2_000, "!" * 2_000, text * 10
     with ThreadPoolExecutor(2) as pool:
-        assert {tuple(ids) for ids in pool.map(fresh.encode, [text] * 4)} == {tuple(reference(text))}
+        assert [ids.tolist() for ids in pool.map(fresh.encode, texts)] == [*map(reference, texts)]
     assert fresh.is_loaded
     assert loads.count == 1
 
