@@ -97,6 +97,9 @@ class MemoryDiscovery:
                 key, record = change
                 for event in cache.delete(key) if record is None else cache.put(key, record):
                     yield event
+                if cache.next_list_s is not None:
+                    for event in cache.relist(self._store.listed(prefix)):
+                        yield event
         finally:
             self._store.unsubscribe(queue)
             self._queues.remove(queue)

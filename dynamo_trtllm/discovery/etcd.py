@@ -122,7 +122,7 @@ class EtcdDiscovery:
             snapshot = again
             for event in cache.relist(snapshot.records, loop.time()):
                 yield event
-            if cache.next_list_s is not None:
+            if cache.next_list_s:  # 0.0: for another reason
                 text = "etcd no longer lists some workers; keeping them for %g s in case they register again"
                 log.warning(text, self._lease_ttl_s)
 

@@ -15,7 +15,6 @@ log = logging.getLogger(__name__)
 CacheEvent = Added | Removed | Rejected
 
 MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
-MOST_WAITING_BYTES: Final = 16 << 20  # stored rejected records whose instance id is registered under another key
 
 
 class InstanceCache:
@@ -25,8 +24,8 @@ class InstanceCache:
     will register again. So an instance is removed only after lists have lacked it for `grace_s` seconds. A deleted
     record is removed at once.
 
-    An instance id belongs to the first key with it. A later key with the same id is rejected, and is checked again when
-    the first one is removed.
+    An instance id belongs to the first key with it. A later key with the same id is rejected. When the first one is
+    removed, a new list is needed, which has the later one.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
@@ -35,14 +34,14 @@ class InstanceCache:
         self._owners: dict[int, str] = {}  # instance id -> key of the valid record
         self._missing: dict[str, float] = {}  # key -> time from which a list without the key removes its instance
         self._rejected: dict[str, str] = {}  # shown key -> reason
-        self._waiting: dict[int, dict[str, bytes]] = {}  # instance id -> rejected records with the same id
-        self._waiting_bytes = 0
+        self._contested: set[int] = set()  # ids of instances that another, rejected key has, too
+        self._is_id_free = False  # one of these instances was removed since the last list
         self._has_logged_full = False
 
     @property
     def next_list_s(self) -> float | None:
-        """Return the time at which missing instances need a new list, or None if none is missing."""
-        return min(self._missing.values(), default=None)
+        """Return the time at which a new list is needed: for missing instances, or at once. None: it is not needed."""
+        return 0.0 if self._is_id_free else min(self._missing.values(), default=None)
 
     def restart_grace(self) -> None:
         """Give missing instances the whole grace time again, because they can't register while the store is down."""
@@ -59,6 +58,7 @@ class InstanceCache:
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
                 events += self._remove(key)
+        self._is_id_free = False
         for key, record in listed.items():
             events += self.put(key, record)
         return events
@@ -71,14 +71,12 @@ class InstanceCache:
         try:
             instance = read_instance(key, record)
         except BadRecord as exc:
-            self._stop_waiting(key)
-            return [*self._replace(key), *self._reject(key, str(exc))]
+            return [*self._remove(key), *self._reject(key, str(exc))]
         owner = self._owners.get(instance.id, key)
         if owner != key:
+            self._contested.add(instance.id)
             reason = f"instance id {instance.id:x} is already registered under the key {shown_key(owner)}"
-            events = self._reject(key, reason)
-            self._wait(instance.id, key, record)
-            return events
+            return self._reject(key, reason)
         events = self._clear_rejected(key)
         self._records[key] = record
         self._owners[instance.id] = key
@@ -86,16 +84,7 @@ class InstanceCache:
 
     def delete(self, key: str) -> list[CacheEvent]:
         """Return the events for a key that was deleted."""
-        return [*self._clear_rejected(key), *self._replace(key)]
-
-    def _replace(self, key: str) -> list[CacheEvent]:
-        """Return the events for the removal of a key's instance. Another key with the same id may replace it."""
-        self._missing.pop(key, None)
-        events = self._remove(key)
-        if events:
-            for other, record in list(self._waiting.get(instance_id_of(key), {}).items()):
-                events += self.put(other, record)
-        return events
+        return [*self._clear_rejected(key), *self._remove(key)]
 
     def _remove(self, key: str) -> list[CacheEvent]:
         if self._records.pop(key, None) is None:
@@ -103,6 +92,8 @@ class InstanceCache:
         self._missing.pop(key, None)
         instance_id = instance_id_of(key)
         del self._owners[instance_id]
+        self._is_id_free |= instance_id in self._contested
+        self._contested.discard(instance_id)
         return [Removed(instance_id)]
 
     def _reject(self, key: str, reason: str) -> list[CacheEvent]:
@@ -123,38 +114,14 @@ class InstanceCache:
 
     def _clear_rejected(self, key: str) -> list[CacheEvent]:
         """Return the events for a key that is no longer rejected."""
-        self._stop_waiting(key)
         shown = shown_key(key) if self._rejected else ""
         return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
 
     def _clear_unlisted_rejected(self, listed: Mapping[str, bytes]) -> list[CacheEvent]:
         if not self._rejected:
             return []
-        for key in [key for waiting in self._waiting.values() for key in waiting if key not in listed]:
-            self._stop_waiting(key)
         listed_shown = {shown_key(key) for key in listed}
         unlisted = [shown for shown in self._rejected if shown not in listed_shown]
         for shown in unlisted:
             del self._rejected[shown]
         return [Rejected(shown, None) for shown in unlisted]
-
-    def _wait(self, instance_id: int, key: str, record: bytes) -> None:
-        """Store a rejected record until its id is free. Above the size limit it is not stored; the next list has it."""
-        self._stop_waiting(key)
-        if shown_key(key) in self._rejected and self._waiting_bytes + len(record) <= MOST_WAITING_BYTES:
-            self._waiting.setdefault(instance_id, {})[key] = record
-            self._waiting_bytes += len(record)
-
-    def _stop_waiting(self, key: str) -> None:
-        if not self._waiting:
-            return
-        try:
-            instance_id = instance_id_of(key)
-        except ValueError:
-            return  # a key without an id does not wait
-        waiting = self._waiting.get(instance_id, {})
-        record = waiting.pop(key, None)
-        if record is not None:
-            self._waiting_bytes -= len(record)
-            if not waiting:
-                del self._waiting[instance_id]

@@ -180,12 +180,15 @@ def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_g
         assert reason == f"instance id 1 is already registered under the key {entry(ONE)[0]}"
         assert cache.put(*entry(second)) == []
     assert cache.put(*entry(ONE)) == []
-    assert cache.delete(entry(ONE)[0]) == [
-        Removed(1),
+    assert cache.next_list_s is None
+    assert cache.delete(entry(ONE)[0]) == [Removed(1)]
+    assert cache.next_list_s == 0.0
+    assert cache.relist(dict([entry(moved(ONE)), entry(moved(ONE, "zzzz"))])) == [
         Rejected(second_key, None),
         Added(moved(ONE)),
         Rejected(third_key, f"instance id 1 is already registered under the key {second_key}"),
     ]
+    assert cache.next_list_s is None
     assert cache.delete(third_key) == [Rejected(third_key, None)]
     assert cache.delete(second_key) == [Removed(1)]
 
@@ -195,10 +198,22 @@ def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stan
     first_key, second_key = entry(ONE)[0], entry(moved(ONE))[0]
     cache.put(*entry(ONE))
     cache.put(*entry(moved(ONE)))
-    down, over, up, rejected = cache.put(first_key, b"\xc1")
-    assert [down, over, up] == [Removed(1), Rejected(second_key, None), Added(moved(ONE))]
+    down, rejected = cache.put(first_key, b"\xc1")
+    assert down == Removed(1)
     assert isinstance(rejected, Rejected)
     assert rejected.key == first_key
+    assert cache.next_list_s == 0.0
+    listed = {second_key: entry(moved(ONE))[1], first_key: b"\xc1"}
+    assert cache.relist(listed) == [Rejected(second_key, None), Added(moved(ONE))]
+
+
+def test_relist_when_the_first_key_of_an_id_is_unreadable_and_listed_last_then_a_new_list_brings_the_second() -> None:
+    cache = InstanceCache()
+    cache.put(*entry(ONE))
+    listed = {entry(moved(ONE))[0]: entry(moved(ONE))[1], entry(ONE)[0]: b"\xc1"}
+    assert cache.relist(listed)[1] == Removed(1)
+    assert cache.next_list_s == 0.0
+    assert cache.relist(listed) == [Rejected(entry(moved(ONE))[0], None), Added(moved(ONE))]
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -218,6 +233,7 @@ def test_put_when_the_second_key_of_an_id_left_meanwhile_then_it_never_stands() 
     cache.put(*entry(moved(ONE)))
     cache.delete(entry(moved(ONE))[0])
     assert cache.delete(entry(ONE)[0]) == [Removed(1)]
+    assert cache.relist({}) == []
 
 
 def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_warning(
@@ -233,13 +249,3 @@ def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_war
     cache.delete(odd[0])
     assert len(cache.put(odd[5], b"")) == 1  # there is a place again
     assert cache.put(*entry(ONE)) == [Added(ONE)]
-
-
-def test_put_when_too_many_bytes_would_wait_then_the_next_list_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "MOST_WAITING_BYTES", 0)
-    cache = InstanceCache()
-    cache.put(*entry(ONE))
-    second = dict([entry(moved(ONE))])
-    assert len(cache.relist(dict([entry(ONE)]) | second)) == 1
-    assert cache.delete(entry(ONE)[0]) == [Removed(1)]
-    assert cache.relist(second) == [Rejected(*second, None), Added(moved(ONE))]
