@@ -147,8 +147,8 @@ class KvEventPublisher:
         self._resync_at = 0.0  # earliest time of the next snapshot, by the event loop's clock
         self._unsent: deque[bytes] = deque()
         self._next = 0
-        self._flush_timer: asyncio.TimerHandle | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_at = 0.0  # time of the next empty update if nothing changes until then
+        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.num_skipped = 0  # blocks
 
@@ -224,30 +224,36 @@ class KvEventPublisher:
         """Send what is pending at this time of the event loop, or earlier."""
         if self._is_closed:
             return
-        if self._flush_timer is not None:
-            if self._flush_timer.when() <= time_s:
+        if self._timer is not None:
+            if self._timer.when() <= time_s:
                 return
-            self._flush_timer.cancel()
-        self._flush_timer = asyncio.get_running_loop().call_at(time_s, self._flush)
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
 
     def _flush(self) -> None:
-        self._flush_timer = None
+        self._timer = None
         now = asyncio.get_running_loop().time()
         while self._unsent or self._encode_pending(now):
             if not self._publish(self._unsent[0]):
                 self._flush_at(now + _INTERVAL_S)
                 return
             self._unsent.popleft()
-        if self._is_resync_due:
-            self._flush_at(self._resync_at)
-        self._show_number_after(_IDLE_S)
+        self._flush_at(min(self._idle_at, self._resync_at) if self._is_resync_due else self._idle_at)
 
     def _encode_pending(self, now: float) -> bool:
-        """Encode the changes, then the snapshot if one is due. Return True if there is an update to send."""
+        """Encode the changes, then the snapshot if one is due. Return True if there is an update to send.
+
+        If nothing has changed for some time, it is an empty one, whose number shows readers whether they missed one.
+        """
         self._encode_changes()
         if self._is_resync_due and now >= self._resync_at:
             self._encode_snapshot()
             self._is_resync_due, self._resync_at = False, now + _RESYNC_INTERVAL_S
+        if self._unsent:
+            self._idle_at = now + _IDLE_S
+        elif now >= self._idle_at:
+            self._encode()
+            self._idle_at = now + _HEARTBEAT_S
         return bool(self._unsent)
 
     def _encode_changes(self) -> None:
@@ -280,24 +286,8 @@ class KvEventPublisher:
         self._next += 1
         self._unsent.append(encode(update))
 
-    def _show_number_after(self, delay_s: float) -> None:
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._show_number)
-
-    def _show_number(self) -> None:
-        if not self._unsent and not self._changes and not self._cleared:
-            self._encode()
-            if self._publish(self._unsent[0]):
-                self._unsent.clear()
-            else:
-                self._flush_at(asyncio.get_running_loop().time() + _INTERVAL_S)
-        self._show_number_after(_HEARTBEAT_S)
-
     def close(self) -> None:
         """Publish nothing more. Idempotent."""
         self._is_closed = True
-        for timer in (self._flush_timer, self._idle_timer):
-            if timer is not None:
-                timer.cancel()
-        self._flush_timer = self._idle_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
