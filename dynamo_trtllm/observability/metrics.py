@@ -148,7 +148,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["frontend", "worker"]
-Value: TypeAlias = Callable[[], float]
 
 _BUCKETS = {
     "seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
@@ -187,23 +186,31 @@ def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
     return metrics
 
 
-def _labelled(metrics: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of name and label values that returns a child: prometheus_client takes long to find it."""
-    return functools.cache(lambda name, *labels: metrics[name].labels(*labels))
+class ProcessMetrics:
+    """Metrics of one process, as metrics.json defines them."""
+
+    def __init__(self, process: Process) -> None:
+        self._registry = CollectorRegistry()
+        self._metrics = _build(process, self._registry)
+        # Returns the child of a metric, from its name and label values. prometheus_client takes long to find it.
+        self.child: Callable[..., Any] = functools.cache(lambda name, *labels: self._metrics[name].labels(*labels))
+
+    def watch(self, **gauges: Callable[[], float]) -> None:
+        """Set the functions that return the values of gauges at each scrape, by name."""
+        for name, read in gauges.items():
+            self._metrics[name].set_function(read)
 
 
-class FrontendMetrics:
+class FrontendMetrics(ProcessMetrics):
     """Metrics of a frontend process. `model` is the name of a served model, or "" if the request named none."""
 
     def __init__(self) -> None:
+        super().__init__("frontend")
         self.gather: Callable[[], Awaitable[Snapshot]] | None = None  # returns the metrics of all frontend processes
-        self._registry = CollectorRegistry()
-        self._metrics = _build("frontend", self._registry)
-        self._labelled = _labelled(self._metrics)
+        self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}  # gauges, with a value per instance id
         self._num_inflight = 0
-        self._by_worker: Mapping[str, Callable[[], Mapping[int, int]]] = {}
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
-        self._metrics["inflight"].set_function(lambda: self._num_inflight)
+        self.watch(inflight=lambda: self._num_inflight)
 
     def request_started(self) -> None:
         """Count a request in progress."""
@@ -212,31 +219,8 @@ class FrontendMetrics:
     def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
         """Count a finished request, once for each `request_started`. `code` is "ok", "cancelled" or an error's."""
         self._num_inflight -= 1
-        self._labelled("requests_total", model, endpoint, code).inc()
-        self._labelled("request_seconds", model).observe(seconds)
-
-    def watch(
-        self, *, choices: Value, queued: Value, body_bytes: Value, **by_worker: Callable[[], Mapping[int, int]]
-    ) -> None:
-        """Set the functions that return the values of gauges at each scrape. `by_worker`: by name and instance id."""
-        self._by_worker = by_worker
-        self._metrics["choices"].set_function(choices)
-        self._metrics["body_bytes"].set_function(body_bytes)
-        self._metrics["queued"].set_function(queued)
-
-    def observe_queue(self, *, seconds: float) -> None:
-        """Observe the time of one request in the queue, when it leaves the queue."""
-        self._labelled("queue_seconds").observe(seconds)
-
-    def observe_tokens(self, *, model: str, prompt: int, output: int) -> None:
-        """Count the tokens of one request, when it ends."""
-        self._labelled("prompt_tokens_total", model).inc(prompt)
-        self._labelled("output_tokens_total", model).inc(output)
-
-    def observe_recovery(self, *, model: str, retries: int, migrations: int) -> None:
-        """Count the retries and migrations of one request, when it ends."""
-        self._labelled("retries_total", model).inc(retries)
-        self._labelled("migrations_total", model).inc(migrations)
+        self.child("requests_total", model, endpoint, code).inc()
+        self.child("request_seconds", model).observe(seconds)
 
     def probe_finished(self, *, model: str, code: str) -> None:
         """Count a probe of a worker pair.
@@ -244,26 +228,13 @@ class FrontendMetrics:
         `code` is "ok"; "inconclusive" (no fault, but the check is incomplete); "mismatch" (tokens differ from those of
         a single worker, so the KV is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an error's.
         """
-        self._labelled("canaries_total", model, code).inc()
-
-    def response_not_stored(self, code: str) -> None:
-        """Count a finished response that was not stored because of the error with this code."""
-        self._labelled("responses_not_stored_total", code).inc()
-
-    def observe_ttft(self, *, model: str, seconds: float) -> None:
-        """Observe the time to first token of one request."""
-        self._labelled("ttft_seconds", model).observe(seconds)
+        self.child("canaries_total", model, code).inc()
 
     def observe_prediction(self, *, model: str, seconds: float, predicted: Prediction) -> None:
         """Observe how well the time from the selection of workers to the first token was predicted."""
         outcome = "within" if predicted.low_s <= seconds <= predicted.high_s else "outside"
-        self._labelled("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
-        self._labelled("ttft_predictions_total", model, outcome).inc()
-
-    def itl(self, *, model: str) -> HistogramChild:
-        """Return the histogram child for the inter-token latency of a model, in seconds."""
-        child: HistogramChild = self._labelled("itl_seconds", model)
-        return child
+        self.child("ttft_ratio", model).observe(seconds / max(1e-6, predicted.seconds))
+        self.child("ttft_predictions_total", model, outcome).inc()
 
     def observe_phases(self, *, model: str, phases: PhaseSeconds) -> None:
         """Observe the phases of one request. Those that only a newer worker knows have the label "unknown".
@@ -278,21 +249,13 @@ class FrontendMetrics:
         for model, phases in self._unobserved:
             for (role, phase), seconds in phases.items():
                 known = phase if phase in _NAMES else "unknown"
-                self._labelled("phase_seconds", model, role, known).observe(seconds)
+                self.child("phase_seconds", model, role, known).observe(seconds)
         self._unobserved.clear()
-
-    def observe_transfer(self, *, transport: str, kv_bytes: int) -> None:
-        """Count the bytes of one KV transfer."""
-        self._labelled("kv_bytes_total", transport).inc(kv_bytes)
-
-    def kv_update(self, outcome: str) -> None:
-        """Count an update of a prefix cache: "applied", "gap" (an earlier one was lost), "unreadable", "resync"."""
-        self._labelled("kv_updates_total", outcome).inc()
 
     def _collected(self) -> CollectorRegistry:
         """Return the registry, with the gauges of at most MOST_WORKERS workers, those with the highest values."""
         self._observe_all()
-        for name, read in self._by_worker.items():
+        for name, read in self.by_worker.items():
             gauge, values = self._metrics[name], read()
             gauge.clear()  # of workers that are gone
             for instance_id in heapq.nlargest(MOST_WORKERS, values, key=values.__getitem__):
@@ -312,37 +275,25 @@ class FrontendMetrics:
         return self.render() if self.gather is None else generate_latest(SnapshotCollector(await self.gather()))
 
 
-class WorkerMetrics:
+class WorkerMetrics(ProcessMetrics):
     """Metrics of a worker process."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._metrics = _build("worker", self._registry)
-        self._labelled = _labelled(self._metrics)
+        super().__init__("worker")
         self._mismatches = 0  # the engine's count at the last scrape
-
-    def call_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
-        """Count a finished call. `code` is "ok", "cancelled" or an error's code."""
-        self._labelled("requests_total", phase, code).inc()
-        self._labelled("output_tokens_total", phase).inc(output_tokens)
-
-    def watch(self, *, active: Callable[[], float], reserved: Callable[[], float]) -> None:
-        """Set the functions that return the values of gauges at each scrape."""
-        self._metrics["legs"].set_function(active)
-        self._metrics["reserved"].set_function(reserved)
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
         """Observe the ratio of a measured time to the predicted one, and whether it was within the interval."""
-        self._labelled("time_ratio", kind).observe(ratio)
-        self._labelled("predictions_total", kind, "within" if is_covered else "outside").inc()
+        self.child("time_ratio", kind).observe(ratio)
+        self.child("predictions_total", kind, "within" if is_covered else "outside").inc()
 
     def set_cost(self, cost: CostModel) -> None:
         """Set the coefficients of the cost model."""
         for kind, (terms, fit) in cost.fits().items():
             if fit is not None:
-                self._labelled("cost_samples", kind).set(fit.num_samples)
+                self.child("cost_samples", kind).set(fit.num_samples)
                 for term, seconds in zip(terms, fit.coefficients, strict=True):
-                    self._labelled("cost_seconds", kind, term).set(seconds)
+                    self.child("cost_seconds", kind, term).set(seconds)
 
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
         """Return the metrics as `FrontendMetrics.render` does. `engine`: its statistics by name; None: unchanged."""

@@ -215,7 +215,8 @@ class _ServiceStream(Stream):
         reason = last.finish_reason if isinstance(last, Chunk) and last.finish_reason is not None else code
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)
         self.admission.close()  # the engine may hold a cancelled call for longer: until its fetch has stopped
-        self._metrics.call_finished(phase=self._phase, code=code, output_tokens=self.num_tokens)
+        self._metrics.child("requests_total", self._phase, code).inc()
+        self._metrics.child("output_tokens_total", self._phase).inc(self.num_tokens)
 
 
 @dataclass(eq=False)
@@ -259,7 +260,7 @@ class WorkerService:
         self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
-        self.metrics.watch(active=self.admission.active, reserved=self.admission.reserved_slots)
+        self.metrics.watch(legs=self.admission.active, reserved=self.admission.reserved_slots)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls)

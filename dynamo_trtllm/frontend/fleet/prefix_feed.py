@@ -99,13 +99,13 @@ class PrefixFeed:
             was_unsynced = update.instance_id in self._known.unsynced
             self._known.on_update(update)
         except (BadFrame, ValueError) as exc:
-            self._metrics.kv_update("unreadable")
+            self._metrics.child("kv_updates_total", "unreadable").inc()
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
                 _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
             return
         has_gap = not was_unsynced and update.instance_id in self._known.unsynced
-        self._metrics.kv_update("gap" if has_gap else "applied")
+        self._metrics.child("kv_updates_total", "gap" if has_gap else "applied").inc()
         resync = self._resyncs.get(update.instance_id)
         if resync is not None and update.instance_id not in self._known.unsynced:
             resync.ended.set()
@@ -134,7 +134,7 @@ class PrefixFeed:
             if instance.id in self._known.unsynced:
                 self._known.forget(instance.id)
         resync.failure = ""
-        self._metrics.kv_update("resync")
+        self._metrics.child("kv_updates_total", "resync").inc()
         try:
             await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
             async with asyncio.timeout(min(_TIMEOUT_S, self._pause_s)):

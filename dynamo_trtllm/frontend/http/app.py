@@ -309,7 +309,7 @@ def build_app(
         store or MemoryResponseStore(limits),
         shared=config.shares_responses,
         max_bytes=limits.max_value_bytes,
-        on_write_failed=metrics.response_not_stored,
+        on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
     )
     responses = ResponsesAdapter(response_store)
     stored = ResponseRoutes(responses, response_store, app_state.running)
@@ -337,11 +337,8 @@ def build_app(
 
 def _watch(metrics: FrontendMetrics, limiter: ConcurrencyLimiter, budget: BodyBudget, pipeline: Pipeline) -> None:
     """Let the metrics read the values of their gauges."""
-    by_worker: dict[str, Callable[[], dict[int, int]]] = {}
+    metrics.watch(choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use)
     if pipeline.placement is not None:
-        by_worker["placed_requests"] = pipeline.placement.loads.requests
+        metrics.by_worker["placed_requests"] = pipeline.placement.loads.requests
         if pipeline.placement.prefixes is not None:
-            by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks
-    metrics.watch(
-        choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use, **by_worker
-    )
+            metrics.by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks

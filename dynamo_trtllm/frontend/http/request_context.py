@@ -139,7 +139,7 @@ class RequestContext:
         """
         metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, len(plan.choices)
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
-        self._observe_itl = metrics.itl(model=self._model).observe
+        self._observe_itl = metrics.child("itl_seconds", self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
         self._traces = [choice.trace for choice in self.choices]
         for choice in self.choices[:: plan.candidates]:
@@ -152,7 +152,7 @@ class RequestContext:
         try:
             await limiter.acquire(count, self.deadline - time.time())
         finally:
-            metrics.observe_queue(seconds=time.monotonic() - self._spans[-1].begin_s)
+            metrics.child("queue_seconds").observe(time.monotonic() - self._spans[-1].begin_s)
         self.enter("select")
         self._num_permits = count
         self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
@@ -167,7 +167,7 @@ class RequestContext:
                 self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
             else:
                 if self._first_s() is None:
-                    self._app_state.metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
+                    self._app_state.metrics.child("ttft_seconds", self._model).observe(now - self._begun_s)
                     if trace.expected is not None:
                         selected_s, predicted = trace.expected
                         self._app_state.metrics.observe_prediction(
@@ -282,14 +282,16 @@ class RequestContext:
         metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=end_s - self._begun_s)
         usage = self.usage() if self.choices else Usage()
         if self.choices:
-            metrics.observe_tokens(model=self._model, prompt=usage.prompt_tokens, output=usage.completion_tokens)
+            metrics.child("prompt_tokens_total", self._model).inc(usage.prompt_tokens)
+            metrics.child("output_tokens_total", self._model).inc(usage.completion_tokens)
         for choice in self.choices:
             RECORDER.unfollow(choice)
             trace = choice.trace
             if trace.retries or trace.migrations:
-                metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
+                metrics.child("retries_total", self._model).inc(trace.retries)
+                metrics.child("migrations_total", self._model).inc(trace.migrations)
             if (stats := trace.decode_stats) is not None and stats.kv_transfer_s > 0:
-                metrics.observe_transfer(transport=stats.transport, kv_bytes=stats.kv_bytes)
+                metrics.child("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
         phases = self._phases(_last_of(self.choices), end_s) if self.choices else {}
         metrics.observe_phases(model=self._model, phases=phases)
         reason = (self._finishes() or code) if outcome == "ok" else code

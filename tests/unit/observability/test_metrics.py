@@ -34,8 +34,8 @@ def test_request_when_started_and_finished_then_inflight_returns_to_zero():
 
 def test_itl_when_tokens_come_together_then_each_counts():
     metrics = FrontendMetrics()
-    metrics.itl(model="m").observe(0.02, 5)
-    metrics.itl(model="m").observe(9.0, 1)
+    metrics.child("itl_seconds", "m").observe(0.02, 5)
+    metrics.child("itl_seconds", "m").observe(9.0, 1)
     found = samples(metrics.render())
     assert found["itl_seconds_count", (("model", "m"),)] == 6
     assert found["itl_seconds_sum", (("model", "m"),)] == pytest.approx(9.1)
@@ -47,7 +47,7 @@ def test_itl_when_tokens_come_together_then_each_counts():
 
 def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_a_label_each():
     metrics, placed = FrontendMetrics(), {255: 1}
-    metrics.watch(choices=float, queued=float, body_bytes=float, placed_requests=lambda: placed)
+    metrics.by_worker["placed_requests"] = lambda: placed
     assert samples(metrics.render())["placed_requests", (("worker", "ff"),)] == 1
     placed = {number: number for number in range(1000, 1000 + MOST_WORKERS + 9)}
     found = {key: value for key, value in samples(metrics.render()).items() if key[0] == "placed_requests"}
@@ -57,26 +57,16 @@ def test_placed_requests_when_workers_come_and_go_then_those_with_the_most_have_
 def test_phases_when_observed_then_they_are_counted_by_model_and_role():
     metrics = FrontendMetrics()
     metrics.observe_phases(model="m", phases={("prefill", "queue"): 0.1, ("decode", "queue"): 0.2})
-    metrics.observe_transfer(transport="nixl/ucx", kv_bytes=100)
+    metrics.child("kv_bytes_total", "nixl/ucx").inc(100)
     found = samples(metrics.render())
     for role, seconds in (("prefill", 0.1), ("decode", 0.2)):
         assert found["phase_seconds_sum", (("model", "m"), ("phase", "queue"), ("role", role))] == seconds
     assert found["kv_bytes_total", (("transport", "nixl/ucx"),)] == 100
 
 
-def test_tokens_and_first_token_when_observed_then_they_are_counted_by_model():
-    metrics = FrontendMetrics()
-    metrics.observe_tokens(model="m", prompt=7, output=3)
-    metrics.observe_ttft(model="m", seconds=0.2)
-    found = samples(metrics.render())
-    assert found["prompt_tokens_total", (("model", "m"),)] == 7
-    assert found["output_tokens_total", (("model", "m"),)] == 3
-    assert found["ttft_seconds_count", (("model", "m"),)] == 1
-
-
 def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     metrics = WorkerMetrics()
-    metrics.call_finished(phase="prefill", code="ok", output_tokens=1)
+    metrics.child("requests_total", "prefill", "ok").inc()
     engine = {
         "running": 1,
         "waiting": 2,
@@ -100,5 +90,5 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
 
 def test_registries_when_two_are_made_then_they_do_not_share_numbers():
     one, two = WorkerMetrics(), WorkerMetrics()
-    one.call_finished(phase="decode", code="ok", output_tokens=9)
+    one.child("output_tokens_total", "decode").inc(9)
     assert ("output_tokens_total", (("phase", "decode"),)) not in samples(two.render())

@@ -70,7 +70,7 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
         for _ in range(count):
             metrics.request_started()
             metrics.request_finished(model="m", endpoint="chat", code="ok", seconds=0.2)
-        metrics.itl(model="m").observe(0.02, count)
+        metrics.child("itl_seconds", "m").observe(0.02, count)
 
     async def gather() -> Snapshot:
         aggregator.update("frontend-1", mine.snapshot())
