@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.config import JsonDict
@@ -105,19 +105,15 @@ LogFormat = Literal["text", "json"]
 DEFAULT_SOURCE = "default"
 CODE_SOURCE = "configuration"
 
-MODEL = "model"
-ENGINE = "engine"
-ROLE = "role"
-KV = "KV cache and transfer"
-CONTROL = "control plane"
-HTTP = "HTTP and routing"
-LOAD = "load"
-PROCESS = "process"
-GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
+# titles in --help, in this order
+Group = Literal[
+    "model", "engine", "role", "KV cache and transfer", "load", "HTTP and routing", "control plane", "process"
+]
+GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 def option(
-    group: str,
+    group: Group,
     default: Any,
     *,
     aliases: Sequence[str] = (),
@@ -190,21 +186,23 @@ class Config(BaseModel):
 class ConnectionConfig(Config):
     """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace, logging."""
 
-    namespace: Namespace = option(CONTROL, "dynamo", env="DYN_NAMESPACE")
+    namespace: Namespace = option("control plane", "dynamo", env="DYN_NAMESPACE")
     """Name of the deployment. Workers and frontends see only instances of the same namespace."""
-    etcd_endpoints: EtcdAddresses = option(CONTROL, "http://localhost:2379", env="ETCD_ENDPOINTS", is_address=True)
+    etcd_endpoints: EtcdAddresses = option(
+        "control plane", "http://localhost:2379", env="ETCD_ENDPOINTS", is_address=True
+    )
     """etcd addresses, separated by commas."""
-    etcd_ca: Path | None = option(CONTROL, None, env="ETCD_AUTH_CA")
+    etcd_ca: Path | None = option("control plane", None, env="ETCD_AUTH_CA")
     """PEM file of the CA that signed etcd's certificate, for https:// endpoints."""
-    etcd_cert: Path | None = option(CONTROL, None, env="ETCD_AUTH_CLIENT_CERT")
+    etcd_cert: Path | None = option("control plane", None, env="ETCD_AUTH_CLIENT_CERT")
     """PEM file of the client certificate for etcd."""
-    etcd_key: Path | None = option(CONTROL, None, env="ETCD_AUTH_CLIENT_KEY")
+    etcd_key: Path | None = option("control plane", None, env="ETCD_AUTH_CLIENT_KEY")
     """PEM file of the client certificate's key."""
-    nats_server: NatsAddress = option(CONTROL, "nats://localhost:4222", env="NATS_SERVER", is_address=True)
+    nats_server: NatsAddress = option("control plane", "nats://localhost:4222", env="NATS_SERVER", is_address=True)
     """NATS address."""
-    log_level: LogLevel = option(PROCESS, "info")
+    log_level: LogLevel = option("process", "info")
     """Minimum log level."""
-    log_format: LogFormat = option(PROCESS, "text")
+    log_format: LogFormat = option("process", "text")
     """Format of log lines: text, or json (one object per line)."""
 
 
@@ -227,6 +225,6 @@ def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | N
 class ProcessConfig(ConnectionConfig):
     """Settings that workers and frontends share."""
 
-    recorder_dir: NonEmpty | None = option(PROCESS, None)
+    recorder_dir: NonEmpty | None = option("process", None)
     """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
     /tmp/dynamo_trtllm-UID. off: record nothing."""

@@ -9,13 +9,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.base import (
-    CONTROL,
-    ENGINE,
-    HTTP,
-    LOAD,
-    MODEL,
-    PROCESS,
-    ROLE,
     Config,
     ConnectionConfig,
     EngineName,
@@ -56,32 +49,32 @@ class PreflightConfig(Config):
     exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad command line
     """
 
-    prefill: Path | None = option(ROLE, None)
+    prefill: Path | None = option("role", None)
     """YAML file of a prefill worker's engine arguments."""
-    decode: Path | None = option(ROLE, None)
+    decode: Path | None = option("role", None)
     """YAML file of a decode worker's engine arguments. With --prefill the pair is checked too."""
-    agg: Path | None = option(ROLE, None)
+    agg: Path | None = option("role", None)
     """YAML file of an aggregated worker's engine arguments."""
-    prefill_args: str | None = option(ROLE, None)
+    prefill_args: str | None = option("role", None)
     """More flags of the prefill worker, as one string: '--max-num-tokens 20000 --max-batch-size 32'."""
-    decode_args: str | None = option(ROLE, None)
+    decode_args: str | None = option("role", None)
     """More flags of the decode worker, as one string."""
-    agg_args: str | None = option(ROLE, None)
+    agg_args: str | None = option("role", None)
     """More flags of the aggregated worker, as one string."""
-    gpu: str | None = option(ENGINE, None)
+    gpu: str | None = option("engine", None)
     """GPU model, such as b200, gb200, b300, h100, h200, rtx-pro-6000. Default: the GPU of this machine."""
-    release: str = option(ENGINE, "1.2.1")
+    release: str = option("engine", "1.2.1")
     """TensorRT-LLM release to check against."""
-    model_path: str | None = option(MODEL, None, aliases=("--model",))
+    model_path: str | None = option("model", None, aliases=("--model",))
     """Model folder, of which only the JSON files are read; or gpt-oss-120b or gpt-oss-20b for their published shape.
     Without it, the model's limits and memory are not checked."""
-    isl: PositiveInt | None = option(LOAD, None)
+    isl: PositiveInt | None = option("load", None)
     """Tokens of the longest prompt. Default: the smaller of max_seq_len and the transfer buffer."""
-    osl: PositiveInt | None = option(LOAD, None)
+    osl: PositiveInt | None = option("load", None)
     """Tokens of the longest output."""
-    concurrency: PositiveInt | None = option(LOAD, None)
+    concurrency: PositiveInt | None = option("load", None)
     """Number of concurrent requests."""
-    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    json_output: bool = option("process", False, aliases=("--json",))
     """Print JSON instead of tables."""
 
     @model_validator(mode="after")
@@ -104,9 +97,9 @@ class ClearNamespaceConfig(ConnectionConfig):
     exit status: 0 if the namespace is clear, 1 if records are left or a server is unreachable, 2 for a bad command line
     """
 
-    yes: bool = option(PROCESS, False)
+    yes: bool = option("process", False)
     """Remove without confirmation. Required when stdin is not a terminal."""
-    force: bool = option(PROCESS, False)
+    force: bool = option("process", False)
     """Also remove live instances by revoking their leases. A worker that still runs registers again within seconds."""
 
 
@@ -120,41 +113,41 @@ class ChatConfig(Config):
     """
 
     # None selects the server's own default.
-    url: ServerUrl = option(HTTP, "http://localhost:8000", is_address=True)
+    url: ServerUrl = option("HTTP and routing", "http://localhost:8000", is_address=True)
     """Address of a frontend."""
-    model: NonEmpty | None = option(MODEL, None)
+    model: NonEmpty | None = option("model", None)
     """Model name. Default: the only model of the frontend."""
-    system: str | None = option(MODEL, None)
+    system: str | None = option("model", None)
     """System message, sent before the first question."""
-    reasoning_effort: Literal["low", "medium", "high"] | None = option(MODEL, None)
+    reasoning_effort: Literal["low", "medium", "high"] | None = option("model", None)
     """Reasoning effort of the model."""
-    max_tokens: PositiveInt | None = option(MODEL, None)
+    max_tokens: PositiveInt | None = option("model", None)
     """Maximum tokens of an answer, reasoning included."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = option(MODEL, None)
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = option("model", None)
     """Sampling temperature. 0 selects the most likely token; higher values vary more."""
 
 
 class LaunchConfig(Config):
     """Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."""
 
-    deployment: Path = option(PROCESS, ..., positional=True)
+    deployment: Path = option("process", ..., positional=True)
     """YAML file that lists services, frontend and workers."""
-    model: str | None = option(MODEL, None)
+    model: str | None = option("model", None)
     """Model for all workers, instead of the one in the file."""
-    engine: EngineName | None = option(ENGINE, None)
+    engine: EngineName | None = option("engine", None)
     """Engine for all workers, instead of the one in the file. Arguments of another engine are dropped."""
-    port: Port | None = option(HTTP, None)
+    port: Port | None = option("HTTP and routing", None)
     """Port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one."""
-    host: NonEmpty | None = option(HTTP, None)
+    host: NonEmpty | None = option("HTTP and routing", None)
     """Address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from other machines.
     Default without a value in the file: 127.0.0.1."""
-    demo: bool = option(PROCESS, False)
+    demo: bool = option("process", False)
     """Once all processes are ready, send a sample request and print which workers processed it."""
-    once: bool = option(PROCESS, False)
+    once: bool = option("process", False)
     """Stop all processes once they are ready and the demo is done."""
-    log_level: LogLevel = option(PROCESS, "info")
+    log_level: LogLevel = option("process", "info")
     """Minimum log level."""
-    log_format: LogFormat = option(PROCESS, "text")
+    log_format: LogFormat = option("process", "text")
     """Format of log lines, also of the started processes: text, or json (one object per line)."""
 
 
@@ -169,34 +162,34 @@ class ServeConfig(Config):
     """
 
     # None selects what fits the machine and the model.
-    model: str = option(MODEL, ..., positional=True)
+    model: str = option("model", ..., positional=True)
     """Model folder, bundled model (tiny-gpt-oss, smollm2), or ORG/NAME on the Hugging Face Hub, which is downloaded
     unless it is in the cache."""
-    revision: NonEmpty | None = option(MODEL, None)
+    revision: NonEmpty | None = option("model", None)
     """Branch, tag or commit of a model on the Hub. Default: its main branch."""
-    served_model_name: NonEmpty | None = option(MODEL, None)
+    served_model_name: NonEmpty | None = option("model", None)
     """Name that clients send as `model`. Default: MODEL, or the name of the folder."""
-    engine: EngineName | None = option(ENGINE, None)
+    engine: EngineName | None = option("engine", None)
     """Inference engine. Default: torch on a machine without GPU; with GPUs, the first of trtllm, vllm and torch that is
     installed."""
-    tensor_parallel_size: PositiveInt | None = option(ENGINE, None, aliases=("--tp",))
+    tensor_parallel_size: PositiveInt | None = option("engine", None, aliases=("--tp",))
     """GPUs per worker, over which each layer is split. Default: as few as the weights need."""
-    prefill: PositiveInt | None = option(ROLE, None)
+    prefill: PositiveInt | None = option("role", None)
     """Number of prefill workers. Default: 1 if there are enough devices for two workers."""
-    decode: PositiveInt | None = option(ROLE, None)
+    decode: PositiveInt | None = option("role", None)
     """Number of decode workers. Default: 1 if there are enough devices for two workers."""
-    port: Port = option(HTTP, 8000, env="DYN_HTTP_PORT", aliases=("--http-port",))
+    port: Port = option("HTTP and routing", 8000, env="DYN_HTTP_PORT", aliases=("--http-port",))
     """Port of the OpenAI-compatible API; 0 takes a free one."""
-    host: NonEmpty | None = option(HTTP, None, aliases=("--http-host",))
+    host: NonEmpty | None = option("HTTP and routing", None, aliases=("--http-host",))
     """Address that the API listens on; 0.0.0.0 accepts connections from other machines. Default: 127.0.0.1."""
-    namespace: Namespace = option(CONTROL, "dynamo", env="DYN_NAMESPACE")
+    namespace: Namespace = option("control plane", "dynamo", env="DYN_NAMESPACE")
     """Name of the deployment. Each has its own etcd and NATS."""
-    dry_run: bool = option(PROCESS, False)
+    dry_run: bool = option("process", False)
     """Print the deployment file that the launcher would run, and start nothing. For a model on the Hub, only
     config.json is downloaded."""
-    log_level: LogLevel = option(PROCESS, "info")
+    log_level: LogLevel = option("process", "info")
     """Minimum log level."""
-    log_format: LogFormat = option(PROCESS, "text")
+    log_format: LogFormat = option("process", "text")
     """Format of log lines, also of the started processes: text, or json (one object per line)."""
 
 
@@ -208,9 +201,9 @@ class DemoConfig(LaunchConfig):
       %(prog)s --once --port 0
     """
 
-    deployment: Path = option(PROCESS, Path("deploy/local/demo.yaml"), positional=True)
+    deployment: Path = option("process", Path("deploy/local/demo.yaml"), positional=True)
     """YAML file that lists services, frontend and workers."""
-    demo: bool = option(PROCESS, True)
+    demo: bool = option("process", True)
     """Once all processes are ready, send a sample request and print which workers processed it."""
 
 
@@ -224,16 +217,16 @@ class StatusConfig(ConnectionConfig):
     exit status: 0 if all processes are ready, 1 if one is not or nothing runs, 2 for a bad command line
     """
 
-    url: ServerUrl | None = option(HTTP, None, is_address=True)
+    url: ServerUrl | None = option("HTTP and routing", None, is_address=True)
     """Address of a frontend. Default: the deployments that were launched on this machine, otherwise the frontend at
     http://localhost:8000 and the workers registered in etcd."""
-    watch: bool = option(PROCESS, False)
+    watch: bool = option("process", False)
     """Show the status again and again until Ctrl-C."""
-    interval_s: PositiveFloat = option(PROCESS, 2.0)
+    interval_s: PositiveFloat = option("process", 2.0)
     """Seconds between two outputs of --watch."""
-    timeout_s: PositiveFloat = option(PROCESS, 3.0)
+    timeout_s: PositiveFloat = option("process", 3.0)
     """Maximum seconds to wait for the answers of all processes."""
-    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    json_output: bool = option("process", False, aliases=("--json",))
     """Print JSON, with --watch one line each time."""
 
 
@@ -250,27 +243,27 @@ class ExplainConfig(ConnectionConfig):
     command line
     """
 
-    request: NonEmpty | None = option(PROCESS, None, positional=True)
+    request: NonEmpty | None = option("process", None, positional=True)
     """Id of a request: of its response (chatcmpl-..., cmpl-..., resp_...), of the header X-Request-Id, or of a log
     line. Default: list the latest requests."""
-    stuck: bool = option(PROCESS, False)
+    stuck: bool = option("process", False)
     """List requests that have not ended and are silent, with the process that holds each."""
-    older_than_s: Annotated[float, Field(ge=1.5, allow_inf_nan=False)] = option(PROCESS, 10.0)
+    older_than_s: Annotated[float, Field(ge=1.5, allow_inf_nan=False)] = option("process", 10.0)
     """Seconds of silence after which a request counts as stuck, at least 1.5: the progress of a stream is recorded once
     a second."""
-    perfetto: Path | None = option(PROCESS, None)
+    perfetto: Path | None = option("process", None)
     """Write the events to this file as a Chrome trace (JSON), for Perfetto."""
-    trace: Path | None = option(PROCESS, None)
+    trace: Path | None = option("process", None)
     """Write arrival times, lengths and shared prompt blocks to this file, in Mooncake's format (JSONL)."""
-    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    json_output: bool = option("process", False, aliases=("--json",))
     """With --stuck: print JSON."""
-    recorder_dir: NonEmpty | None = option(PROCESS, None)
+    recorder_dir: NonEmpty | None = option("process", None)
     """Folder of the flight recorder's files. Default: dynamo_trtllm in $XDG_RUNTIME_DIR, otherwise
     /tmp/dynamo_trtllm-UID."""
-    local: bool = option(PROCESS, False)
+    local: bool = option("process", False)
     """Read only the files of this machine. Default: the running processes of other machines and containers are asked,
     too, over etcd and NATS."""
-    timeout_s: PositiveFloat = option(PROCESS, 2.0)
+    timeout_s: PositiveFloat = option("process", 2.0)
     """Maximum seconds to wait for etcd, for NATS, and for the answers of all processes."""
 
     @model_validator(mode="after")
@@ -285,7 +278,7 @@ class ExplainConfig(ConnectionConfig):
 class VersionConfig(Config):
     """Show the version of this package, and which engines, GPUs, libraries and servers are found."""
 
-    json_output: bool = option(PROCESS, False, aliases=("--json",))
+    json_output: bool = option("process", False, aliases=("--json",))
     """Print JSON."""
 
 
@@ -298,12 +291,12 @@ class CompletionConfig(Config):
       fish: %(prog)s fish > ~/.config/fish/completions/dynamo-trtllm.fish
     """
 
-    shell: Literal["bash", "zsh", "fish"] = option(PROCESS, ..., positional=True)
+    shell: Literal["bash", "zsh", "fish"] = option("process", ..., positional=True)
     """Shell to print a script for."""
 
 
 class FrontendProcessConfig(FrontendConfig):
     """One process of a frontend with several `workers`. The frontend starts these processes."""
 
-    number: PositiveInt = option(PROCESS, ...)
+    number: PositiveInt = option("process", ...)
     """Number of this process among the processes of the frontend, from 1."""
