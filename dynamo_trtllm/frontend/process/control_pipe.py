@@ -33,6 +33,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     snapshot: Snapshot = ()  # of a reply
 
 
+async def no_metrics() -> Snapshot:
+    return ()
+
+
 @dataclass(eq=False)
 class ControlPipe:
     """One end of the pipe, which owns `reader` and `writer`.
@@ -44,7 +48,7 @@ class ControlPipe:
 
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
-    _snapshot: Callable[[], Awaitable[Snapshot]]
+    snapshot: Callable[[], Awaitable[Snapshot]] = no_metrics
     _on_ready: Callable[[], None] = lambda: None
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
     _waiting: dict[int, asyncio.Future[Snapshot]] = field(default_factory=dict, init=False)
@@ -100,7 +104,7 @@ class ControlPipe:
             del self._waiting[number]
 
     async def _reply(self, number: int) -> None:
-        self._send(_Message(reply=number, snapshot=await self._snapshot()))
+        self._send(_Message(reply=number, snapshot=await self.snapshot()))
 
     def _send(self, message: _Message) -> None:
         data = encode(message)

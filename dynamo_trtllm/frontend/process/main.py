@@ -25,7 +25,7 @@ from dynamo_trtllm.network.listening import listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
+    from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
@@ -111,11 +111,11 @@ def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 
-async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendProcess | None = None) -> None:
+async def serve(config: FrontendConfig, sock: socket.socket, pipe: ControlPipe | None = None) -> None:
     """Serve on `sock` until SIGTERM or SIGINT, then close it. Raises what `run_app` raises.
 
     Args:
-        process: this process, if it is one of several on the port.
+        pipe: leads to the parent, if this process is one of several on the port. Its end stops this process.
     """
     _tune_malloc()
     with sock:
@@ -131,13 +131,18 @@ async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendPr
             await asyncio.to_thread(importlib.import_module, "dynamo_trtllm.frontend.process.run_app")
             from dynamo_trtllm.frontend.process.run_app import run_app
 
-            await run_app(config, open_gate, process, server.stop)
+            await run_app(config, open_gate, pipe, server.stop)
 
-        work = asyncio.create_task(run())
-        work.add_done_callback(lambda _: server.stop())
-        work.add_done_callback(lambda _: gate.close())
-        if process is not None:
-            process.stop = server.stop
+        async def follow_parent(pipe: ControlPipe) -> None:
+            await pipe.run()
+            log.error("parent process exited; shutting down")
+
+        work = [asyncio.create_task(run())]
+        work[0].add_done_callback(lambda _: gate.close())
+        if pipe is not None:
+            work.append(asyncio.create_task(follow_parent(pipe)))
+        for task in work:
+            task.add_done_callback(lambda _: server.stop())
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, server.stop)
         loop.add_signal_handler(signal.SIGINT, server.interrupt)
@@ -145,10 +150,12 @@ async def serve(config: FrontendConfig, sock: socket.socket, process: FrontendPr
         try:
             await server.serve(sock)
         finally:
-            work.cancel()
-            (ended,) = await asyncio.gather(work, return_exceptions=True)
-        if isinstance(ended, Exception):
-            raise ended
+            for task in work:
+                task.cancel()
+            ended = await asyncio.gather(*work, return_exceptions=True)
+        for failure in ended:
+            if isinstance(failure, Exception):
+                raise failure
 
 
 def _tune_malloc() -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
@@ -38,10 +39,12 @@ from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
+    from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+    from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 
 log = logging.getLogger(__name__)
 
+_METRICS_TIMEOUT_S = 5.0  # for the totals of all processes; the parent's wait per process is shorter
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
 _SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted: others may be ready
 
@@ -49,13 +52,13 @@ _SETTLE_S = 15.0  # longest wait for existing models before the first request is
 async def run_app(
     config: FrontendConfig,
     open_gate: Callable[[Handler], None],
-    process: FrontendProcess | None,
+    pipe: ControlPipe | None,
     stop: Callable[[], None],
 ) -> None:
     """Run the frontend until cancelled. Calls `open_gate` when the models of registered workers are loaded.
 
     Args:
-        process: this process, if it is one of several on the port.
+        pipe: leads to the parent, if this process is one of several on the port.
         stop: called when a background task has ended. `/ready` reports it, the server finishes running requests, and
             the failure is raised once this is cancelled.
 
@@ -64,6 +67,10 @@ async def run_app(
     """
     async with AsyncExitStack() as stack:
         view, breakers, metrics, tasks = ClusterView(), PairBreakers(), FrontendMetrics(), BackgroundTasks()
+
+        async def own_metrics() -> Snapshot:
+            return metrics.snapshot()
+
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
@@ -73,8 +80,9 @@ async def run_app(
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)
-        if process is not None:
-            process.share(metrics)
+        if pipe is not None:  # so that each process returns the totals of all
+            pipe.snapshot = own_metrics
+            metrics.gather = partial(pipe.request_snapshot, _METRICS_TIMEOUT_S)
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
@@ -86,7 +94,8 @@ async def run_app(
             stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
-            return tasks.reason or (None if process is None else process.not_ready_reason())
+            others_start = pipe is not None and not pipe.is_other_ready
+            return tasks.reason or ("other processes of this frontend are starting" if others_start else None)
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
@@ -103,8 +112,8 @@ async def run_app(
         tune_gc()
         open_gate(app.router)
         RECORDER.record_process(RecordedEvent.READY)
-        if process is not None:
-            process.pipe.send_ready()
+        if pipe is not None:
+            pipe.send_ready()
         await _until_failed(tasks, stop)
 
 

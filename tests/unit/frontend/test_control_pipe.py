@@ -11,7 +11,6 @@ import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
-from dynamo_trtllm.frontend.process.frontend_process import FrontendProcess
 from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
 NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)
@@ -64,31 +63,18 @@ async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() ->
             return await there.request_snapshot(5)
 
         one.numbers = NUMBERS
-        there._snapshot = ask_back
+        there.snapshot = ask_back
         assert await here.request_snapshot(5) == NUMBERS
 
 
 async def test_say_served_then_the_other_end_knows() -> None:
     one, other = End(), End()
-    async with asyncio.timeout(10), pair(one, other) as (here, _, _):
+    async with asyncio.timeout(10), pair(one, other) as (here, there, _):
+        assert not there.is_other_ready
         here.send_ready()
         await other.is_served.wait()
+        assert there.is_other_ready
         assert not one.is_served.is_set()
-
-
-async def test_member_when_its_parent_says_that_all_serve_then_it_awaits_none_of_them() -> None:
-    ours, theirs = socket.socketpair()
-    member = FrontendProcess()
-    await member.connect(theirs)
-    parent = ControlPipe(*await asyncio.open_unix_connection(sock=ours), End().snapshot)
-    running = asyncio.create_task(member.run())
-    async with asyncio.timeout(10):
-        assert member.not_ready_reason() == "other processes of this frontend are starting"
-        parent.send_ready()
-        while member.not_ready_reason() is not None:  # noqa: ASYNC110  # it gives no sign
-            await asyncio.sleep(0.01)
-        parent.close()
-        await running
 
 
 async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None:
