@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.kv_transfer.base import Destination, TransferBackend
@@ -134,7 +134,7 @@ class Deployment:
     async def frontend(self) -> AsyncIterator[tuple[PairBreakers, Pipeline]]:
         breakers = PairBreakers(BreakerLimits(open_s=0.5))
         pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_probes=True), breakers)
-        canaries = PairProbes(self.view, pipeline, breakers, PairProbeOptions(interval_s=60.0, timeout_s=SOON_S))
+        canaries = PairProbes(self.view, pipeline, breakers, interval_s=60.0, timeout_s=SOON_S)
         task = asyncio.create_task(canaries.run(self.plane, self))
         try:
             yield breakers, pipeline

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
@@ -50,20 +49,14 @@ class ProbeCall(Protocol):
 class _Key(NamedTuple):
     decode: int
     prompt_tokens: int
-
-
-class _Failure(NamedTuple):
-    at_s: float
-    error: Exception
+    number: int
 
 
 class KnownAnswers:
     """The known answers per decode instance, requested when first needed."""
 
     def __init__(self) -> None:
-        self._answers: dict[_Key, list[KnownAnswer]] = {}
-        self._locks: defaultdict[_Key, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._failures: dict[_Key, _Failure] = {}
+        self._answers: dict[_Key, asyncio.Task[KnownAnswer | None]] = {}
 
     async def get(self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
         """Return known answer `number` (from 0) for a pair; None if no worker of the model can give one.
@@ -74,35 +67,26 @@ class KnownAnswers:
         sources = _sources(selection, view)
         if not is_salted(selection):  # without salts, a prefix cache would hit on a prompt that was used before
             return await _make(selection, sources, ask)
-        key, begun_s = _Key(selection.decode.id, _prompt_tokens(selection)), asyncio.get_running_loop().time()
-        async with self._locks[key]:
-            failure = self._failures.get(key)
-            if failure is not None and failure.at_s >= begun_s:
-                raise failure.error
-            answers = self._answers.setdefault(key, [])
-            while len(answers) <= number:
-                try:
-                    answer = await _make(selection, sources, ask)
-                except (DynamoError, TimeoutError) as exc:
-                    self._failures[key] = _Failure(asyncio.get_running_loop().time(), exc)
-                    raise
-                if answer is None:
-                    return None
-                answers.append(answer)
-            return answers[number]
+        key = _Key(selection.decode.id, _prompt_tokens(selection), number)
+        making = self._answers.get(key)
+        if making is None:
+            making = self._answers[key] = asyncio.create_task(_make(selection, sources, ask), name="known answer")
+        answer: KnownAnswer | None = None
+        try:
+            answer = await making
+        finally:
+            if answer is None and self._answers.get(key) is making:
+                del self._answers[key]
+        return answer
 
     def forget(self, decode: int) -> None:
         """Drop the answers of a decode instance, so that new prompts are used: two tokens may be equally likely."""
-        for key in [key for key in self._answers if key.decode == decode]:
-            self._answers[key] = []
+        self._answers = {key: answer for key, answer in self._answers.items() if key.decode != decode}
 
     def keep_only(self, ids: Iterable[int]) -> None:
         """Drop the answers of instances that are not in `ids`."""
         current = set(ids)
-        for key in [key for key in self._locks if key.decode not in current and not self._locks[key].locked()]:
-            del self._locks[key]
-            self._answers.pop(key, None)
-            self._failures.pop(key, None)
+        self._answers = {key: answer for key, answer in self._answers.items() if key.decode in current}
 
 
 def random_prompt(selection: WorkerSelection) -> TokenIds:

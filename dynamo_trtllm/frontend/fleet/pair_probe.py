@@ -16,28 +16,13 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from dynamo_trtllm import errors
 from dynamo_trtllm.background import first_of
-from dynamo_trtllm.errors import (
-    CapacityError,
-    Disconnected,
-    DynamoError,
-    InternalError,
-    PlaneError,
-    TransferFailed,
-    TransferTimeout,
-    Unreachable,
-)
-from dynamo_trtllm.frontend.fleet.known_answers import (
-    ANSWER_TOKENS,
-    KnownAnswer,
-    KnownAnswers,
-    is_salted,
-    random_prompt,
-)
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS, KnownAnswers, is_salted, random_prompt
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
@@ -67,14 +52,6 @@ class _ProbeResult(NamedTuple):
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairProbeOptions:
-    """The timing of probes."""
-
-    interval_s: float = 30.0  # between probes of an idle pair, of at most MAX_PAIRS
-    timeout_s: float = 10.0  # for each request of a probe
-
-
 class PairProbeMetrics(Protocol):
     def probe_finished(self, *, model: str, code: str) -> None: ...
 
@@ -83,12 +60,19 @@ class PairProbes:
     """The probes of all pairs. The owner runs `run` in a task."""
 
     def __init__(
-        self, view: ClusterView, pipeline: Pipeline, breakers: PairBreakers, options: PairProbeOptions
+        self, view: ClusterView, pipeline: Pipeline, breakers: PairBreakers, *, interval_s: float, timeout_s: float
     ) -> None:
+        """Create the probes, which `run` sends.
+
+        Args:
+            interval_s: seconds between probes of an idle pair, of at most MAX_PAIRS.
+            timeout_s: longest time of each request of a probe.
+        """
         self._view = view
         self._pipeline = pipeline
         self._breakers = breakers
-        self._options = options
+        self._base_interval_s = interval_s
+        self._timeout_s = timeout_s
         self._known_answers = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
@@ -123,7 +107,7 @@ class PairProbes:
     @property
     def _interval_s(self) -> float:
         """Time between probes of an idle pair: longer with many pairs, so that probes are never most of the load."""
-        return self._options.interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
+        return self._base_interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
 
     def _schedule_changed(self) -> None:
         """Schedule the pairs that are new or may be due earlier than before, and drop instances that are gone."""
@@ -192,7 +176,7 @@ class PairProbes:
         # A probe uses data that workers send. An exception would end the probes of all pairs and the frontend. The
         # traceback is logged once per pair until its probe passes.
         except Exception as exc:
-            code = InternalError.code
+            code = errors.InternalError.code
             if pair not in self._unexpected_failures:
                 self._unexpected_failures.add(pair)
                 log.error("probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc)
@@ -210,13 +194,13 @@ class PairProbes:
         try:
             result = await self._compare(selection, trace)
         except TimeoutError:
-            result = _ProbeResult("canary", f"no answer to a probe within {self._options.timeout_s:g} s")
-        except (TransferFailed, TransferTimeout) as exc:
+            result = _ProbeResult("canary", f"no answer to a probe within {self._timeout_s:g} s")
+        except (errors.TransferFailed, errors.TransferTimeout) as exc:
             return exc.code  # the pipeline has recorded it
-        except CapacityError as exc:  # a busy worker is not a broken pair
+        except errors.CapacityError as exc:  # a busy worker is not a broken pair
             self._breakers.defer(pair, time.monotonic())
             return exc.code
-        except (Unreachable, Disconnected) as exc:  # an unreachable worker says nothing about KV transfer
+        except (errors.Unreachable, errors.Disconnected) as exc:  # an unreachable worker says nothing about KV transfer
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
             at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
             if at is not None:
@@ -244,9 +228,9 @@ class PairProbes:
         and the others prove nothing.
         """
         ask, view = partial(self._ask, trace), self._view.model(selection.decode.card.name)
-        known_answer: KnownAnswer | None = None
         num_wrong = 0
         for number in range(_PROMPTS):
+            known_answer = None
             if selection.prefill is not None:
                 known_answer = await self._known_answers.get(number, selection, view, ask)
             tokens = await ask(
@@ -297,7 +281,7 @@ class PairProbes:
             token_ids=prompt,
             sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             # Later than the limit below, which thus always decides: this one ends what a lost cancel would leave.
-            deadline=time.time() + self._options.timeout_s + _CANCEL_S,
+            deadline=time.time() + self._timeout_s + _CANCEL_S,
             num_resumed_output_tokens=num_resumed_output_tokens,
             cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
         )
@@ -307,7 +291,7 @@ class PairProbes:
             tokens.extend(chunk.token_ids)
             return True
 
-        async with asyncio.timeout(self._options.timeout_s):
+        async with asyncio.timeout(self._timeout_s):
             await run_stream(partial(self._pipeline.probe, selection, request, trace), collect)
         return tokens
 
@@ -339,7 +323,7 @@ class PairProbes:
             try:
                 await plane.control(instance.subject, Restart("KV transfer fails with every peer"))
             except DynamoError as exc:
-                if isinstance(exc, PlaneError):
+                if isinstance(exc, errors.PlaneError):
                     self._asked_to_restart.discard(instance_id)  # it may not have received the request
                 log.warning(
                     "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message

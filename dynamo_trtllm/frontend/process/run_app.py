@@ -18,7 +18,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
-from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.fleet.prefix_feed import PrefixFeed
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
@@ -103,8 +103,9 @@ async def run_app(
         work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         work["discovery-watch"] = models.watch()
         if has_probes:
-            options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
-            work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
+            interval_s, timeout_s = config.canary_interval_s, config.canary_timeout_s
+            probes = PairProbes(view, pipeline, breakers, interval_s=interval_s, timeout_s=timeout_s)
+            work["pair-probes"] = probes.run(plane, metrics)
         work |= {} if app.traces is None else {"traces": app.traces.run()}
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))

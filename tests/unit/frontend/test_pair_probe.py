@@ -15,7 +15,7 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
 from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS
-from dynamo_trtllm.frontend.fleet.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.fleet.pair_probe import PairProbes
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import (
@@ -112,8 +112,7 @@ class Bench:
         self.plane, self.view = InprocPlane(), ClusterView()
         self.breakers = PairBreakers(limits)
         self.pipeline = Pipeline(self.view, self.plane, breakers=self.breakers)
-        options = PairProbeOptions(interval_s=interval_s, timeout_s=timeout_s)
-        self.canaries = PairProbes(self.view, self.pipeline, self.breakers, options)
+        self.canaries = PairProbes(self.view, self.pipeline, self.breakers, interval_s=interval_s, timeout_s=timeout_s)
         self.codes: Counter[str] = Counter()
 
     def probe_finished(self, *, model: str, code: str) -> None:
