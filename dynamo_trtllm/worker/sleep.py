@@ -10,13 +10,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_trtllm.background import first_of
+from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.engines.base import CanSleep, Engine, HasStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.server import EndpointServer
-from dynamo_trtllm.streams import as_stream, unexpected_error
+from dynamo_trtllm.streams import as_stream
 from dynamo_trtllm.worker.health import Health
 
 _log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class Sleeper:
     | waking   | no         | the engine restores its memory and gives a known answer again   | serving               |
 
     An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in an unknown state.
+    The change then is a failed task of `tasks`.
 
     Args:
         engine: the started engine.
@@ -91,6 +92,7 @@ class Sleeper:
         register: registers the worker again.
         health: health of the worker.
         drain_timeout_s: longest wait for running requests.
+        tasks: owner of the changes.
     """
 
     engine: Engine
@@ -100,11 +102,9 @@ class Sleeper:
     register: Callable[[], Awaitable[Registration]]
     health: Health
     drain_timeout_s: float
+    tasks: BackgroundTasks
     _answer: list[int] = field(init=False, default_factory=list)  # before the sleep
     _change: asyncio.Task[None] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def sleep(self) -> str:
         """Begin to fall asleep, unless the worker is asleep. Return why it can't, as text; "" if it can."""
@@ -118,31 +118,22 @@ class Sleeper:
         """Begin to wake up, unless the worker is awake. Return why it can't, as text; "" if it can."""
         return "" if self.health.phase == "serving" else self._begin("asleep", "waking", self._wake_up)
 
-    async def until_failed(self) -> None:
-        """Wait until a change fails, and raise its error."""
-        await self._failed
-
     async def aclose(self) -> None:
         """End the change in progress, and deregister. Idempotent."""
-        if self._change is not None:
-            self._change.cancel()
-            await asyncio.gather(self._change, return_exceptions=True)
+        await self.tasks.cancel(self._change)
         await self.registration.aclose()
 
     def _begin(self, phase: str, next_phase: str, change: Callable[[CanSleep], Coroutine[Any, Any, None]]) -> str:
         if self.health.phase != phase or not isinstance(self.engine, CanSleep):
             return f"the worker is {self.health.phase}; retry later"
         self.health.phase = next_phase
-        self._change = asyncio.create_task(self._run(change(self.engine)), name="worker-sleep")
+        self._change = self.tasks.start(self._run(change(self.engine)), "worker-sleep")
         return ""
 
     async def _run(self, change: Coroutine[Any, Any, None]) -> None:
-        try:
-            await change
-        except DynamoError as exc:
-            self._failed.set_exception(exc)
-        except Exception as exc:  # noqa: BLE001 - logged; the worker ends with InternalError
-            self._failed.set_exception(unexpected_error(exc, "worker-sleep"))
+        await change
+        if self._change is not None:
+            self.tasks.release(self._change)
 
     async def _fall_asleep(self, engine: CanSleep) -> None:
         await self.registration.aclose()

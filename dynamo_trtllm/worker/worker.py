@@ -188,7 +188,6 @@ class Worker:
                     self._stop.wait(),
                     parts.service.until_failed(),
                     parts.plane.until_ended(),
-                    parts.sleeper.until_failed(),
                     self._tasks.until_failed(),
                 )
             except DynamoError as exc:
@@ -253,7 +252,7 @@ class Worker:
         stack.push_async_callback(self._tasks.cancel, self._tasks.start(answers, "recordings"))
         register = partial(discovery.register, instance)
         name, timeout_s = instance.card.name, config.drain_timeout_s
-        self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s)
+        self._sleeper = Sleeper(engine, name, serving, await register(), register, self._health, timeout_s, self._tasks)
         stack.push_async_callback(self._sleeper.aclose)
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker import sleep
@@ -92,8 +93,9 @@ class Bench:
         serving = await self.plane.serve(SUBJECT, self.engine)
         registration = await self.registered.register()
         engine: Any = self.engine
+        register, self.tasks = self.registered.register, BackgroundTasks()
         self.sleeper = Sleeper(
-            engine, "m", serving, registration, self.registered.register, self.health, self._drain_timeout_s
+            engine, "m", serving, registration, register, self.health, self._drain_timeout_s, self.tasks
         )
 
     async def post(
@@ -189,7 +191,7 @@ async def test_wake_when_it_fails_or_answers_change_then_the_worker_ends(
         bench.engine.fault, bench.engine.answer = fault, 8
         await bench.post("/wake")
         with pytest.raises(error, match=said):
-            await asyncio.wait_for(bench.sleeper.until_failed(), SOON_S)
+            await asyncio.wait_for(bench.tasks.until_failed(), SOON_S)
         assert bench.registered.open == 0
 
 
@@ -201,7 +203,7 @@ async def test_wake_when_the_engine_hangs_then_the_worker_ends(monkeypatch: pyte
         bench.engine.may_change.clear()
         await bench.post("/wake")
         with pytest.raises(EngineFailed, match=r"did not wake up within 0\.01 s"):
-            await asyncio.wait_for(bench.sleeper.until_failed(), SOON_S)
+            await asyncio.wait_for(bench.tasks.until_failed(), SOON_S)
 
 
 async def test_sleep_when_asked_twice_at_once_then_it_falls_asleep_once() -> None:
