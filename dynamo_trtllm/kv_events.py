@@ -24,7 +24,6 @@ from dynamo_trtllm.messages import TokenIds, encode, packed
 
 _log = logging.getLogger(__name__)
 
-MAX_EVENT_TOKENS: Final = 32 << 10  # an engine reports more tokens in several events
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
 _MAX_REMOVALS = 256 << 10  # of blocks, not published yet
 _INTERVAL_S = 0.02

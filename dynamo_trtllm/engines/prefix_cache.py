@@ -11,10 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dynamo_trtllm.kv_events import MAX_EVENT_TOKENS, BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
+from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
 from dynamo_trtllm.messages import TokenIds
 
-_MOST_HASHES = 8192  # in one event
 _Key = tuple[int | str | None, bytes]  # hash of the block before, or the cache salt; the tokens
 
 
@@ -104,7 +103,9 @@ class PrefixCache:
                 block = self._blocks[key] = CachedBlock(self._last_hash, key, number)
                 num_new += 1
                 if self.on_events is not None:
-                    self._add(runs, parent, KvBlock(block.hash, tokens[begin : begin + size]))
+                    if not runs or runs[-1][1][-1].hash != parent:
+                        runs.append((parent, []))
+                    runs[-1][1].append(KvBlock(block.hash, tokens[begin : begin + size]))
             else:
                 self._use((block,))
             chain.append(block)
@@ -159,15 +160,6 @@ class PrefixCache:
         self._report_removed(evicted)
         return [block.number for block in evicted]
 
-    def _add(self, runs: list[tuple[int | None, list[KvBlock]]], parent: int | None, block: KvBlock) -> None:
-        """Add a new block to the last run if it follows it and the run is not too long for an event."""
-        last = runs[-1][1] if runs else []
-        if not last or last[-1].hash != parent or len(last) >= max(1, MAX_EVENT_TOKENS // self._block_tokens):
-            runs.append((parent, last := []))
-        last.append(block)
-
     def _report_removed(self, blocks: Sequence[CachedBlock]) -> None:
         if self.on_events is not None and blocks:
-            hashes = tuple(block.hash for block in blocks)
-            parts = range(0, len(hashes), _MOST_HASHES)
-            self.on_events([BlocksRemoved(hashes=hashes[begin : begin + _MOST_HASHES]) for begin in parts])
+            self.on_events([BlocksRemoved(hashes=tuple(block.hash for block in blocks))])

@@ -16,21 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts
-from dynamo_trtllm.kv_events import (
-    MAX_EVENT_TOKENS,
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    KvBlock,
-    KvEvent,
-    OnKvEvents,
-)
+from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent, OnKvEvents
 from dynamo_trtllm.messages import token_ids
 
 _log = logging.getLogger(__name__)
 
 BUFFER_EVENTS = 1024  # as Dynamo sets it; more are lost between two polls
-_MOST_HASHES = 8192  # in one event
 
 
 class Poller:
@@ -176,15 +167,13 @@ class KvEventPoller(Poller):
             yield BlocksCleared()
         data, group = event["data"], int(event.get("window_size") or 0)
         if data["type"] == "removed":
-            hashes = tuple(map(int, data["block_hashes"]))
-            for begin in range(0, len(hashes), _MOST_HASHES):
-                yield BlocksRemoved(hashes=hashes[begin : begin + _MOST_HASHES], cache_group=group, dp_rank=rank)
+            yield BlocksRemoved(hashes=tuple(map(int, data["block_hashes"])), cache_group=group, dp_rank=rank)
         elif data["type"] == "stored":
             yield from self._stored(data, group, rank)
         # "created" tells the size of the pools, and "updated" that a block moved between GPU and host memory.
 
     def _stored(self, data: Mapping[str, Any], group: int, rank: int) -> Iterator[BlocksStored]:
-        """Yield the full blocks, in events of a limited size. Only the last blocks of a prompt are not full."""
+        """Yield the event of the full blocks. Only the last blocks of a prompt are not full."""
         parent, blocks = data["parent_hash"], []
         salt: str | None = None
         for block in data["blocks"]:
@@ -193,14 +182,6 @@ class KvEventPoller(Poller):
             ids = token_ids(int(token["token_id"]) for token in block["tokens"])
             blocks.append(KvBlock(int(block["block_hash"]), ids))
             salt = block.get("cache_salt", salt)
-        most = max(1, MAX_EVENT_TOKENS // self._block_tokens)
-        for begin in range(0, len(blocks), most):
-            part = tuple(blocks[begin : begin + most])
-            yield BlocksStored(
-                blocks=part,
-                parent=None if parent is None else int(parent),
-                cache_group=group,
-                dp_rank=rank,
-                cache_salt=salt,
-            )
-            parent = part[-1].hash
+        if blocks:
+            first = None if parent is None else int(parent)
+            yield BlocksStored(blocks=tuple(blocks), parent=first, cache_group=group, dp_rank=rank, cache_salt=salt)

@@ -8,7 +8,6 @@ from itertools import count
 
 import pytest
 
-from dynamo_trtllm.engines import prefix_cache
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
 from dynamo_trtllm.messages import token_ids
@@ -21,20 +20,17 @@ class Reader:
 
     def __init__(self, cache: PrefixCache) -> None:
         self.prefixes: dict[int, tuple[str | None, tuple[int, ...]]] = {}
-        self.sizes: list[int] = []  # blocks or hashes of each event
         cache.on_events = self.read
 
     def read(self, events: Sequence[KvEvent]) -> None:
         for event in events:
             if isinstance(event, BlocksStored):
-                self.sizes.append(len(event.blocks))
                 before = () if event.parent is None else self.prefixes[event.parent][1]
                 for block in event.blocks:
                     before += tuple(block.token_ids)
                     assert block.hash not in self.prefixes
                     self.prefixes[block.hash] = (event.cache_salt, before)
             elif isinstance(event, BlocksRemoved):
-                self.sizes.append(len(event.hashes))
                 for each in event.hashes:
                     del self.prefixes[each]
 
@@ -165,13 +161,3 @@ def test_cache_when_used_at_random_then_reuse_is_right_events_agree_and_no_block
     for *_, chain, table in running.values():
         pool.end(chain, table)
     assert len(pool.free) + pool.cache.num_unused == len(set(pool.written) | set(pool.free)) == 24
-
-
-def test_events_when_many_blocks_then_of_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_EVENT_TOKENS", 3 * SIZE)
-    monkeypatch.setattr(prefix_cache, "_MOST_HASHES", 4)
-    pool = Pool(8)
-    pool.run(range(32))
-    pool.run(range(100, 132))
-    assert pool.reader.sizes == [3, 3, 2, 4, 4, 3, 3, 2]
-    assert pool.reader.match(range(100, 132), None) == 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm import polling, settings
+from dynamo_trtllm.engines.trtllm import settings
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
@@ -67,21 +67,6 @@ def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
     numbers = [(0, 0), (7, 1), (1, 0), (8, 1), (3, 0)]
     found = converted(*(event(gone, number, attention_dp_rank=rank) for number, rank in numbers))
     assert [isinstance(each, BlocksCleared) for each in found] == [False, False, False, False, True, False]
-
-
-def test_convert_when_a_prompt_is_long_then_events_of_a_limited_size_follow_one_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(polling, "MAX_EVENT_TOKENS", 4)
-    monkeypatch.setattr(polling, "_MOST_HASHES", 2)
-    parts = converted(event(stored(*(block(n, n, n) for n in range(1, 6)), parent=9)))
-    assert [(part.parent, [each.hash for each in part.blocks]) for part in parts if isinstance(part, BlocksStored)] == [
-        (9, [1, 2]),
-        (2, [3, 4]),
-        (4, [5]),
-    ]
-    removed = converted(event({"type": "removed", "block_hashes": [1, 2, 3]}))
-    assert removed == [BlocksRemoved(hashes=(1, 2)), BlocksRemoved(hashes=(3,))]
 
 
 async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_on(
