@@ -46,7 +46,7 @@ async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_st
         await holder.unpublish(f"t{i}")
         assert target == source
         kept.append(source)  # or the next lies at the same address and is known already
-        known.append(len(reader._fetch_driver.peers))
+        known.append(len(reader._peers))
     assert known == [1, 1, 0, 1, 1, 0, 1]
 
 

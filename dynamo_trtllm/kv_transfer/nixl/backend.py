@@ -27,7 +27,7 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     kind_of,
     use_devices,
 )
-from dynamo_trtllm.kv_transfer.nixl.fetch import FetchDriver, FetchRequest
+from dynamo_trtllm.kv_transfer.nixl.fetch import Fetch, RemoteAgents
 from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 from dynamo_trtllm.messages import encode
@@ -59,7 +59,7 @@ class NixlBackend:
         self._bindings = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
         self._validity_slots = ValiditySlots()
-        self._fetch_driver = FetchDriver(self._bindings, self._validity_slots, self.checksums)
+        self._peers = RemoteAgents(self._bindings)
         self._published: dict[str, _NixlPublished] = {}
         self._wake = threading.Condition()
         self._closing = False
@@ -246,11 +246,12 @@ class NixlBackend:
         self._require_running("fetching KV")
         is_checked = self.checksums.is_checked(transfer_id, facts.checksum, to.regions)
         slot = self._validity_slots.acquire()
-        request = FetchRequest(transfer_id, facts, to, slot, deadline, is_checked)
+        own = self._bindings, self._peers, self._validity_slots, self.checksums
+        fetch = Fetch(*own, transfer_id, facts, to, slot, deadline, is_checked)
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
-        step_now = facts.kind == "VRAM" and self._fetch_driver.peers.is_connected(facts)
+        step_now = facts.kind == "VRAM" and self._peers.is_connected(facts)
         try:
-            await _finished(self._fetching.submit(self._fetch_driver.read(request), step_now=step_now))
+            await _finished(self._fetching.submit(fetch.steps(), step_now=step_now))
         finally:
             self._validity_slots.release(slot)
 
@@ -277,7 +278,7 @@ class NixlBackend:
         """Discard all transfers and deregister all memory. The last job of the registration thread."""
         for transfer_id in list(self._published):
             self._discard(transfer_id)
-        self._fetch_driver.peers.close()
+        self._peers.close()
         while self._bindings.registered:
             memory = self._bindings.registered.pop()
             with self._bindings.translated("can't deregister memory"):

@@ -191,6 +191,19 @@ class NixlBindings:
         """Return the registered memory that contains all `regions`, or None."""
         return next((memory for memory in self.registered if all(map(memory.contains, regions))), None)
 
+    @contextlib.contextmanager
+    def temporarily_registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
+        """Register regions for the time of the context, unless they are part of a registered region."""
+        use_devices(regions)
+        if not regions or self.region_of(regions) is not None:
+            yield
+            return
+        handle, _ = self.register(regions)
+        try:
+            yield
+        finally:
+            self.agent.deregister_memory(handle)
+
     def descriptors(self, descriptor: Descriptor, kind: str) -> Any:
         """Return NIXL's transfer list with this descriptor. `kind`: DRAM or VRAM."""
         return self.agent.get_xfer_descs([descriptor], kind)

@@ -10,13 +10,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, hashes_of
 from dynamo_trtllm.kv_transfer.nixl.bindings import (
     Descriptor,
@@ -108,114 +108,79 @@ class RemoteAgents:
 _IN_FLIGHT = 4  # reads per fetch, so that posting the next one takes no extra time
 
 
-class FetchRequest(NamedTuple):
-    """What to fetch, and by when.
-
-    `slot` is the own validity slot that receives a copy of the prefill worker's slot. `deadline` is in seconds of
-    `time.monotonic`.
-    """
-
-    transfer_id: str
-    offer: NixlOffer
-    to: Destination
-    slot: int
-    deadline: float
-    is_checked: bool
-
-
 class _XferHandle(NamedTuple):
     agent: Any
     handle: Any
 
 
-class FetchDriver:
-    """The fetches of one backend. One thread takes the steps of all of them."""
-
-    def __init__(self, bindings: NixlBindings, validity_slots: ValiditySlots, checksums: Checksums) -> None:
-        self._bindings = bindings
-        self._validity_slots = validity_slots
-        self._checksums = checksums
-        self.peers = RemoteAgents(bindings)
-
-    def read(self, request: FetchRequest) -> PollSteps:
-        """Read a transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
-        if time.monotonic() >= request.deadline:
-            raise TransferTimeout(
-                f"KV transfer {request.transfer_id}: too many other fetches ran to start this one in time"
-            )
-        with (
-            self._bindings.translated(f"KV transfer {request.transfer_id}: reading from its prefill worker failed"),
-            self.peers.connected(request.offer) as peer,
-            self._registered([region for region in request.to.regions if region.num_bytes]),
-        ):
-            run = _FetchState(self._bindings, self.peers, peer, request, self._validity_slots, self._checksums)
-            try:
-                yield from run.data()
-                yield from run.acknowledge()
-            finally:
-                yield from run.end_hashing()
-
-    @contextlib.contextmanager
-    def _registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
-        """Register regions for the time of a fetch, unless they are part of a registered region."""
-        use_devices(regions)
-        if not regions or self._bindings.region_of(regions) is not None:
-            yield
-            return
-        handle, _ = self._bindings.register(regions)
-        try:
-            yield
-        finally:
-            self._bindings.agent.deregister_memory(handle)
-
-
 @dataclass(slots=True)
-class _FetchState:
-    """The state of one fetch."""
+class Fetch:
+    """One fetch of a transfer. `steps` is called once, by the thread that takes the steps of all fetches."""
 
     bindings: NixlBindings
     peers: RemoteAgents
-    peer: RemoteAgent
-    request: FetchRequest
     validity_slots: ValiditySlots
     checksums: Checksums
-    ready: int = field(init=False)  # number of regions that can be read
-    _moved_at: float = field(default_factory=time.monotonic)
+    transfer_id: str
+    offer: NixlOffer
+    to: Destination
+    slot: int  # the own validity slot that receives a copy of the prefill worker's slot
+    deadline: float  # in seconds of `time.monotonic`
+    is_checked: bool
+    _peer: RemoteAgent = field(init=False)
+    _ready: int = field(init=False)  # number of regions that can be read
+    _moved_at: float = field(init=False)
     _hashing: list[list[Future[int]]] = field(default_factory=list)  # by region and block
 
-    def __post_init__(self) -> None:
-        self.ready = self.request.offer.ready
+    def steps(self) -> PollSteps:
+        """Read the transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
+        self._moved_at = time.monotonic()
+        if self._moved_at >= self.deadline:
+            raise TransferTimeout(
+                f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in time"
+            )
+        with (
+            self.bindings.translated(f"KV transfer {self.transfer_id}: reading from its prefill worker failed"),
+            self.peers.connected(self.offer) as self._peer,
+            self.bindings.temporarily_registered([region for region in self.to.regions if region.num_bytes]),
+        ):
+            try:
+                yield from self._data()
+                yield from self._acknowledge()
+            finally:
+                yield from self._end_hashing()
 
-    def data(self) -> PollSteps:
+    def _data(self) -> PollSteps:
         """Read all regions in order. When this returns or raises, NIXL writes to none of them any more."""
-        begun, total = 0, len(self.request.to.regions)
+        self._ready = self.offer.ready
+        begun, total = 0, len(self.to.regions)
         in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by region; None: a region without bytes
         try:
             while begun < total or in_flight:
-                while begun < self.ready and len(in_flight) < _IN_FLIGHT:
+                while begun < self._ready and len(in_flight) < _IN_FLIGHT:
                     in_flight.append((begun, self._begin(begun)))
                     begun += 1
                 if in_flight and self._is_done(in_flight[0][1]):
                     self._complete(*in_flight.popleft())
                     yield 0.0
-                elif not (begun == self.ready < total and (yield from self._more_is_ready())):
+                elif not (begun == self._ready < total and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
             if in_flight:
                 yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
-        region, offer = self.request.to.regions[index], self.request.offer
+        region = self.to.regions[index]
         if not region.num_bytes:
             return None
         use_devices([region])
         ours = self.bindings.descriptors(descriptor_of(region), kind_of([region]))
-        theirs = self.bindings.descriptors(offer.descriptors[index], offer.kind)
-        return self._post(self.bindings.agent, self.peer.name, "READ", ours, theirs)
+        theirs = self.bindings.descriptors(self.offer.descriptors[index], self.offer.kind)
+        return self._post(self.bindings.agent, self._peer.name, "READ", ours, theirs)
 
     def _post_validity(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
         """Post a read or write of the prefill worker's validity slot."""
-        agent, peer = self.bindings.validity_agent, validity_agent_of(self.peer.name)
+        agent, peer = self.bindings.validity_agent, validity_agent_of(self._peer.name)
         return self._post(
             agent, peer, verb, self.bindings.descriptors(ours, "DRAM"), self.bindings.descriptors(theirs, "DRAM")
         )
@@ -235,27 +200,27 @@ class _FetchState:
 
     def _require_alive(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
-            self.peer.broken = True
-            raise TransferFailed(f"a NIXL transfer with agent {self.peer.name} ended in state {state}")
+            self._peer.broken = True
+            raise TransferFailed(f"a NIXL transfer with agent {self._peer.name} ended in state {state}")
         return state == "DONE"
 
     def _complete(self, index: int, xfer: _XferHandle | None) -> None:
         if xfer is not None:
             xfer.agent.release_xfer_handle(xfer.handle)
         self._moved_at = time.monotonic()
-        if self.request.is_checked:
-            self._hashing.append(self.checksums.submit_all(self.request.to.regions[index]))
-        if self.request.to.on_region is not None:
-            self.request.to.on_region(index)
+        if self.is_checked:
+            self._hashing.append(self.checksums.submit_all(self.to.regions[index]))
+        if self.to.on_region is not None:
+            self.to.on_region(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
-        before, validity = self.ready, (yield from self._read_validity())
-        self.ready = min(validity.ready, len(self.request.to.regions))
-        if self.ready > before:
+        before, validity = self._ready, (yield from self._read_validity())
+        self._ready = min(validity.ready, len(self.to.regions))
+        if self._ready > before:
             self._moved_at = time.monotonic()
-        return self.ready > before
+        return self._ready > before
 
-    def acknowledge(self) -> PollSteps:
+    def _acknowledge(self) -> PollSteps:
         """Verify the transfer and notify the prefill worker that it was read.
 
         Raises:
@@ -268,14 +233,14 @@ class _FetchState:
             yield self._waited_s()
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
-            raise self.checksums.mismatch(self.request.transfer_id)
-        ack_word = self.validity_slots.ack_word(self.request.slot)
-        ack_at = ack_address(self.request.offer.validity_slot)
+            raise self.checksums.mismatch(self.transfer_id)
+        ack_word = self.validity_slots.ack_word(self.slot)
+        ack_at = ack_address(self.offer.validity_slot)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
         """Return the checksum of the data once all of it is hashed, or None if it is not checked."""
-        if not self.request.is_checked:
+        if not self.is_checked:
             return None
         checksum = NOTHING
         for jobs in self._hashing:
@@ -284,7 +249,7 @@ class _FetchState:
             checksum = combined(checksum, hashes_of(jobs))
         return checksum
 
-    def end_hashing(self) -> PollSteps:
+    def _end_hashing(self) -> PollSteps:
         """Return when no thread reads the pieces any more."""
         jobs = [job for jobs in self._hashing for job in jobs if not job.cancel()]
         while not all(job.done() for job in jobs):
@@ -296,14 +261,13 @@ class _FetchState:
         Raises:
             TransferFailed: The transfer was unpublished.
         """
-        offer, slot = self.request.offer, self.request.slot
-        ours, theirs = self.validity_slots.descriptor(slot), offer.validity_slot
-        if self.request.is_checked:
+        ours, theirs = self.validity_slots.descriptor(self.slot), self.offer.validity_slot
+        if self.is_checked:
             ours, theirs = with_checksum(ours), with_checksum(theirs)
         yield from self._finish(self._post_validity("READ", ours, theirs))
-        entry = self.validity_slots.get(slot)
-        if entry.nonce != offer.nonce:
-            raise TransferFailed(f"KV transfer {self.request.transfer_id} is no longer published by its prefill worker")
+        entry = self.validity_slots.get(self.slot)
+        if entry.nonce != self.offer.nonce:
+            raise TransferFailed(f"KV transfer {self.transfer_id} is no longer published by its prefill worker")
         return entry
 
     def _finish(self, xfer: _XferHandle) -> PollSteps:
@@ -320,15 +284,15 @@ class _FetchState:
     def _waited_s(self) -> float:
         """Return the seconds since the last progress. Raises TransferTimeout after the deadline."""
         now = time.monotonic()
-        if now >= self.request.deadline:
+        if now >= self.deadline:
             raise TransferTimeout(
-                f"KV transfer {self.request.transfer_id}: prefill worker {self.peer.name} did not answer in time"
+                f"KV transfer {self.transfer_id}: prefill worker {self._peer.name} did not answer in time"
             )
         return now - self._moved_at
 
     def _abort(self, xfers: list[_XferHandle]) -> PollSteps:
         """Abort reads by closing the connection, which is the only abort that UCX guarantees."""
-        self.peers.disconnect(self.peer)
+        self.peers.disconnect(self._peer)
         for xfer in xfers:
             while True:
                 try:
