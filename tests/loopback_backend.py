@@ -21,7 +21,7 @@ from dynamo_trtllm.kv_transfer.base import (
 )
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, ChecksumMode, Checksums, combined, ended, results
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.tcp import HostBackend, PublishedRegions
+from dynamo_trtllm.kv_transfer.tcp import PublishedRegions, TcpBackend
 from dynamo_trtllm.messages import encode
 
 
@@ -31,24 +31,22 @@ class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
-class LoopbackBackend(HostBackend):
+class LoopbackBackend(TcpBackend):
     """A KV transfer backend within one process. Peers find each other by the id in the offer."""
 
     name = "loopback"
     _open: ClassVar[dict[str, LoopbackBackend]] = {}
 
     def __init__(self, checksums: Checksums | None = None) -> None:
-        super().__init__(checksums)
+        super().__init__(checksums=checksums)
         self._id = uuid.uuid4().hex
-        self._on_fetched: Callable[[str], None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
-        self._on_fetched = on_fetched
+        await super().start(on_fetched)
         self._open[self._id] = self
-        self._is_running = True
 
     async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        self._publish(transfer_id, regions, ready)
+        await super().publish(transfer_id, regions, ready=ready)
         sizes_bytes = [region.num_bytes for region in regions]
         method = self.checksums.method(regions)
         return encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
@@ -79,8 +77,7 @@ class LoopbackBackend(HostBackend):
         except TimeoutError as exc:
             raise TransferTimeout(f"KV transfer {transfer_id}: the KV was not ready within {timeout_s:g} s") from exc
         publisher._entry(transfer_id)
-        if publisher._on_fetched is not None:
-            asyncio.get_running_loop().call_soon(publisher._on_fetched, transfer_id)
+        asyncio.get_running_loop().call_soon(publisher._on_fetched, transfer_id)
 
     async def _hashes(self, region: MemoryRegion) -> list[int]:
         jobs = self.checksums.submit_all(region)
@@ -100,12 +97,9 @@ class LoopbackBackend(HostBackend):
             raise TransferFailed(f"KV transfer {transfer_id} is no longer published by its prefill worker")
         return entry
 
-    def check(self) -> None:
-        """Return at once, because this backend has no background work that can fail."""
-
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
-        await self._close()
+        await super().aclose()
 
 
 def named_backend(name: str, *, kv_checksums: ChecksumMode = "auto") -> TransferBackend:

@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -62,7 +63,7 @@ class PublishedRegions:
 
     regions: tuple[MemoryRegion, ...]
     ready: int  # regions that hold their data
-    token: bytes = b""  # which readers over a network have to present
+    token: bytes = field(default_factory=partial(secrets.token_bytes, _TOKEN_BYTES))  # readers have to present it
     checksum: OfferChecksum | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
     readers: set[asyncio.Task[None]] = field(default_factory=set)
@@ -72,61 +73,7 @@ class PublishedRegions:
         self.changed = asyncio.Event()
 
 
-class HostBackend:
-    """The prefill worker's part of a `TransferBackend` for host memory."""
-
-    name: str
-
-    def __init__(self, checksums: Checksums | None) -> None:
-        self.checksums = checksums or Checksums()
-        self._published: dict[str, PublishedRegions] = {}
-        self._is_running = False
-
-    async def register(self, region: MemoryRegion) -> None:
-        require_cpu([region], self.name)  # host memory needs no registration
-
-    def _publish(self, transfer_id: str, regions: Sequence[MemoryRegion], ready: int | None) -> PublishedRegions:
-        require_cpu(regions, self.name)
-        if not self._is_running:
-            raise TransferFailed(f"transfer backend {self.name} is not running; start it before publishing KV")
-        if transfer_id in self._published:
-            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
-        entry = PublishedRegions(tuple(regions), len(regions) if ready is None else ready)
-        if self.checksums.method(regions):
-            entry.checksum = OfferChecksum(self.checksums, entry.regions)
-            entry.checksum.mark_ready(entry.ready)
-        self._published[transfer_id] = entry
-        return entry
-
-    def mark_ready(self, transfer_id: str, ready: int) -> None:
-        entry = self._published.get(transfer_id)
-        if entry is not None:
-            entry.ready = ready
-            if entry.checksum is not None:
-                entry.checksum.mark_ready(ready)
-            entry.notify_readers()
-
-    async def unpublish(self, transfer_id: str) -> None:
-        entry = self._published.pop(transfer_id, None)
-        if entry is None:
-            return
-        entry.notify_readers()
-        try:
-            for reader in entry.readers:
-                reader.cancel()
-            await asyncio.gather(*entry.readers, return_exceptions=True)
-        finally:
-            if entry.checksum is not None:
-                await entry.checksum.stop()
-
-    async def _close(self) -> None:
-        self._is_running = False
-        while self._published:
-            self._published.popitem()[1].notify_readers()
-        await asyncio.to_thread(self.checksums.close)
-
-
-class TcpBackend(HostBackend):
+class TcpBackend:
     """A KV transfer backend over TCP. It listens at `bind_host`; other hosts connect to `advertise_host`."""
 
     name = "tcp"
@@ -134,7 +81,8 @@ class TcpBackend(HostBackend):
     def __init__(
         self, bind_host: str = LOOPBACK, advertise_host: str = LOOPBACK, checksums: Checksums | None = None
     ) -> None:
-        super().__init__(checksums)
+        self.checksums = checksums or Checksums()
+        self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         self._unasked: dict[asyncio.Task[None], None] = {}  # connections without a request, oldest first
@@ -162,25 +110,55 @@ class TcpBackend(HostBackend):
                 field="kv_transfer_bind_host",
             ) from exc
         self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
-        self._is_running = True
         port = self._listener.getsockname()[1]
         log.info("KV transfer over tcp: listening on port %d at %s, advertised as %s", port, host, self._advertise_host)
+
+    async def register(self, region: MemoryRegion) -> None:
+        require_cpu([region], self.name)  # host memory needs no registration
 
     # --- prefill worker --------------------------------------------------------------------------------------
 
     async def publish(self, transfer_id: str, regions: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        entry = self._publish(transfer_id, regions, ready)
-        entry.token = secrets.token_bytes(_TOKEN_BYTES)
-        assert self._listener is not None
+        require_cpu(regions, self.name)
+        if self._listener is None:
+            raise TransferFailed(f"transfer backend {self.name} is not running; start it before publishing KV")
+        if transfer_id in self._published:
+            raise TransferFailed(f"KV transfer {transfer_id} is already published; unpublish it first")
+        entry = PublishedRegions(tuple(regions), len(regions) if ready is None else ready)
+        if method := self.checksums.method(regions):
+            entry.checksum = OfferChecksum(self.checksums, entry.regions)
+            entry.checksum.mark_ready(entry.ready)
+        self._published[transfer_id] = entry
         return encode(
             _TcpOffer(
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
                 token=entry.token,
                 sizes_bytes=[region.num_bytes for region in regions],
-                checksum=self.checksums.method(regions),
+                checksum=method,
             )
         )
+
+    def mark_ready(self, transfer_id: str, ready: int) -> None:
+        entry = self._published.get(transfer_id)
+        if entry is not None:
+            entry.ready = ready
+            if entry.checksum is not None:
+                entry.checksum.mark_ready(ready)
+            entry.notify_readers()
+
+    async def unpublish(self, transfer_id: str) -> None:
+        entry = self._published.pop(transfer_id, None)
+        if entry is None:
+            return
+        entry.notify_readers()
+        try:
+            for reader in entry.readers:
+                reader.cancel()
+            await asyncio.gather(*entry.readers, return_exceptions=True)
+        finally:
+            if entry.checksum is not None:
+                await entry.checksum.stop()
 
     def check(self) -> None:
         if self._acceptor is not None and self._acceptor.broken is not None:
@@ -336,7 +314,9 @@ class TcpBackend(HostBackend):
         if self._acceptor is not None:
             await self._acceptor.aclose()
         listener.close()
-        await self._close()
+        while self._published:
+            self._published.popitem()[1].notify_readers()
+        await asyncio.to_thread(self.checksums.close)
 
 
 async def _read_request(connection: socket.socket) -> tuple[bytes, str, bytes]:
