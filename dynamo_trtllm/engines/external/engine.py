@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,70 +34,45 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-def run_in_daemon_thread(
-    call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None
-) -> asyncio.Future[T]:
-    """Run `call` on a daemon thread. If it never returns, the event loop and the process can still end.
+async def run_in_daemon_thread(call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None) -> T:
+    """Run `call` on a daemon thread, and return or raise what it does. If it never ends, the process can still end.
 
     Args:
         call: blocking function.
         name: name of the thread, for logs.
-        unwanted: receives the result, on another thread, if the future was cancelled before `call` returned.
+        unwanted: receives the result, on another thread, if this was cancelled before it could return it.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            if error is not None:
-                _log.debug("%s failed after its caller was cancelled: %s", name, error)
-            elif unwanted is not None:
-                threading.Thread(target=unwanted, args=(value,), name=f"{name}-unwanted", daemon=True).start()
-        elif error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # no cancel can prevent the call from now on
 
     def run() -> None:
-        value: T | None = None
-        error: BaseException | None = None
         try:
-            value = call()
-        except BaseException as exc:  # noqa: BLE001 - raised again by the future
-            error = exc
-        try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError:  # the loop is closed
-            if error is None and unwanted is not None and value is not None:
-                unwanted(value)
+            result.set_result(call())
+        except BaseException as exc:  # noqa: BLE001 - raised again below
+            result.set_exception(exc)
+
+    def discard(ended: Future[T]) -> None:
+        if (error := ended.exception()) is not None:
+            _log.debug("%s failed after its caller was cancelled: %s", name, error)
+        elif unwanted is not None:
+            threading.Thread(target=unwanted, args=(ended.result(),), name=f"{name}-unwanted", daemon=True).start()
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return done
+    try:
+        return await asyncio.wrap_future(result)
+    except (asyncio.CancelledError, GeneratorExit):
+        result.add_done_callback(discard)
+        raise
 
 
-class EngineLoader:
-    """Loads one engine on a thread and reports the progress."""
+class LoadProgress:
+    """How far the loading of one engine is."""
 
     def __init__(self, weight_bytes: int) -> None:
-        """Initialize the loader. `weight_bytes`: of one GPU. While less memory is in use, weights are being loaded."""
+        """Note the memory in use. `weight_bytes`: of one GPU. While less more is in use, weights are being loaded."""
         self._weight_bytes = weight_bytes
         self._bytes_before = self._bytes_now = gpu.memory_used_bytes()
         self._looked_at = time.monotonic()
-
-    async def load(self, build: Callable[[], T], discard: Callable[[T], None]) -> T:
-        """Build the engine on a thread; raises the exceptions of `build`. A cancelled call returns at once.
-
-        Args:
-            build: blocking function that builds the engine.
-            discard: receives an engine that was built after this call was cancelled.
-        """
-        loading = run_in_daemon_thread(build, name="engine-load", unwanted=discard)
-        try:
-            return await loading
-        except asyncio.CancelledError:
-            if loading.done() and not loading.cancelled() and loading.exception() is None:  # ready in the same turn
-                threading.Thread(target=discard, args=(loading.result(),), daemon=True).start()
-            raise
 
     def progress(self) -> str:
         """Describe the loading phase, derived from the GPU memory in use. Libraries do not report it."""
@@ -136,7 +112,7 @@ class ExternalEngine:
         self._instance_id = instance_id
         self._model = config.served_model_name or Path(config.model_path).name
         self._warming = WarmUp(config.warm_up_budget_s)
-        self._loading: EngineLoader | None = None
+        self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
         self._has_library = False
         self._unavailable: DynamoError | None = EngineNotReady(f"the {engine} engine has not been started")
@@ -156,13 +132,15 @@ class ExternalEngine:
     async def _load(self, build: Callable[[], tuple[V, Any]], *, weight_bytes: int) -> V:
         """Return the library's bindings and store its engine object. Raises the exceptions of the builder.
 
+        A cancelled call returns at once; an engine that is built later is shut down.
+
         Args:
             build: blocking function that returns both.
             weight_bytes: weights of one GPU.
         """
-        self._loading = EngineLoader(weight_bytes)
+        self._loading = LoadProgress(weight_bytes)
         try:
-            bindings, self._llm = await self._loading.load(build, self._discard)
+            bindings, self._llm = await run_in_daemon_thread(build, name="engine-load", unwanted=self._discard)
         finally:
             self._loading = None
         return bindings

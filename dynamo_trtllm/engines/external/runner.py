@@ -53,19 +53,6 @@ class ExternalCall(Stream):
     | ended    | one of these                        |                                                         |
     """
 
-    __slots__ = (
-        "_call",
-        "_engine",
-        "_has_started",
-        "_has_tokens",
-        "_is_aborted",
-        "_request",
-        "_started_at",
-        "_task",
-        "_timer",
-        "created_at",
-    )
-
     def __init__(self, engine: ExternalEngine, request: GenerateRequest, on_event: OnEvent) -> None:
         super().__init__(on_event, engine)
         self.created_at = self._started_at = time.monotonic()

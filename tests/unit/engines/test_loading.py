@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external import engine as external
-from dynamo_trtllm.engines.external.engine import EngineLoader, run_in_daemon_thread
+from dynamo_trtllm.engines.external.engine import LoadProgress, run_in_daemon_thread
 from dynamo_trtllm.errors import EngineFailed
 from tests.waiting import SOON_S
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 async def load(build: Callable[[], str], thrown: list[str]) -> str:
-    return await EngineLoader(0).load(build, thrown.append)
+    return await run_in_daemon_thread(build, name="load", unwanted=thrown.append)
 
 
 async def test_built_when_done_then_the_value_and_nothing_is_discarded() -> None:
@@ -49,7 +49,7 @@ async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_di
         thrown.append(built)
         loop.call_soon_threadsafe(gone.set)
 
-    task = asyncio.create_task(EngineLoader(0).load(build, discard))
+    task = asyncio.create_task(run_in_daemon_thread(build, name="load", unwanted=discard))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -71,11 +71,11 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
 def test_progress_when_memory_grows_then_the_phase_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
     monkeypatch.setattr(gpu, "memory_used_bytes", iter([2 * GIB, 5 * GIB, 13 * GIB]).__next__)
-    loader = EngineLoader(10 * GIB)
+    loader = LoadProgress(10 * GIB)
     assert loader.progress() == "loading weights 30%, 3.0 GiB of GPU memory used"
     assert loader.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory used"
 
 
 def test_progress_when_no_driver_tells_then_it_says_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "memory_used_bytes", lambda: None)
-    assert EngineLoader(10 * GIB).progress() == "building the engine"
+    assert LoadProgress(10 * GIB).progress() == "building the engine"
