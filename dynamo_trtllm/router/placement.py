@@ -169,23 +169,12 @@ class Placement:
         overlaps: PrefixOverlaps | None,
     ) -> list[Candidate]:
         """Return those instances of a view to compare, sorted by cost. All have the same role and pairing key."""
-        count, number = len(instances), self._random
-        if count > MOST_COMPARED:
-            compared: dict[int, Instance] = {}
-            if overlaps is not None:
-                by_id, key = _by_id(view), view.keys.get(instances[0].id)
-                for id_ in overlaps.deepest(instances[0].role, _DEEPEST):
-                    if id_ in by_id and view.keys.get(id_) == key:  # else it is excluded, or has another pairing key
-                        compared[id_] = by_id[id_]
-            for _ in range(MOST_COMPARED - len(compared)):
-                other = instances[int(number() * count)]
-                compared[other.id] = other
-            instances = tuple(compared.values())
-        get, credit, prompt_tokens = self.loads.get, self._overlap_credit, len(request.token_ids)
+        compared = self._compared(view, instances, overlaps)
+        get, credit, prompt_tokens, number = self.loads.get, self._overlap_credit, len(request.token_ids), self._random
         ranked, paces = [], []
-        cached = repeat(0) if overlaps is None else overlaps.of([instance.id for instance in instances])
-        for instance, cached_tokens in zip(instances, cached, strict=False):
-            load, overlap = get(instance.id), cached_tokens if credit == 1 else int(credit * cached_tokens)
+        cached = repeat(0) if overlaps is None else overlaps.of(compared)
+        for (id_, instance), cached_tokens in zip(compared.items(), cached, strict=False):
+            load, overlap = get(id_), cached_tokens if credit == 1 else int(credit * cached_tokens)
             ranked.append((instance_cost(load, instance, prompt_tokens, overlap), number(), instance, cached_tokens))
             paces.append(load.token_s)
         if 0 < _SLOWER * (fastest := min(paces, default=0.0)) < max(paces):  # 0: that of one is not known
@@ -198,6 +187,24 @@ class Placement:
             least, scale = ranked[0][0], self._temperature * ((ranked[-1][0] - ranked[0][0]) or 1)
             ranked.sort(key=lambda each: -math.log1p(-each[1]) * math.exp(min(700.0, (each[0] - least) / scale)))
         return ranked
+
+    def _compared(
+        self, view: ModelView, instances: tuple[Instance, ...], overlaps: PrefixOverlaps | None
+    ) -> dict[int, Instance]:
+        """Return by id all instances, or of too many those with the longest prefixes and a few at random."""
+        count, number = len(instances), self._random
+        if count <= MOST_COMPARED:
+            return {each.id: each for each in instances}
+        found: dict[int, Instance] = {}
+        if overlaps is not None:
+            by_id, key = _by_id(view), view.keys.get(instances[0].id)
+            for id_ in overlaps.deepest(instances[0].role, _DEEPEST):
+                if id_ in by_id and view.keys.get(id_) == key:  # else it is excluded, or has another pairing key
+                    found[id_] = by_id[id_]
+        for _ in range(MOST_COMPARED - len(found)):
+            other = instances[int(number() * count)]
+            found[other.id] = other
+        return found
 
 
 def _by_id(view: ModelView) -> Mapping[int, Instance]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -178,7 +178,7 @@ class PrefixOverlaps(msgspec.Struct):
     now: float
     turn: int
 
-    def of(self, instance_ids: Sequence[int]) -> list[int]:
+    def of(self, instance_ids: Collection[int]) -> list[int]:
         """Return the overlap of each instance."""
         found, all_expires = [0] * len(instance_ids), self.expires
         for match in self.matches:
