@@ -309,11 +309,10 @@ class TcpBackend:
 
     async def aclose(self) -> None:
         listener, self._listener = self._listener, None
-        if listener is None:
-            return
         if self._acceptor is not None:
             await self._acceptor.aclose()
-        listener.close()
+        if listener is not None:
+            listener.close()
         while self._published:
             self._published.popitem()[1].notify_readers()
         await asyncio.to_thread(self.checksums.close)
