@@ -35,10 +35,9 @@ NUM_SLOTS: Final = 1 << 16  # events in a file of 4 MiB
 # magic, version, bytes of a slot, number of slots, bytes of the header; pid, its start in clock ticks since boot; time
 # since the epoch and since boot in ns, read together; boot id; instance id; kind and namespace of the process
 _HEADER: Final = struct.Struct("<8sIIQQQQQQ36sQ32s256s")
-_ALIVE: Final = struct.Struct("<QQ")  # time of the last tick in ns since boot, number of running streams
+# time of the last tick since the epoch (0: of an older release) and since boot in ns; number of running streams
+_ALIVE: Final = struct.Struct("<QQQ")
 _ALIVE_OFFSET: Final = HEADER_BYTES - _ALIVE.size
-_CLOCK: Final = struct.Struct("<Q")  # time since the epoch in ns at the last tick; 0: of an older release
-_CLOCK_OFFSET: Final = _ALIVE_OFFSET - _CLOCK.size
 # number of the event, time in ns since boot, request, event, choice, reason, three values, the number again
 SLOT: Final = struct.Struct("<QQQHHIQQQQ")
 
@@ -133,8 +132,7 @@ class _Ring:
         _pack_slot(self.memory, offset, number, _now_ns(), key, event, choice, reason, a, b, c, number)
 
     def write_alive(self, num_running: int) -> None:
-        _CLOCK.pack_into(self.memory, _CLOCK_OFFSET, time.time_ns())
-        _ALIVE.pack_into(self.memory, _ALIVE_OFFSET, time.monotonic_ns(), num_running)
+        _ALIVE.pack_into(self.memory, _ALIVE_OFFSET, time.time_ns(), time.monotonic_ns(), num_running)
 
     def close(self) -> None:
         os.close(self._file)  # which releases the lock; another thread may still write to the memory
@@ -354,17 +352,16 @@ class RecordingHeader(NamedTuple):
     instance_id: int  # 0: a frontend
     kind: bytes
     namespace: bytes
-    alive_ns: int  # time of the last tick by the clock of the events; 0: there was none
+    alive_epoch_ns: int  # time of the last tick by the clock of the date; 0: an older release wrote the file
+    alive_ns: int  # the same moment by the clock of the events; 0: there was none
     num_running: int  # streams at that time
-    alive_epoch_ns: int = 0  # the same moment by the clock of the date; 0: an older release wrote the file
 
     @classmethod
     def read(cls, data: bytes) -> RecordingHeader:
         """Return the header in the first page of a file. Raise ValueError if it is not one, or of another version."""
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise ValueError("it is not a file of the flight recorder")
-        alive, clock = _ALIVE.unpack_from(data, _ALIVE_OFFSET), _CLOCK.unpack_from(data, _CLOCK_OFFSET)
-        header = cls(*_HEADER.unpack_from(data), *alive, *clock)
+        header = cls(*_HEADER.unpack_from(data), *_ALIVE.unpack_from(data, _ALIVE_OFFSET))
         if (header.version, header.slot_bytes, header.header_bytes) != (VERSION, SLOT.size, HEADER_BYTES):
             raise ValueError(f"its version is {header.version}, and this command reads version {VERSION}")
         return header

@@ -216,27 +216,21 @@ class Recordings:
     @classmethod
     def read(cls, folder: Path) -> Recordings:
         """Read the files in a folder. Raise OSError if it can't be read."""
+        processes, problems = list[ProcessRecording](), list[str]()
         is_collecting = gc.isenabled()
         gc.disable()  # a million events are no garbage, and the collector would look at them again and again
         try:
-            return cls(*cls._read_files(folder))
+            for path in sorted(folder / name for name in os.listdir(folder) if name.endswith(SUFFIX)):
+                try:
+                    processes.append(read_process(path))
+                except FileNotFoundError:
+                    continue  # it was just removed
+                except (OSError, ValueError) as exc:
+                    problems.append(f"{path} can't be read: {getattr(exc, 'strerror', None) or exc}")
+            return cls(processes, problems)
         finally:
             if is_collecting:
                 gc.enable()
-
-    @staticmethod
-    def _read_files(folder: Path) -> tuple[list[ProcessRecording], list[str]]:
-        processes, problems = list[ProcessRecording](), list[str]()
-        for name in sorted(os.listdir(folder)):
-            if not name.endswith(SUFFIX):
-                continue
-            try:
-                processes.append(read_process(folder / name))
-            except FileNotFoundError:
-                continue  # it was just removed
-            except (OSError, ValueError) as exc:
-                problems.append(f"{folder / name} can't be read: {getattr(exc, 'strerror', None) or exc}")
-        return processes, problems
 
     def instance(self, instance_id: int) -> ProcessRecording | None:
         """Return the recording of a worker."""

@@ -59,7 +59,7 @@ def process(
     begun_ns = time.monotonic_ns() - 60_000_000_000
     header = RecordingHeader(
         MAGIC, 1, 64, 65536, 4096, 77, 0, time.time_ns(), time.monotonic_ns(), boot_id(), instance_id, kind.encode(),
-        b"dynamo", time.monotonic_ns(), 1,
+        b"dynamo", 0, time.monotonic_ns(), 1,
     )  # fmt: skip
     entries = [Entry(begun_ns + ms * 1_000_000, event, key, 0, a, b, 0, reason) for ms, event, a, b, reason in events]
     silent_s = 0.0 if state in (S.RUNNING, S.ENDED, S.KILLED) else 59.0
