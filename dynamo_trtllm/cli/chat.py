@@ -94,16 +94,16 @@ def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:
     return say
 
 
+@dataclass(eq=False)
 class Chat:
     """A conversation: its messages so far, and the handling of input lines."""
 
-    def __init__(self, config: ChatConfig, ask: Ask, screen: Screen, say: Callable[[str], None]) -> None:
-        self._config = config
-        self._ask = ask
-        self._screen = screen
-        self.say = say
-        self.failures = 0
-        self._messages: list[dict[str, str]] = []
+    config: ChatConfig
+    ask: Ask
+    screen: Screen
+    say: Callable[[str], None]
+    failures: int = 0
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, lines: Iterable[str]) -> None:
         """Process lines until they end or one is /exit."""
@@ -118,19 +118,19 @@ class Chat:
 
     def request(self, question: str) -> dict[str, Any]:
         """Return the request body for the next question."""
-        config = self._config
+        config = self.config
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         chosen = {name: getattr(config, name) for name in ("reasoning_effort", "max_tokens", "temperature")}
         return {
             "model": config.model,
-            "messages": [*system, *self._messages, {"role": "user", "content": question}],
+            "messages": [*system, *self.messages, {"role": "user", "content": question}],
             "stream": True,
             "stream_options": {"include_usage": True},
         } | {name: value for name, value in chosen.items() if value is not None}
 
     def _command(self, text: str) -> None:
         if text == "/reset":
-            self._messages.clear()
+            self.messages.clear()
             self.say("Conversation cleared.")
         elif text == "/help":
             self.say(HELP.rstrip())
@@ -140,23 +140,23 @@ class Chat:
     def _turn(self, question: str) -> None:
         turn = ChatTurn()
         try:
-            with closing(self._ask(self.request(question))) as events:
+            with closing(self.ask(self.request(question))) as events:
                 for event in events:
                     for kind, text in turn.add(event):
-                        self._screen.show(kind, text)
-            self._screen.end()
+                        self.screen.show(kind, text)
+            self.screen.end()
             self.say(turn.report())
         except KeyboardInterrupt:
-            self._screen.end()
+            self.screen.end()
             self.say(f"stopped; {turn.report()}")
         except ChatFailed as exc:
-            self._screen.end()
+            self.screen.end()
             self.say(f"error: {exc}")
             self.failures += 1
             return
-        self._messages.append({"role": "user", "content": question})
+        self.messages.append({"role": "user", "content": question})
         if turn.content:
-            self._messages.append({"role": "assistant", "content": turn.content})
+            self.messages.append({"role": "assistant", "content": turn.content})
 
 
 def _typed_lines() -> Iterator[str]:

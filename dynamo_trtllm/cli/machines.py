@@ -236,31 +236,19 @@ class _Sender:
     num_overwritten: int = 0
 
 
+@dataclass(eq=False)
 class Inquiry:
-    """Queries to all processes of a namespace.
+    """Queries to all processes of a namespace."""
 
-    Args:
-        transport: a connection.
-        namespace: the namespace.
-        instances: workers that have to answer, by id.
-        timeout_s: the most time for all answers to a query.
-        settle_s: the least time for them, because frontends are not registered.
-    """
+    transport: Transport
+    namespace: str
+    instances: Mapping[int, Instance]  # workers that have to answer, by id
+    timeout_s: float  # the most time for all answers to a query
+    settle_s: float = _SETTLE_S  # the least time for them, because frontends are not registered
 
-    def __init__(
-        self,
-        transport: Transport,
-        namespace: str,
-        instances: Mapping[int, Instance],
-        timeout_s: float,
-        settle_s: float = _SETTLE_S,
-    ) -> None:
-        self._transport = transport
-        self._namespace = namespace
-        self._instances = dict(instances)
-        self._timeout_s, self._settle_s = timeout_s, settle_s
+    def __post_init__(self) -> None:
         self._answered = set[int]()  # instances
-        self._expected = set(instances)
+        self._expected = set(self.instances)
         self._senders: dict[tuple[bytes, int, int], _Sender] = {}
         self._offsets: dict[bytes, ClockOffset] = {boot_id(): _EXACT}  # by the boot of the machine
         self._asked_ns = 0
@@ -269,7 +257,7 @@ class Inquiry:
 
     async def ask(self, query: RecordingQuery) -> None:
         """Send a query, and wait for the answers."""
-        await self._ask(query, self._settle_s, self._timeout_s)
+        await self._ask(query, self.settle_s, self.timeout_s)
         for sender in self._senders.values():
             if not sender.is_complete:
                 line = f"only a part of the recording of process {sender.header.pid} on {sender.host} came in time"
@@ -282,14 +270,12 @@ class Inquiry:
             await self._ask(RecordingQuery("", Selection.GIVEN, known=known), 0.0, _CLOCK_TIMEOUT_S)
 
     async def _ask(self, query: RecordingQuery, settle_s: float, timeout_s: float) -> None:
-        inbox = self._transport.new_inbox()
-        unsubscribe = await self._transport.subscribe(inbox, self._receive)
+        inbox = self.transport.new_inbox()
+        unsubscribe = await self.transport.subscribe(inbox, self._receive)
         for sender in self._senders.values():
             sender.is_complete = False
         self._asked_ns = time.monotonic_ns()
-        self._transport.publish(
-            recordings_subject(self._namespace), encode(msgspec.structs.replace(query, inbox=inbox))
-        )
+        self.transport.publish(recordings_subject(self.namespace), encode(msgspec.structs.replace(query, inbox=inbox)))
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(settle_s)
@@ -330,7 +316,7 @@ class Inquiry:
 
     async def result(self, local: Recordings) -> Recordings:
         """Return the recordings of this machine and those that were sent, and what is known of the silent workers."""
-        silent = [each for each in self._instances.values() if each.id not in self._answered]
+        silent = [each for each in self.instances.values() if each.id not in self._answered]
         pings = await asyncio.gather(*(self._answers_ping(each) for each in silent))
         unanswered = dict[int, Unanswered]()
         for instance, is_older in zip(silent, pings, strict=True):
@@ -338,7 +324,7 @@ class Inquiry:
             if is_older:
                 self.problems.append(f"{title} sends no recording; its release is older, or it is overloaded")
                 continue
-            reason = f"it has not answered for {self._timeout_s:g} s: it is frozen, blocked, gone or cut off from NATS"
+            reason = f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut off from NATS"
             unanswered[instance.id] = Unanswered(title, reason)
         offsets = self._offsets
         if len(offsets) > 1:
@@ -346,11 +332,11 @@ class Inquiry:
         own = boot_id()
         asked = [_recording(each, offsets[each.header.boot_id], own) for each in self._senders.values() if each.slots]
         processes = [*local.processes, *asked]
-        return Recordings(processes, [*local.problems, *dict.fromkeys(self.problems)], unanswered)
+        return Recordings(processes, [*local.problems, *dict.fromkeys(self.problems)], unanswered, has_asked=True)
 
     async def _answers_ping(self, instance: Instance) -> bool:
         try:
-            await self._transport.request(instance.subject, PING, timeout_s=min(self._timeout_s, _PING_TIMEOUT_S))
+            await self.transport.request(instance.subject, PING, timeout_s=min(self.timeout_s, _PING_TIMEOUT_S))
         except Unreachable:
             return False
         return True

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dynamo_trtllm.background import BackgroundTasks
@@ -35,36 +36,26 @@ _ETCD = "etcd"  # in the flight recorder
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class EtcdDiscovery:
     """A `Discovery` in etcd. Create it on a running event loop.
-
-    Args:
-        config: addresses of etcd, and certificate files for https:// ones.
-        lease_ttl_s: seconds after which an instance that does not renew its lease is removed.
-        start_timeout_s: seconds to wait for an etcd that has not answered yet.
-        tasks: owner of the background tasks.
 
     Raises:
         ConfigError: the endpoints or certificate files are invalid.
     """
 
-    def __init__(
-        self,
-        config: ConnectionConfig,
-        *,
-        lease_ttl_s: float = 10.0,
-        start_timeout_s: float = START_TIMEOUT_S,
-        tasks: BackgroundTasks | None = None,
-    ) -> None:
-        self._tasks = tasks or BackgroundTasks()
-        self._store = EtcdStore(config)
-        self._lease_ttl_s = lease_ttl_s
-        self._start_timeout_s = start_timeout_s
+    config: ConnectionConfig  # addresses of etcd, and certificate files for https:// ones
+    lease_ttl_s: float = 10.0  # after which an instance that does not renew its lease is removed
+    start_timeout_s: float = START_TIMEOUT_S  # longest wait for an etcd that has not answered yet
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+
+    def __post_init__(self) -> None:
+        self._store = EtcdStore(self.config)
         self._registrations: list[LeaseKeeper] = []
 
     async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
-        registration = LeaseKeeper(self._store, key, record, ttl_s=self._lease_ttl_s, tasks=self._tasks)
+        registration = LeaseKeeper(self._store, key, record, ttl_s=self.lease_ttl_s, tasks=self.tasks)
         self._registrations.append(registration)  # before the call, because a cancel may arrive after the record is put
         try:
             await self._retry_at_start(registration.start)
@@ -81,7 +72,7 @@ class EtcdDiscovery:
         """
         backoff = Backoff()
         loop = asyncio.get_running_loop()
-        limit_s = AWAY_TIMEOUT_S if self._store.answered else self._start_timeout_s
+        limit_s = AWAY_TIMEOUT_S if self._store.answered else self.start_timeout_s
         begun_s, log_at_s = loop.time(), 0.0
         RECORDER.record_process(RecordedEvent.CONNECTION_AWAITED, _ETCD)
         while True:
@@ -105,7 +96,7 @@ class EtcdDiscovery:
         Raises:
             Unreachable: etcd does not answer the first list.
         """
-        prefix, cache, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self._lease_ttl_s), Backoff()
+        prefix, cache, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self.lease_ttl_s), Backoff()
         loop = asyncio.get_running_loop()
         snapshot = await self._retry_at_start(lambda: self._store.read_all(prefix))
         for event in cache.relist(snapshot.records):
@@ -124,7 +115,7 @@ class EtcdDiscovery:
                 yield event
             if cache.next_list_s:  # 0.0: for another reason
                 text = "etcd no longer lists some workers; keeping them for %g s in case they register again"
-                log.warning(text, self._lease_ttl_s)
+                log.warning(text, self.lease_ttl_s)
 
     async def _changes(
         self, prefix: str, snapshot: Snapshot, cache: InstanceCache, backoff: Backoff

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,35 +161,25 @@ def _may_be_mapped(spec: ProcessSpec) -> bool:
 OnReady = Callable[[LaunchRecord], Awaitable[bool]]
 
 
+@dataclass(eq=False)
 class Launcher:
-    """Launcher of one deployment. Create and run it once, in the main thread.
+    """Launcher of one deployment. Create and run it once, in the main thread."""
 
-    Args:
-        deployment: The deployment.
-        specs: Its processes.
-        console: Output of the launcher and its processes.
-        environ: Environment that the processes inherit.
-    """
+    deployment: DeploymentConfig
+    specs: Sequence[ProcessSpec]  # its processes
+    console: Console  # output of the launcher and its processes
+    environ: Mapping[str, str]  # that the processes inherit
 
-    def __init__(
-        self,
-        deployment: DeploymentConfig,
-        specs: Sequence[ProcessSpec],
-        console: Console,
-        environ: Mapping[str, str],
-    ) -> None:
-        self._deployment = deployment
-        self._specs = specs
-        self._console = console
-        self._environ = dict(environ)
+    def __post_init__(self) -> None:
+        self._environ = dict(self.environ)
         self._all_ready = asyncio.Event()
-        self._not_ready = {spec.name for spec in specs}
+        self._not_ready = {spec.name for spec in self.specs}
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
-        self._supervisor = Supervisor(deployment.restart, console.say)
-        console.on_failure = self._supervisor.stop
-        self.record = LaunchRecord(pid=os.getpid(), namespace=deployment.namespace)
+        self._supervisor = Supervisor(self.deployment.restart, self.console.say)
+        self.console.on_failure = self._supervisor.stop
+        self.record = LaunchRecord(pid=os.getpid(), namespace=self.deployment.namespace)
         self._record_path: Path
 
     async def run(self, on_ready: OnReady) -> None:
@@ -201,15 +192,15 @@ class Launcher:
             ConfigError: A port is in use, or a server does not start.
             RunFailed: A process was not ready in time, or has reached its restart limit.
         """
-        for spec in self._specs:
+        for spec in self.specs:
             _check_port(spec)
         with scratch_folder(_FOLDER) as folder:
             self._record_path = folder / _RECORD
             await self._supervisor.run(self._start_all(folder, on_ready))
-        self._console.say("stopped")
+        self.console.say("stopped")
 
     async def _start_all(self, folder: Path, on_ready: OnReady) -> None:
-        services = self._deployment.services
+        services = self.deployment.services
         for name, address, start in (("etcd", services.etcd, start_etcd), ("nats", services.nats, start_nats)):
             if address == START:
                 address = await self._start_server(name, partial(start, folder / name))
@@ -217,7 +208,7 @@ class Launcher:
         self.record.etcd = self._environ[ADDRESS_VARIABLES["etcd"]]
         self.record.nats = self._environ[ADDRESS_VARIABLES["nats"]]
         self._write_record()
-        for spec in self._specs:
+        for spec in self.specs:
             self._supervisor.keep(spec.name, partial(self._running, spec), partial(self._before_restart, spec))
         await self._all_ready.wait()
         if await on_ready(self.record):
@@ -233,7 +224,7 @@ class Launcher:
             began = time.monotonic()
             server = await start()
             start = server.restart
-            self._console.report_ready(name, time.monotonic() - began, f"at {server.address}")
+            self.console.report_ready(name, time.monotonic() - began, f"at {server.address}")
             if not address.done():
                 address.set_result(server.address)
             yield server
@@ -245,7 +236,7 @@ class Launcher:
     async def _running(self, spec: ProcessSpec) -> AsyncIterator[ManagedProcess]:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
-        on_line = partial(self._console.line, spec.name)
+        on_line = partial(self.console.line, spec.name)
         process = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
         if (last := self._processes.get(spec.name)) is not None and last.record.instance_id:
             self.record.ended_instances.append(last.record.instance_id)
@@ -269,14 +260,14 @@ class Launcher:
             written.write_bytes(msgspec.json.encode(self.record))
             written.replace(self._record_path)
         except OSError as exc:  # of a full disk; the deployment can do without it
-            self._console.say(f"dynamo-trtllm status will not show the current processes: {exc}")
+            self.console.say(f"dynamo-trtllm status will not show the current processes: {exc}")
 
     async def _before_restart(self, spec: ProcessSpec, process: ManagedProcess, status: int) -> None:
         if process.is_ready:
             self._mapped.add(spec.name)
         # A process that exits with 0 has normally released its GPU memory. If not, its successor fails to start
         # with another status, and then the dependents are restarted.
-        if self._deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
+        if self.deployment.restart.decode_workers and spec.name in self._mapped and status != 0:
             await self._restart_dependents(spec)
             self._mapped.remove(spec.name)
 
@@ -287,18 +278,18 @@ class Launcher:
         replicas of `dead` are ready, dependents drain one after the other. Otherwise all drain at once, because no new
         request can run anyway.
         """
-        dependents = dependents_of(dead, self._specs, self._environ)
+        dependents = dependents_of(dead, self.specs, self._environ)
         holding = {name: self._processes[name] for name in dependents if name in self._living_and_ready()}
         if not holding:
             return
         names = ", ".join(holding)
-        self._console.say(
+        self.console.say(
             f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
             "(restart.decode_workers: false disables this)"
         )
         replicas = [
             spec.name
-            for spec in self._specs
+            for spec in self.specs
             if spec.name != dead.name and (spec.role, spec.model) == (dead.role, dead.model)
         ]
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
@@ -312,7 +303,7 @@ class Launcher:
                 await asyncio.gather(*(holding[name].stop() for name in remaining))
             else:
                 await changed.wait()
-        self._console.say(f"{names} stopped; GPU memory of {dead.name} is free")
+        self.console.say(f"{names} stopped; GPU memory of {dead.name} is free")
 
     def _living_and_ready(self) -> set[str]:
         return {name for name, process in self._processes.items() if process.is_ready and not process.has_ended}
@@ -331,9 +322,9 @@ class Launcher:
         return port
 
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
-        spec, limit_s = process.spec, self._deployment.ready_timeout_s
+        spec, limit_s = process.spec, self.deployment.ready_timeout_s
         try:
-            on_wait = partial(self._console.report_phase, spec.name)
+            on_wait = partial(self.console.report_phase, spec.name)
             answer = await until(partial(ready, spec.host, process.record.port), limit_s, on_wait)
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
@@ -345,7 +336,7 @@ class Launcher:
             process.record.instance_id = answer.instance_id
             self._write_record()
             where = f"as instance {answer.instance_id}"
-        self._console.report_ready(spec.name, time.monotonic() - began, where)
+        self.console.report_ready(spec.name, time.monotonic() - began, where)
         self._not_ready.discard(spec.name)
         if not self._not_ready:
             self._all_ready.set()

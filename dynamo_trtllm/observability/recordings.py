@@ -9,7 +9,7 @@ import re
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -184,19 +184,16 @@ class RequestIds(NamedTuple):
         return cls(frozenset(keys), prefix, id_hash(text))
 
 
+@dataclass(eq=False)
 class Recordings:
     """The recordings of processes: those that have files in a folder, and those that sent theirs."""
 
-    def __init__(
-        self,
-        processes: Iterable[ProcessRecording],
-        problems: Iterable[str] = (),
-        unanswered: Mapping[int, Unanswered] | None = None,
-    ) -> None:
-        self.processes = list(processes)
-        self.problems = list(problems)  # a line for each recording that can't be read
-        self.has_asked = unanswered is not None  # the processes of other machines
-        self.unanswered = unanswered or {}  # by instance id
+    processes: list[ProcessRecording]
+    problems: list[str] = field(default_factory=list)  # a line for each recording that can't be read
+    unanswered: Mapping[int, Unanswered] = field(default_factory=dict)  # by instance id
+    has_asked: bool = False  # the processes of other machines
+
+    def __post_init__(self) -> None:
         self.requests: dict[int, RequestRecording] = {}
         self._keys_by_client_id: defaultdict[int, set[int]] = defaultdict(set)  # by the hash of its X-Request-Id
         boot = boot_id()
