@@ -206,9 +206,6 @@ class ConnectionConfig(Config):
     """Format of log lines: text, or json (one object per line)."""
 
 
-_RECORDER_OFF = "off"
-
-
 def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | None:
     """Return the folder of the files.
 
@@ -217,7 +214,7 @@ def recorder_folder(setting: str | None, environ: Mapping[str, str]) -> Path | N
         environ: environment of the process; XDG_RUNTIME_DIR is read.
     """
     if setting is not None:
-        return None if setting == _RECORDER_OFF else Path(setting)
+        return None if setting == "off" else Path(setting)
     runtime = environ.get("XDG_RUNTIME_DIR")
     return Path(runtime, "dynamo_trtllm") if runtime else Path(f"/tmp/dynamo_trtllm-{os.geteuid()}")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from dynamo_trtllm.config.base import (
     Config,
@@ -16,6 +17,7 @@ from dynamo_trtllm.config.base import (
     Namespace,
     NatsAddress,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     matching,
 )
@@ -83,6 +85,38 @@ WorkerName = Annotated[
 ]
 
 
+def _by_field(model: type[Config], given: Any) -> Any:
+    """Return flags by field name. They may be written as on the command line, with or without leading dashes."""
+    if not isinstance(given, dict):
+        return given  # pydantic reports it
+    field_of = {_field_name(name): flag.field for flag in flags_of(model) for name in flag.names}
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        name = _field_name(str(key))
+        if problem := unknown_key([name], field_of):
+            raise ValueError(problem)
+        field = field_of[name]
+        if field in _RESERVED and field in model.model_fields:
+            raise ValueError(f"{key}: set {_RESERVED[field]} instead")
+        if field in result:
+            raise ValueError(f"{field} is given twice")
+        result[field] = value
+    return result
+
+
+def _field_name(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _gpu_numbers(given: Any) -> Any:
+    """Return the value of `devices`: GPU numbers may be a text such as 0,1."""
+    if isinstance(given, str) and _GPU_NUMBERS.fullmatch(given):
+        return [int(number) for number in given.split(",")]
+    if given != "cpu" and not isinstance(given, list):
+        raise ValueError(f"expected cpu or a list of GPU numbers, got {given!r}")
+    return given
+
+
 class Section(Config):
     """A mapping of the file. The error for an unknown key suggests the most similar one, as pydantic's would not."""
 
@@ -106,7 +140,7 @@ class ServicesConfig(Section):
 class RestartConfig(Section):
     """Restart policy of all processes, etcd and NATS included. The launcher stops the deployment at the limit."""
 
-    max_restarts: Annotated[int, Field(ge=0)] = 3
+    max_restarts: NonNegativeInt = 3
     """Maximum restarts of one process per window."""
     window_s: PositiveFloat = 60.0
     """Window in seconds. Earlier restarts are not counted."""
@@ -127,26 +161,12 @@ class WorkerSpec(Section):
     """prefill, decode or prefill_and_decode."""
     count: int = Field(default=1, gt=0, le=1024)
     """Number of identical workers, at most 1024."""
-    devices: list[Annotated[int, Field(ge=0)]] | Literal["cpu"] = "cpu"
+    devices: Annotated[list[NonNegativeInt] | Literal["cpu"], BeforeValidator(_gpu_numbers)] = "cpu"
     """cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N equal parts."""
-    flags: dict[str, Any] = Field(default_factory=dict)
+    flags: Annotated[dict[str, Any], BeforeValidator(partial(_by_field, WorkerConfig))] = Field(default_factory=dict)
     """Flags of `dynamo-trtllm worker` without the leading dashes."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of its processes, added to the launcher's."""
-
-    @field_validator("flags", mode="before")
-    @classmethod
-    def _flags_by_field(cls, value: Any) -> Any:
-        return _by_field(WorkerConfig, value)
-
-    @field_validator("devices", mode="before")
-    @classmethod
-    def _devices_form(cls, value: Any) -> Any:
-        if isinstance(value, str) and _GPU_NUMBERS.fullmatch(value):
-            return [int(number) for number in value.split(",")]
-        if value != "cpu" and not isinstance(value, list):
-            raise ValueError(f"expected cpu or a list of GPU numbers, got {value!r}")
-        return value
 
     @model_validator(mode="after")
     def _devices_divide(self) -> WorkerSpec:
@@ -162,7 +182,9 @@ class DeploymentConfig(Section):
     """Namespace of the frontend and all workers."""
     services: ServicesConfig = ServicesConfig()
     """etcd and NATS."""
-    frontend: dict[str, Any] | None = Field(default_factory=dict)
+    frontend: Annotated[dict[str, Any] | None, BeforeValidator(partial(_by_field, FrontendConfig))] = Field(
+        default_factory=dict
+    )
     """Flags of `dynamo-trtllm frontend` without the leading dashes. null: no frontend is started."""
     workers: list[WorkerSpec] = Field(min_length=1)
     """Worker groups; at least one."""
@@ -170,11 +192,6 @@ class DeploymentConfig(Section):
     """Policy for processes that die."""
     ready_timeout_s: PositiveFloat = 120.0
     """Maximum seconds until a process is ready. Beyond it the deployment is stopped."""
-
-    @field_validator("frontend", mode="before")
-    @classmethod
-    def _flags_by_field(cls, value: Any) -> Any:
-        return _by_field(FrontendConfig, value)
 
     @model_validator(mode="after")
     def _names_differ(self) -> DeploymentConfig:
@@ -228,29 +245,6 @@ def _rename_deprecated(data: Mapping[str, Any], file: str) -> None:
             raise ConfigError(f"{file}: restart has decode_workers and its former name readers_too; remove readers_too")
         log.warning("%s: restart.readers_too is deprecated; rename it to decode_workers", file)
         restart["decode_workers"] = restart.pop("readers_too")
-
-
-def _by_field(model: type[Config], given: Any) -> Any:
-    """Return flags by field name. They may be written as on the command line, with or without leading dashes."""
-    if not isinstance(given, dict):
-        return given  # pydantic reports it
-    field_of = {_field_name(name): flag.field for flag in flags_of(model) for name in flag.names}
-    result: dict[str, Any] = {}
-    for key, value in given.items():
-        name = _field_name(str(key))
-        if problem := unknown_key([name], field_of):
-            raise ValueError(problem)
-        field = field_of[name]
-        if field in _RESERVED and field in model.model_fields:
-            raise ValueError(f"{key}: set {_RESERVED[field]} instead")
-        if field in result:
-            raise ValueError(f"{field} is given twice")
-        result[field] = value
-    return result
-
-
-def _field_name(name: str) -> str:
-    return name.removeprefix("--").replace("-", "_")
 
 
 def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str = ".") -> C:

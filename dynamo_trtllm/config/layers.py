@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ MAX_YAML_DEPTH = 64
 CONFIG_FOLDERS = ("engine_configs", "kernels_config", "deploy")  # packaged in the wheel
 
 log = logging.getLogger(__name__)
+_GUIDE_PATH = re.compile(
+    r"(/workspace/(dynamo/)?)?((examples|components)/backends/trtllm/)?engine_configs(?P<gpt_oss>/gpt_oss(?=/|\Z))?(?=/|\Z)"
+)
 
 
 class SourcedValue(NamedTuple):
@@ -218,17 +222,10 @@ def _packaged(path: Path) -> list[Path]:
 
 def _alias(path: Path) -> Path:
     """Map a path in Dynamo's source tree or container, as its guides use it, to ours; return others unchanged."""
-    parts = list(path.parts)
-    if parts[:2] == ["/", "workspace"]:
-        parts = parts[2:]
-        parts = parts[1:] if parts[:1] == ["dynamo"] else parts
-    if parts[:3] in (["examples", "backends", "trtllm"], ["components", "backends", "trtllm"]):
-        parts = parts[3:]
-    if parts[:1] != ["engine_configs"]:
+    theirs = _GUIDE_PATH.match(str(path))
+    if theirs is None:
         return path
-    if parts[1:2] == ["gpt_oss"]:
-        parts[1:2] = ["gpt-oss-120b", "v0.5"]
-    return Path(*parts)
+    return Path(f"engine_configs{'/gpt-oss-120b/v0.5' if theirs['gpt_oss'] else ''}{str(path)[theirs.end() :]}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
