@@ -6,8 +6,8 @@ A frontend that is new, or that missed an update of a worker, asks the worker to
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from dataclasses import dataclass, field
 from typing import Final
 
 from dynamo_trtllm.background import first_of
@@ -27,17 +27,6 @@ _LONGEST_PAUSE_S = 30.0
 _TIMEOUT_S = 2.0
 _AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, while streams wait
 _UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
-
-
-@dataclass(slots=True)
-class _Resync:
-    """The requests to one worker for a snapshot."""
-
-    due_s: float
-    count: int = 0
-    failure: str = ""
-    task: asyncio.Task[None] | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # the worker is in sync
 
 
 class PrefixFeed:
@@ -61,8 +50,9 @@ class PrefixFeed:
         self._namespace = namespace
         self._pause_s = pause_s
         self._instances: dict[int, Instance] = {}
-        self._resyncs: dict[int, _Resync] = {}
-        self._wake = asyncio.Event()
+        self._resyncs: dict[int, asyncio.Task[None]] = {}  # of the workers that are not in sync
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._wake = asyncio.Event()  # a worker is in sync, or no longer
         self._num_unreadable = 0  # messages
 
     async def run(self) -> None:
@@ -76,8 +66,8 @@ class PrefixFeed:
                     changed = self._view.changed
                     self._wake.clear()
                     self._follow_instances()
-                    wait_s = self._ask(group)
-                    await first_of(changed.wait(), self._wake.wait(), timeout_s=wait_s)
+                    self._update_resyncs(group)
+                    await first_of(changed.wait(), self._wake.wait())
         finally:
             if unsubscribe is not None:
                 await unsubscribe()
@@ -104,46 +94,36 @@ class PrefixFeed:
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
                 _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
             return
-        has_gap = not was_unsynced and update.instance_id in self._known.unsynced
-        self._metrics.child("kv_updates_total", "gap" if has_gap else "applied").inc()
-        resync = self._resyncs.get(update.instance_id)
-        if resync is not None and update.instance_id not in self._known.unsynced:
-            resync.ended.set()
-        elif resync is None and update.instance_id in self._known.unsynced:
+        is_unsynced = update.instance_id in self._known.unsynced
+        self._metrics.child("kv_updates_total", "gap" if is_unsynced and not was_unsynced else "applied").inc()
+        if is_unsynced != (update.instance_id in self._resyncs):
             self._wake.set()
 
-    def _ask(self, group: asyncio.TaskGroup) -> float | None:
-        """Start the requests for snapshots that are due. Return the seconds until the next one is due."""
-        now, unsynced = asyncio.get_running_loop().time(), self._known.unsynced
+    def _update_resyncs(self, group: asyncio.TaskGroup) -> None:
+        """Run one task for each worker that is not in sync."""
+        unsynced = self._known.unsynced
         for instance_id in self._resyncs.keys() - unsynced:
-            del self._resyncs[instance_id]
+            self._resyncs.pop(instance_id).cancel()
         for instance_id in unsynced - self._resyncs.keys():
-            self._resyncs[instance_id] = _Resync(now)
-        waiting = [(name, each) for name, each in self._resyncs.items() if each.task is None]
-        due = [(name, each) for name, each in waiting if each.due_s <= now]
-        for name, resync in due[: _AT_ONCE - (len(self._resyncs) - len(waiting))]:
-            resync.task = group.create_task(self._request(self._instances[name], resync), name=f"kv-resync-{name:x}")
-        return min((max(each.due_s - now, self._pause_s / 8) for _, each in waiting), default=None)
+            resync = self._resync(self._instances[instance_id])
+            self._resyncs[instance_id] = group.create_task(resync, name=f"kv-resync-{instance_id:x}")
 
-    async def _request(self, instance: Instance, resync: _Resync) -> None:
-        if resync.count == _UNANSWERED:
-            reason = resync.failure or "it accepts requests but publishes nothing"
-            _log.warning(
-                "worker %x did not send its prefix cache, asked %d times: %s", instance.id, _UNANSWERED, reason
-            )
-            if instance.id in self._known.unsynced:
-                self._known.forget(instance.id)
-        resync.failure = ""
-        self._metrics.child("kv_updates_total", "resync").inc()
-        try:
-            await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
-            async with asyncio.timeout(min(_TIMEOUT_S, self._pause_s)):
-                await resync.ended.wait()
-        except DynamoError as exc:
-            resync.failure = f"{exc.code}: {exc.message}"
-        except TimeoutError:
-            pass  # the snapshot may come later
-        pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2**resync.count)
-        resync.count, resync.due_s = resync.count + 1, asyncio.get_running_loop().time() + pause_s
-        resync.task = None
-        self._wake.set()
+    async def _resync(self, instance: Instance) -> None:
+        """Ask a worker for snapshots, with longer and longer pauses, until cancelled: when the worker is in sync."""
+        pause_s, failure = self._pause_s, ""
+        for count in itertools.count():
+            async with self._slots:
+                if count == _UNANSWERED:
+                    text = "worker %x did not send its prefix cache, asked %d times: %s"
+                    _log.warning(text, instance.id, count, failure)
+                    if instance.id in self._known.unsynced:  # it may be in sync by now
+                        self._known.forget(instance.id)
+                self._metrics.child("kv_updates_total", "resync").inc()
+                try:
+                    await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
+                    failure = "it accepts requests but publishes nothing"
+                    await asyncio.sleep(min(_TIMEOUT_S, self._pause_s))  # for the snapshot
+                except DynamoError as exc:
+                    failure = f"{exc.code}: {exc.message}"
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
