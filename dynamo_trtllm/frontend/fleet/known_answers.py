@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, RequestError, RequestRejected
 from dynamo_trtllm.messages import Instance, Role, TokenIds, token_ids
@@ -33,17 +33,12 @@ class KnownAnswer:
     depends_on_kv: bool  # another prompt with the same first output token continues differently
 
 
-class ProbeCall(Protocol):
-    """A function that sends one greedy request to `selection` and returns the output tokens.
+ProbeCall: TypeAlias = Callable[[WorkerSelection, TokenIds, int], Awaitable[list[int]]]
+"""A function that sends one greedy request to some workers and returns the output tokens.
 
-    Raises:
-        DynamoError: the request failed.
-        TimeoutError: the answer took too long.
-    """
-
-    async def __call__(
-        self, selection: WorkerSelection, prompt: TokenIds, max_tokens: int, *, num_resumed_output_tokens: int = 0
-    ) -> list[int]: ...
+The prompt ends with as many tokens of the answer as the number says, and the request is for the rest of ANSWER_TOKENS.
+It raises DynamoError if the request failed, and TimeoutError if the answer took too long.
+"""
 
 
 class _Key(NamedTuple):
@@ -140,8 +135,8 @@ async def _make(selection: WorkerSelection, sources: Iterable[Instance], ask: Pr
     for source in sources:
         alone, prompt, other = WorkerSelection(None, source), random_prompt(selection), random_prompt(selection)
         try:
-            tokens = await ask(alone, prompt, ANSWER_TOKENS)
-            follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, num_resumed_output_tokens=1)
+            tokens = await ask(alone, prompt, 0)
+            follows = await ask(alone, other + token_ids(tokens[:1]), 1)
         except (DynamoError, TimeoutError) as exc:
             is_rejected = isinstance(exc, (RequestRejected, RequestError))  # it does not support this request
             if source in _instances(selection) and not is_rejected:

@@ -233,9 +233,8 @@ class PairProbes:
             known_answer = None
             if selection.prefill is not None:
                 known_answer = await self._known_answers.get(number, selection, view, ask)
-            tokens = await ask(
-                selection, random_prompt(selection) if known_answer is None else known_answer.prompt, ANSWER_TOKENS
-            )
+            prompt = random_prompt(selection) if known_answer is None else known_answer.prompt
+            tokens = await ask(selection, prompt, 0)
             if len(tokens) != ANSWER_TOKENS:
                 return _ProbeResult("canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}")
             if selection.prefill is None:
@@ -265,13 +264,7 @@ class PairProbes:
         )
 
     async def _ask(
-        self,
-        trace: RouteTrace,
-        selection: WorkerSelection,
-        prompt: TokenIds,
-        max_tokens: int,
-        *,
-        num_resumed_output_tokens: int = 0,
+        self, trace: RouteTrace, selection: WorkerSelection, prompt: TokenIds, num_resumed: int
     ) -> list[int]:
         """See `ProbeCall`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
@@ -279,10 +272,10 @@ class PairProbes:
             request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
             token_ids=prompt,
-            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            sampling=Sampling(max_tokens=ANSWER_TOKENS - num_resumed, temperature=0.0, ignore_eos=True),
             # Later than the limit below, which thus always decides: this one ends what a lost cancel would leave.
             deadline=time.time() + self._timeout_s + _CANCEL_S,
-            num_resumed_output_tokens=num_resumed_output_tokens,
+            num_resumed_output_tokens=num_resumed,
             cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
         )
         tokens: list[int] = []

@@ -34,24 +34,12 @@ PROG = "python -m dynamo_trtllm.frontend"
 log = logging.getLogger(__name__)
 
 _STARTING = "this frontend is starting"
+_NO_LISTS: dict[str, object] = dict.fromkeys(("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ())
+_NO_COUNTS = {"num_instances": {}, "num_pairs": 0, "num_quarantined": 0}
 _EARLY = {
     "/live": (200, {"status": "live"}),
     "/ready": (503, {"status": "loading", "reason": _STARTING}),
-    "/health": (
-        200,
-        {
-            "status": "loading",
-            "endpoints": [],
-            "num_instances": {},
-            "instances": [],
-            "num_pairs": 0,
-            "num_quarantined": 0,
-            "pairs": [],
-            "mismatched": [],
-            "rejected_records": [],
-            "message": _STARTING,
-        },
-    ),
+    "/health": (200, {"status": "loading", **_NO_LISTS, **_NO_COUNTS, "message": _STARTING}),
 }
 
 
