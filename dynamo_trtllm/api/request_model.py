@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
@@ -268,13 +269,8 @@ def cut(text: str) -> str:
 
 
 def first_repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs a second time, or None."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+    """Return the first name that occurs more than once, or None."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _translated(error: ErrorDetails) -> InvalidRequest:

@@ -104,7 +104,8 @@ class EndpointServer:
         self._load_reported: dict[str, bool] = {}  # callers since _LOAD_EVERY_S; True: a message without one followed
         self._latest_openings: dict[tuple[str, int], None] = {}  # inbox and stream, including ended ones
         self._subject = ""
-        self._accepting, self._is_closed = True, False
+        self.is_accepting = True  # False: new requests get `Draining`; running streams and control verbs continue
+        self._is_closed = False
         transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
@@ -114,14 +115,6 @@ class EndpointServer:
         self._subscriptions.append(await self._transport.subscribe(subject, self._on_message))
         await self._transport.request(subject, PING, timeout_s=timeout_s)  # its reply shows that the subject is routed
         self._heartbeat.start()
-
-    def stop_accepting(self) -> None:
-        """Reject new requests with `Draining`. Running streams and control verbs continue."""
-        self._accepting = False
-
-    def accept_again(self) -> None:
-        """Accept new requests after `stop_accepting`."""
-        self._accepting = True
 
     async def finished(self) -> None:
         """Wait until no stream runs."""
@@ -134,7 +127,7 @@ class EndpointServer:
 
     async def aclose(self) -> None:
         """Stop serving and end running streams; their callers get `Draining`. Idempotent."""
-        self._accepting = False
+        self.is_accepting = False
         self._is_closed = True
         for unsubscribe in self._subscriptions:
             await unsubscribe()
@@ -171,7 +164,7 @@ class EndpointServer:
             is_new = (body.inbox, body.stream) not in self._latest_openings and (
                 caller is None or (body.stream not in caller.running and body.stream not in caller.held)
             )
-            if is_new and not self._accepting:
+            if is_new and not self.is_accepting:
                 raise errors.Draining("the worker is shutting down and accepts no new requests")
             if mismatch := wire_mismatch(body.wire):
                 raise errors.VersionMismatch(mismatch)

@@ -37,7 +37,7 @@ async def drain(engine: Engine, serving: EndpointServer, timeout_s: float) -> No
         serving: the server of its requests; it rejects new ones from now on.
         timeout_s: longest wait in seconds.
     """
-    serving.stop_accepting()
+    serving.is_accepting = False
     try:
         if await first_of(_finish(engine, serving), _log_progress(engine, serving, timeout_s), timeout_s=timeout_s):
             _log.info("drained")
@@ -156,7 +156,7 @@ class Sleeper:
         _log.info("awake")
 
     async def _serve(self) -> None:
-        self.serving.accept_again()
+        self.serving.is_accepting = True
         self.registration = await self.register()
         self.health.phase = "serving"
 

@@ -242,7 +242,7 @@ async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(b
     serving = await bench.worker.serve(SUBJECT, service)
     running = asyncio.create_task(collect(bench.caller, make_request()))
     await asyncio.wait_for(service.started.wait(), SOON_S)
-    serving.stop_accepting()
+    serving.is_accepting = False
     await check_fails(collect(bench.caller, make_request()), Draining)
     assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000
     go.set()

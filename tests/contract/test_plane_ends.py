@@ -74,7 +74,7 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: PlanePai
     asking = asyncio.create_task(collect(bench.caller, make_request()))
     await asyncio.wait_for(service.started.wait(), SOON_S)
     assert serving.running == 1
-    serving.stop_accepting()
+    serving.is_accepting = False
     finished = asyncio.create_task(serving.finished())
     await asyncio.sleep(0.05)
     assert not finished.done()
