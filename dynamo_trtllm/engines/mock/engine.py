@@ -21,7 +21,7 @@ from itertools import repeat
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, RequestPhases
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
@@ -35,12 +35,11 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     KvTransferParams,
     Phase,
-    PhaseTimings,
     ReleaseOutcome,
     token_ids,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream, phase_timings
+from dynamo_trtllm.streams import OnEvent, QueueClock, StreamHandle, TaskStream
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 _MAX_SEED = 0xFFFF
@@ -57,29 +56,20 @@ class _MockStream(TaskStream):
         most_new = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens
         self.blocks = engine.num_blocks(len(request.token_ids) + most_new)  # without those of `chain`, once admitted
         self.chain: list[CachedBlock] = []  # its first blocks, as far as the prefix cache has them
-        self.cached_tokens = 0  # of the prompt
         self.seed = zlib.crc32(prompt) & _MAX_SEED
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
         self.wanted = 0  # tokens to generate, one per step
-        self.recorded_wait = ""
-        self._begun_s = time.monotonic()  # of the current phase
-        self._phases: dict[str, float] = {}  # that have ended
+        self.phases = RequestPhases(request)
         self._queued = engine.queue_clock.read()  # at the arrival
-
-    def end_phase(self, phase: str) -> None:
-        """End the current phase, and begin the next one."""
-        now = time.monotonic()
-        self._phases[phase], self._begun_s = now - self._begun_s, now
-        if phase == "prefill" and self.request.kv_params is None:
-            RECORDER.record(self.request.request_id, RecordedEvent.PREFILL_DONE)
 
     def admitted(self) -> None:
         """End the wait in the queue. A decode call fetches its KV meanwhile and waits for its first step afterwards."""
-        RECORDER.record(self.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
         if self.request.kv_params is None:
-            self.end_phase("queue")
-            self._phases |= self._engine.queue_clock.since(self._queued)
+            self.phases.end("queue")
+            self.phases.seconds |= self._engine.queue_clock.since(self._queued)
+        else:
+            RECORDER.record(self.request.request_id, RecordedEvent.STARTED_IN_ENGINE)
 
     def start(self) -> None:
         """Queue the request. Raises the error of a rejected one."""
@@ -100,12 +90,6 @@ class _MockStream(TaskStream):
         if not self.has_ended:
             self._generate_rest()
 
-    def record_wait(self, lacking: str) -> None:
-        """Record what the request lacks, as long as it is the first one that waits."""
-        if lacking == "kv_blocks" != self.recorded_wait:
-            self.recorded_wait = lacking
-            RECORDER.record(self.request.request_id, RecordedEvent.WAITING_FOR_KV_BLOCKS)
-
     def token(self, index: int) -> int:
         """Return an output token of this call: the Harmony prefix first, then a function of seed and index."""
         at = self.request.num_resumed_output_tokens + index
@@ -115,11 +99,11 @@ class _MockStream(TaskStream):
         """Generate one token."""
         token, stats = self.token(self.num_output), None
         if self.num_output == 0:
-            self.end_phase("prefill")
+            self.phases.end("prefill")
             self._engine.store(self)
-            stats = self.timings()
+            stats = self.phases.timings()
         elif self.num_output == 1 and self.request.kv_params is not None:
-            self.end_phase("decode_wait")
+            self.phases.end("decode_wait")
         self.num_output += 1
         self.wanted -= 1
         if self.wanted:
@@ -127,16 +111,8 @@ class _MockStream(TaskStream):
         elif self.request.phase is Phase.PREFILL and self.request.sampling.max_tokens > 1:
             self.run(self._engine.export_kv(self, token), f"mock-export-{self.request.request_id}")
         else:
-            self.emit(Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=self.timings()))
-
-    def exported(self) -> PhaseTimings:
-        """End the export of the KV. Return the timings of the call."""
-        self.end_phase("export")
-        return self.timings()
-
-    def timings(self) -> PhaseTimings:
-        """Return the timings of the phases that have ended."""
-        return phase_timings(self._phases, self.request.kv_params, cached_tokens=self.cached_tokens)
+            last = FinishReason.LENGTH
+            self.emit(Chunk(token_ids=token_ids([token]), finish_reason=last, stats=self.phases.timings()))
 
     def _free(self) -> None:
         self._engine.remove(self)
@@ -240,9 +216,9 @@ class MockEngine:
         await self._transfers.fetch(stream.request, kv_params, kv_params.engine_state, Destination([region]))
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
-        stream.end_phase("handoff")
+        stream.phases.end("handoff")
         self.store(stream)
-        return Chunk(token_ids=kv_params.first_token_ids, stats=stream.timings())
+        return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())
 
     async def export_kv(self, stream: _MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
@@ -259,7 +235,7 @@ class MockEngine:
 
         self._num_published += 1
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
-        published = PublishedKv(regions, lambda offer: offer, unpublished, stream.exported)
+        published = PublishedKv(regions, lambda offer: offer, unpublished, stream.phases.exported)
         return await self._transfers.publish(stream.request, Chunk(token_ids=token_ids([first])), published)
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
@@ -324,7 +300,7 @@ class MockEngine:
             self._running[stream] = None
         self.queue_clock.lack(lacking if self._waiting else "")
         if self._waiting:
-            self._waiting[0].record_wait(lacking)
+            self._waiting[0].phases.lack(lacking)
 
     def _lacking(self) -> str:
         """Reserve what the first waiting request needs. Return what it lacks; "" if it can start."""
@@ -343,8 +319,8 @@ class MockEngine:
             self._free_blocks += len(reserved.evicted)
             stream.chain = reserved.reused
             stream.blocks -= len(stream.chain)
-            stream.cached_tokens = len(stream.chain) * self._args.kv_block_size
-            stream.prefill_left -= stream.cached_tokens
+            stream.phases.cached_tokens = len(stream.chain) * self._args.kv_block_size
+            stream.prefill_left -= stream.phases.cached_tokens
         if stream.blocks > self._free_blocks:
             return False
         self._free_blocks -= stream.blocks

@@ -64,7 +64,7 @@ class _TorchStream(TaskStream):
 
     async def _compile_and_submit(self, seq: TorchSequence, scheduler: Scheduler) -> None:
         matcher = await self._engine.compile_grammar(seq.request.sampling, seq)
-        seq.end_phase("grammar")
+        seq.phases.end("grammar")
         self._submit(seq, scheduler, matcher)
 
     def _submit(self, seq: TorchSequence, scheduler: Scheduler, matcher: grammar.GrammarMatcher | None) -> None:
@@ -269,7 +269,7 @@ class TorchEngine:
         scatter = partial(scheduler.transfer_buffer.scatter, reserved.allocation, reserved.rows)
         begun_s = time.monotonic()
         await self._kv_connector.fetch(request, reserved.allocation, on_region=scatter)
-        seq.phases["handoff.read"] = time.monotonic() - begun_s
+        seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 
     def _new_sequence(

@@ -19,7 +19,7 @@ from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation
 from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, decode, encode
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, decode, encode
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class KvConnector:
             [_region(region) for region in prefill_done.allocation.regions],
             lambda offer: encode(TorchState(offer, seq.seed, region_bytes)),
             partial(self._retire, seq),
-            partial(_exported, seq),
+            seq.phases.exported,
             ready=0 if copied else None,
         )
         chunk = await self.transfers.publish(seq.request, prefill_done.first, kv)
@@ -134,12 +134,6 @@ class KvConnector:
         """End all KV transfers, then close the backend."""
         await self.transfers.aclose()
         await asyncio.to_thread(self._copying.shutdown)
-
-
-def _exported(seq: TorchSequence) -> PhaseTimings:
-    """End the export of a prompt's KV, and return the timings of its call."""
-    seq.end_phase("export")
-    return seq.timings()
 
 
 def _log_copy_error(copying: Future[None]) -> None:

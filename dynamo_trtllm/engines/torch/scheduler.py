@@ -119,8 +119,10 @@ class Scheduler:
         if seq.logits_processor is not None:
             for token_id in kv_params.first_token_ids:
                 seq.logits_processor.accept_token(token_id)
-        seq.end_phase("handoff")
-        first = Chunk(token_ids=kv_params.first_token_ids, logprobs=kv_params.first_logprobs, stats=seq.timings())
+        seq.phases.end("handoff")
+        first = Chunk(
+            token_ids=kv_params.first_token_ids, logprobs=kv_params.first_logprobs, stats=seq.phases.timings()
+        )
         if seq.num_output_tokens < seq.max_new_tokens:
             seq.awaits_step = True
             self._decoding.append(seq)
@@ -221,8 +223,8 @@ class Scheduler:
         lacking = ""
         while self._waiting and not (lacking := self._lacking(self._waiting[0])):
             seq = self._waiting.popleft()
-            seq.end_phase("queue")
-            seq.phases |= self._queue_clock.since(seq.queued)
+            seq.phases.end("queue")
+            seq.phases.seconds |= self._queue_clock.since(seq.queued)
             if seq.allocation is not None:
                 self._reserved.add(seq)
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
@@ -230,6 +232,8 @@ class Scheduler:
             else:
                 self._prefilling.append(seq)
         self._queue_clock.lack(lacking if self._waiting else "")
+        if self._waiting:
+            self._waiting[0].phases.lack(lacking)
 
     def _lacking(self, seq: TorchSequence) -> str:
         """Allocate what the first waiting sequence needs. Return what is lacking; "" if it can start."""
@@ -239,8 +243,8 @@ class Scheduler:
         if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
             seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
             if seq.allocation is None:
-                return seq.lack("transfer_buffer")
-        return "" if self.blocks.reserve(seq) else seq.lack("kv_blocks")
+                return "transfer_buffer"
+        return "" if self.blocks.reserve(seq) else "kv_blocks"
 
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
@@ -253,7 +257,7 @@ class Scheduler:
             if seq.allocation is None:
                 return
             self._awaiting_buffer.popleft()
-            seq.end_part("export.transfer_buffer")
+            seq.phases.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
             copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens))
             self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
@@ -333,14 +337,14 @@ class Scheduler:
     def _update_from_output(self, sampled: list[TorchSequence], choices: list[SampledToken | None]) -> None:
         for seq, choice in zip(sampled, choices, strict=True):
             if seq in self._prefilling:
-                seq.end_phase("prefill")
+                seq.phases.end("prefill")
                 self._prefilling.remove(seq)
                 self._decoding.append(seq)
                 if choice is not None:
                     self.blocks.store(seq)
             elif seq.awaits_step:
                 seq.awaits_step = False
-                seq.end_phase("decode_wait")
+                seq.phases.end("decode_wait")
             self._emit(seq, choice)
         if len(self._non_finite) >= _MOST_NON_FINITE:
             raise EngineFailed(
@@ -377,7 +381,7 @@ class Scheduler:
             self._awaiting_buffer.append((seq, Chunk(token_ids=ids, logprobs=logprobs)))
             self._export_prefilled()
             return
-        stats = seq.timings() if reason is not None or seq.num_output_tokens == 1 else None
+        stats = seq.phases.timings() if reason is not None or seq.num_output_tokens == 1 else None
         self._events.append((seq, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
             self._drop(seq)
