@@ -8,9 +8,8 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import Presence
-from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, choose_profile, trtllm_args
 from dynamo_trtllm.errors import ConfigError
 from tests import unverified_names
 
@@ -92,7 +91,7 @@ def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -
 def test_file_when_it_names_a_moe_backend_then_the_profile_of_its_gpu_allows_it(path: Path) -> None:
     sm = 90 if "hopper" in path.parts else 100
     merged = args(path, first_release(path), sm)
-    allowed = {*kernels.choose(None, [Gpu(name="", sm=sm, memory_bytes=1)]).quantization, "AUTO"}
+    allowed = {*choose_profile(None, [Gpu(name="", sm=sm, memory_bytes=1)]).quantization, "AUTO"}
     assert merged.get("moe_config.backend") in allowed
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.engines.external import runner
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.trtllm import kernels
+from dynamo_trtllm.engines.trtllm import args
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.fake_bindings import Llm, make
 
@@ -18,7 +18,7 @@ from tests.unit.engines.trtllm.fake_bindings import Llm, make
 def profiles_read_once() -> Iterator[None]:
     """Nearly all that a check of a configuration computes is to parse the same kernel profiles again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "load", functools.cache(kernels.load))
+        patch.setattr(args, "load_profile", functools.cache(args.load_profile))
         yield
 
 

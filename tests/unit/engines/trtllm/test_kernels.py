@@ -9,12 +9,12 @@ import pytest
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.trtllm import kernels
+from dynamo_trtllm.engines.trtllm import args
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.kernels import KernelProfile, choose
+from dynamo_trtllm.engines.trtllm.args import KernelProfile, choose_profile
 from dynamo_trtllm.errors import ConfigError
 
-SHIPPED = (*kernels.BY_GPU, kernels.FALLBACK)
+SHIPPED = (*args.BY_GPU, args.FALLBACK)
 
 
 def gpus(*sms: int) -> list[Gpu]:
@@ -34,28 +34,28 @@ def gpus(*sms: int) -> list[Gpu]:
     ],
 )
 def test_choose_when_nothing_is_named_then_by_the_gpus(sms: tuple[int, ...], name: str) -> None:
-    assert choose(None, gpus(*sms)).name == name
+    assert choose_profile(None, gpus(*sms)).name == name
 
 
 def test_choose_when_a_name_is_given_then_it_beats_the_gpus() -> None:
-    assert choose("hopper", gpus(100)).name == "hopper"
+    assert choose_profile("hopper", gpus(100)).name == "hopper"
 
 
 @pytest.mark.parametrize("sms", [(90, 100), (90, 80)])
 def test_choose_when_gpus_differ_then_refused_with_the_profiles_to_name(sms: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"different kernel profiles \(GPU of .*hopper"):
-        choose(None, gpus(*sms))
+        choose_profile(None, gpus(*sms))
 
 
 def test_choose_when_the_name_is_unknown_then_the_known_are_listed() -> None:
     with pytest.raises(ConfigError, match="one of blackwell, blackwell-rtx, hopper, fallback"):
-        choose("hoper", [])
+        choose_profile("hoper", [])
 
 
 def test_choose_when_a_file_is_named_then_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("engine_args: {stream_interval: 4}\nenvironment: {A_B: 'x'}\n")
-    assert choose(str(path), gpus(90)) == KernelProfile(
+    assert choose_profile(str(path), gpus(90)) == KernelProfile(
         name="mine", sm=(), quantization={}, engine_args={"stream_interval": 4}, mxfp4_args={}, environment={"A_B": "x"}
     )
 
@@ -72,19 +72,19 @@ def test_choose_when_the_file_is_bad_then_refused_with_the_key(tmp_path: Path, t
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=problem):
-        choose(str(path), [])
+        choose_profile(str(path), [])
 
 
 def test_choose_when_the_working_directory_is_elsewhere_then_the_shipped_ones_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert choose(None, gpus(90)).name == "hopper"
+    assert choose_profile(None, gpus(90)).name == "hopper"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: str) -> None:
-    profile = kernels.load(name)
+    profile = args.load_profile(name)
     assert schema.check(profile.engine_args, LIBRARY.newest, name) == []
     assert schema.check(profile.mxfp4_args, LIBRARY.newest, name) == []
     backend = profile.mxfp4_args.get("moe_config", {}).get("backend")
@@ -92,9 +92,9 @@ def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: 
 
 
 def test_profiles_when_listed_then_each_file_is_one_and_no_gpu_has_two() -> None:
-    folder = layers.find_file(kernels.FOLDER)
+    folder = layers.find_file(args.FOLDER)
     assert {path.stem for path in folder.glob("*.yaml")} == set(SHIPPED)
-    sms = [sm for name in SHIPPED for sm in kernels.load(name).sm]
+    sms = [sm for name in SHIPPED for sm in args.load_profile(name).sm]
     assert len(sms) == len(set(sms))
 
 
@@ -107,7 +107,7 @@ def test_apply_when_the_user_exported_a_variable_then_it_stays_and_it_is_said(
     environment = {"UCX_MEMTYPE_CACHE": "n", "TRTLLM_ENABLE_PDL": "1"}
     profile = KernelProfile(name="test", sm=(), quantization={}, engine_args={}, mxfp4_args={}, environment=environment)
     with caplog.at_level(logging.INFO):
-        kernels.apply(profile)
+        args.apply_profile(profile)
     assert os.environ["UCX_MEMTYPE_CACHE"] == "y"
     assert os.environ["TRTLLM_ENABLE_PDL"] == "1"
     assert "UCX_MEMTYPE_CACHE='y' is set by the user, but kernels profile test needs 'n'; unset it" in caplog.text

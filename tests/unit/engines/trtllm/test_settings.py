@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.library import end_ids
-from dynamo_trtllm.engines.trtllm import settings
+from dynamo_trtllm.engines.trtllm import engine
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
@@ -78,7 +78,7 @@ def refused(
     **values: Any,
 ) -> set[str]:
     found = bindings(fields, *(["cache_salt"] if cache_salt else []))
-    features = set(settings.unsupported_features(facts_of(version, role, **values), found))
+    features = set(engine.unsupported_features(facts_of(version, role, **values), found))
     assert "prompt_logprobs" in features  # with every release and every argument
     return features - {"prompt_logprobs"}
 
@@ -126,7 +126,7 @@ def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role
 def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
     version: str, values: dict[str, Any], works: bool
 ) -> None:
-    found = settings.model_limits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
+    found = engine.model_limits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
     assert found.min_tokens is works
 
 
@@ -167,26 +167,26 @@ BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer":
 def test_prompt_limit_when_several_limit_it_then_the_smallest_and_its_name(
     phase: Phase, values: dict[str, Any], limit: int, why: str
 ) -> None:
-    found = settings.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
+    found = engine.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
     assert found.tokens == limit
     assert why in found.why
 
 
 def test_context_when_nobody_says_it_then_the_flag_is_named() -> None:
     with pytest.raises(ConfigError, match="--max-seq-len"):
-        settings.context_length(facts_of(model=checkpoint(context_length=0)))
+        engine.context_length(facts_of(model=checkpoint(context_length=0)))
 
 
 def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
     transceiver = {"cache_transceiver_config": {"backend": "UCX"}}
-    assert settings.kv_compat(facts_of(**transceiver), "1.2.1") == {
+    assert engine.kv_compat(facts_of(**transceiver), "1.2.1") == {
         "release": "1.2",
         "transceiver": "UCX",
         "attn_backend": "TRTLLM",
     }
-    other = settings.kv_compat(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2.1")
+    other = engine.kv_compat(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2.1")
     assert other["tensor_parallel_size"] == "2"
-    assert settings.kv_compat(facts_of(role=Role.AGGREGATED), "1.2.1") == {}
+    assert engine.kv_compat(facts_of(role=Role.AGGREGATED), "1.2.1") == {}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
     ],
 )
 def test_pairing_when_1_3_then_by_the_transceiver_that_runs(config: dict[str, Any], runtime: str) -> None:
-    found = settings.kv_compat(facts_of("1.3.0rc29", cache_transceiver_config=config), "1.3.0rc29")
+    found = engine.kv_compat(facts_of("1.3.0rc29", cache_transceiver_config=config), "1.3.0rc29")
     assert found["transceiver_runtime"] == runtime
 
 
@@ -212,14 +212,14 @@ def test_pairing_when_the_default_backend_is_ucx_by_environment_then_by_the_cpp_
         facts_of("1.3.0rc29", cache_transceiver_config={"backend": "DEFAULT"}),
         environment={"TRTLLM_USE_UCX_KVCACHE": "1"},
     )
-    assert settings.kv_compat(found, "1.3.0rc29")["transceiver_runtime"] == "CPP"
+    assert engine.kv_compat(found, "1.3.0rc29")["transceiver_runtime"] == "CPP"
 
 
 def test_pairing_when_the_transceiver_is_python_then_by_the_whole_build() -> None:
     nixl, ucx = ({"cache_transceiver_config": {"backend": name}} for name in ("NIXL", "UCX"))
-    assert settings.kv_compat(facts_of("1.3.0rc29", **nixl), "1.3.1+cu130")["release"] == "1.3.1+cu130"
-    assert settings.kv_compat(facts_of("1.3.0rc29", **ucx), "1.3.1+cu130")["release"] == "1.3"
-    assert settings.kv_compat(facts_of("1.2.1", **nixl), "1.2.1")["release"] == "1.2"
+    assert engine.kv_compat(facts_of("1.3.0rc29", **nixl), "1.3.1+cu130")["release"] == "1.3.1+cu130"
+    assert engine.kv_compat(facts_of("1.3.0rc29", **ucx), "1.3.1+cu130")["release"] == "1.3"
+    assert engine.kv_compat(facts_of("1.2.1", **nixl), "1.2.1")["release"] == "1.2"
 
 
 @pytest.mark.parametrize("backend", ["UCX", "MPI", "MOONCAKE"])
@@ -252,13 +252,13 @@ def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_the_t
     assert (transceiver["agent_bounce_buffer_enable"], transceiver["transceiver_runtime"]) == (True, "CPP")
     assert found.args.values["iter_perf_stats_interval"] == 10
     nixl = facts_of("1.4.0rc1", cache_transceiver_config={"backend": "NIXL"})
-    assert settings.kv_compat(nixl, "1.4.0rc1")["transceiver_runtime"] == "PYTHON"
+    assert engine.kv_compat(nixl, "1.4.0rc1")["transceiver_runtime"] == "PYTHON"
 
 
 def test_prompt_limit_when_the_transceiver_is_python_then_the_buffer_does_not_limit() -> None:
     config = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 256}}
     for version, tokens in (("1.2.1", 256), ("1.3.0rc29", 4095)):
-        assert settings.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens == tokens
+        assert engine.prompt_limit(facts_of(version, Role.DECODE, **config), Phase.DECODE).tokens == tokens
 
 
 def test_ends_when_harmony_then_return_and_call_come_first() -> None:
@@ -272,8 +272,8 @@ def test_ends_when_harmony_then_return_and_call_come_first() -> None:
 def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(version: str, role: Role) -> None:
     found = facts_of(version, role, cache_transceiver_config={"backend": "UCX"})
     assert found.args.values["cache_transceiver_config"]["kv_transfer_timeout_ms"] == 66_000
-    assert settings.kv_timeout_s(found) == 66.0
-    assert settings.ticket_ttl_s(found, 60.0) == 60.0
+    assert engine.kv_timeout_s(found) == 66.0
+    assert engine.ticket_ttl_s(found, 60.0) == 60.0
 
 
 @pytest.mark.parametrize(
@@ -290,14 +290,14 @@ def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(v
 def test_timeout_when_the_release_lacks_it_or_the_user_sets_it_then_the_worker_does_not(
     version: str, role: Role, transceiver: dict[str, Any] | None, timeout_s: float
 ) -> None:
-    assert settings.kv_timeout_s(facts_of(version, role, cache_transceiver_config=transceiver)) == timeout_s
+    assert engine.kv_timeout_s(facts_of(version, role, cache_transceiver_config=transceiver)) == timeout_s
 
 
 def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
     transceiver = {"cache_transceiver_config": {"backend": "UCX", "kv_transfer_timeout_ms": 5000}}
-    assert settings.ticket_ttl_s(facts_of(**transceiver), 60.0) == 5.0
-    assert settings.ticket_ttl_s(facts_of(**transceiver), 3.0) == 3.0
-    assert settings.ticket_ttl_s(facts_of(), 60.0) == 60.0
+    assert engine.ticket_ttl_s(facts_of(**transceiver), 60.0) == 5.0
+    assert engine.ticket_ttl_s(facts_of(**transceiver), 3.0) == 3.0
+    assert engine.ticket_ttl_s(facts_of(), 60.0) == 60.0
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
     ],
 )
 def test_conversations_when_the_arguments_use_them_then_passed_on(values: dict[str, Any], conversations: bool) -> None:
-    assert settings.has_conversations(facts_of("1.3.0rc29", Role.AGGREGATED, **values)) is conversations
+    assert engine.has_conversations(facts_of("1.3.0rc29", Role.AGGREGATED, **values)) is conversations
 
 
 @pytest.mark.parametrize(
@@ -333,6 +333,6 @@ def test_sleep_when_the_arguments_do_not_allow_it_then_what_to_set(
 ) -> None:
     reuse = {name: value for name, value in values.items() if name == "enable_block_reuse"}
     rest = {name: value for name, value in values.items() if name not in reuse}
-    found = settings.sleep_obstacle(facts_of("1.3.0rc29", role, kv_cache_config=reuse, **rest))
+    found = engine.sleep_obstacle(facts_of("1.3.0rc29", role, kv_cache_config=reuse, **rest))
     assert said in found
     assert bool(found) is bool(said)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm import settings
+from dynamo_trtllm.engines.trtllm import engine
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
@@ -107,7 +107,7 @@ def test_flag_when_the_arguments_give_no_events_then_rejected_by_name(
 ) -> None:
     worker = facts(Role.PREFILL, {f"kv_cache_config.{name}": value for name, value in changes.items()})
     if field is None:
-        settings.check_kv_events(worker)
+        engine.check_kv_events(worker)
     else:
         with pytest.raises(ConfigError, match=f"--publish-kv-events needs kv_cache_config.{field}"):
-            settings.check_kv_events(worker)
+            engine.check_kv_events(worker)
