@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
@@ -29,11 +30,17 @@ class InprocTransport:
     def unavailable_reason(self) -> str | None:
         return "the request plane is closed" if self._closed else None
 
-    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
+    async def subscribe(
+        self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
+    ) -> Unsubscribe:
         async def unsubscribe() -> None:
             self._listeners.pop(subject, None)
 
-        self._listeners[subject] = receive
+        def take(data: bytes, reply: str) -> None:
+            receive(data, reply)
+            caught_up()
+
+        self._listeners[subject] = take
         return unsubscribe
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:

@@ -214,7 +214,8 @@ class Plane:
             if self._unsubscribe is None:
                 # In its own context: messages are received in it, and log lines must not have the first request's id.
                 subscribing = asyncio.get_running_loop().create_task(
-                    self._transport.subscribe(self._inbox_subject, self._on_message), context=contextvars.Context()
+                    self._transport.subscribe(self._inbox_subject, self._on_message, self._inbox.pass_on),
+                    context=contextvars.Context(),
                 )
                 self._unsubscribe = await subscribing
                 self._heartbeat.start()
@@ -266,7 +267,7 @@ class Plane:
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
                 log.warning("unreadable message dropped (%d so far): %s", self._num_unreadable, exc.message)
             return
-        self._inbox.feed(batch.frames)
+        self._inbox.add(batch.frames)
         if batch.load is not None and self._on_load is not None:
             self._on_load(batch.load)
         if batch.report is not None:
@@ -274,6 +275,7 @@ class Plane:
 
     def _compare(self, report: StreamReport) -> None:
         """End streams that lost a message. Cancel streams of the worker that this process no longer reads."""
+        self._inbox.pass_on()
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:

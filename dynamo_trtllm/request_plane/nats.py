@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -177,9 +177,15 @@ class NatsTransport:
     def unavailable_reason(self) -> str | None:
         return None if self._up.is_set() else self._lacking
 
-    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
+    async def subscribe(
+        self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
+    ) -> Unsubscribe:
         async def take(message: Msg) -> None:
-            receive(message.data, message.reply)
+            try:
+                receive(message.data, message.reply)
+            finally:
+                if not subscription.pending_msgs:
+                    caught_up()
 
         try:
             subscription = await self._client.subscribe(

@@ -38,8 +38,13 @@ class Transport(Protocol):
     def unavailable_reason(self) -> str | None:
         """Return, as text for users, why no message can be sent now. None: no reason is known."""
 
-    async def subscribe(self, subject: str, receive: Receive) -> Unsubscribe:
+    async def subscribe(
+        self, subject: str, receive: Receive, caught_up: Callable[[], None] = lambda: None
+    ) -> Unsubscribe:
         """Call `receive` for each message to `subject`. Return the function that ends this.
+
+        Messages that arrived together are received within one iteration of the event loop. After the last of them,
+        `caught_up` is called.
 
         The subscription is active for messages that this transport sends after the call, and for replies to them.
         """

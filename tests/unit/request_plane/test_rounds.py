@@ -86,6 +86,23 @@ async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() 
     assert bench.seen[2:] == [(one.stream, [2]), (other.stream, [2])]
 
 
+@pytest.mark.parametrize(("messages", "in_all"), [(5, 5), (6, 5), (5, 6)])
+async def test_pass_on_when_many_messages_and_frames_came_together_then_tokens_of_a_stream_are_one_chunk(
+    monkeypatch: pytest.MonkeyPatch, messages: int, in_all: int
+) -> None:
+    monkeypatch.setattr(frames, "MERGED_MESSAGES", messages)
+    monkeypatch.setattr(frames, "MERGED_FRAMES", in_all)
+    bench = Bench()
+    one, other = await bench.begun(2)
+    for reader in (one, one, other, one, one):
+        bench.inbox.add([reader.frame()])
+    assert not bench.seen
+    bench.inbox.pass_on()
+    chunks = [tokens for stream, tokens in bench.seen if stream == one.stream]
+    assert chunks == ([[1, 2, 3, 4]] if (messages, in_all) == (5, 5) else [[1], [2], [3], [4]])
+    assert bench.tokens_of(other) == [1]
+
+
 @pytest.mark.parametrize("size", [1, 4, PER_TURN, 20], ids=lambda size: f"batches-of-{size}")
 async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_share(size: int) -> None:
     bench = Bench()
