@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,72 +25,21 @@ from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sampler import logits_processor_for
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
-from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Event, Freed, PrefillDone, TorchSequence
+from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Freed, PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, Sampling
-from dynamo_trtllm.streams import OnEvent, StreamHandle, TaskStream
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, StructuredOutput
+from dynamo_trtllm.streams import OnEvent, StreamHandle
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel
 
 log = logging.getLogger(__name__)
 _MASK_64 = (1 << 64) - 1
-
-
-class _TorchStream(TaskStream):
-    """One request: passes on what a step made for it, and runs what must be awaited as a task."""
-
-    __slots__ = ("_engine", "_is_exported", "_seq")
-
-    def __init__(self, engine: TorchEngine, on_event: OnEvent) -> None:
-        super().__init__(on_event, engine.tasks, engine)
-        self._engine = engine
-        self._seq: TorchSequence | None = None
-        self._is_exported = False  # the KV connector retires the sequence
-
-    def start(self, seq: TorchSequence, scheduler: Scheduler) -> None:
-        """Submit the sequence, after its output format is compiled. Raises the error of a rejected request."""
-        self._seq = seq
-        self._engine.add(seq)
-        if seq.request.sampling.guided is not None:
-            self.run(self._compile_and_submit(seq, scheduler), f"torch-grammar-{seq.request.request_id}")
-        else:
-            self._submit(seq, scheduler, None)
-
-    async def _compile_and_submit(self, seq: TorchSequence, scheduler: Scheduler) -> None:
-        matcher = await self._engine.compile_grammar(seq.request.sampling, seq)
-        seq.phases.end("grammar")
-        self._submit(seq, scheduler, matcher)
-
-    def _submit(self, seq: TorchSequence, scheduler: Scheduler, matcher: grammar.GrammarMatcher | None) -> None:
-        seq.logits_processor = logits_processor_for(seq.request, matcher)
-        scheduler.submit(seq)
-
-    def receive(self, event: Event) -> None:
-        """Take an event of the scheduler, on the event loop."""
-        if isinstance(event, (Chunk, DynamoError)):
-            self.emit(event)
-        elif self._seq is not None and not self.has_ended:
-            name = self._seq.request.request_id
-            if isinstance(event, PrefillDone):
-                self.run(self._export_kv(self._seq, event), f"torch-export-{name}")
-            else:
-                self.run(self._engine.fetch_and_install(self._seq, event), f"torch-fetch-{name}")
-
-    async def _export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
-        export = self._engine.export_kv(seq, prefill_done)
-        self._is_exported = True
-        return await export
-
-    def _free(self) -> None:
-        seq, self._seq = self._seq, None  # its callback refers to this stream: a cycle that would keep the prompt
-        if seq is not None and not self._is_exported:
-            self._engine.retire(seq)
 
 
 class TorchEngine:
@@ -237,29 +186,78 @@ class TorchEngine:
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         """See `Engine.generate`."""
-        stream = _TorchStream(self, on_event)
+        seq = TorchSequence(request, on_event, self)
         try:
-            scheduler, info = self._ready()
-            stream.start(self._new_sequence(request, info, scheduler.pool, stream.receive), scheduler)
+            self._start(seq)
         except DynamoError as exc:
-            asyncio.get_running_loop().call_soon(stream.emit, exc)
+            asyncio.get_running_loop().call_soon(seq.emit, exc)
         except BaseException:  # a bug
-            stream.cancel()
+            seq.cancel()
             raise
-        return stream
+        return seq
 
-    def add(self, seq: TorchSequence) -> None:
-        """Count a sequence as running until the scheduler has freed its blocks."""
+    def _start(self, seq: TorchSequence) -> None:
+        """Check a request and submit it, after its output format is compiled.
+
+        Raises:
+            RequestRejected: This engine does not support the request.
+            ContextTooLong: The prompt leaves no space for output.
+            KvTransferError: The request's KV transfer parameters do not fit this engine.
+        """
+        scheduler, info = self._ready()
+        request, sampling, prompt_tokens = seq.request, seq.request.sampling, seq.prompt_tokens
+        if sampling.guided is not None and self._grammar_compiler is None:
+            raise RequestRejected(
+                "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
+            )
+        check_request(request, info, transfers_kv=self._kv_connector is not None, engine="torch engine")
+        if prompt_tokens >= info.context_length:
+            raise ContextTooLong(
+                f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
+                f"{info.context_length}; shorten it"
+            )
+        stop_ids = stop_token_ids(sampling, info.eos_token_ids)
+        seq.max_new_tokens = min(sampling.max_tokens, info.context_length - prompt_tokens)
+        seq.stop_ids = tuple(sorted(each for each in stop_ids if 0 <= each < info.vocab_size))
+        if sampling.seed is not None:
+            seq.seed = sampling.seed & _MASK_64
+        if request.phase is Phase.DECODE and self._kv_connector is not None:
+            kv_bytes = scheduler.pool.moved_bytes(prompt_tokens)
+            state = self._kv_connector.validate(request, kv_bytes=kv_bytes)
+            seq.seed, seq.region_bytes = state.seed, state.region_bytes
         self._sequences.add(seq)
         self._idle.clear()
+        if sampling.guided is not None:
+            seq.run(self._compile_and_submit(seq, sampling.guided, scheduler), f"torch-grammar-{request.request_id}")
+        else:
+            seq.logits_processor = logits_processor_for(request, None)
+            scheduler.submit(seq)
 
-    def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Coroutine[Any, Any, Chunk]:
+    async def _compile_and_submit(self, seq: TorchSequence, guided: StructuredOutput, scheduler: Scheduler) -> None:
+        """Compile the request's output format, before anything is computed for the request.
+
+        Raises:
+            RequestRejected: The format can't be compiled.
+        """
+        assert self._grammar_compiler is not None  # see `_start`
+        if seq.request.sampling.min_tokens:
+            raise RequestRejected(
+                "min_tokens must be 0 with guided decoding: the format decides where the output ends",
+                field="min_tokens",
+            )
+        matcher = await asyncio.to_thread(self._grammar_compiler.compile, guided, seq.stop_ids)
+        seq.phases.end("grammar")
+        seq.logits_processor = logits_processor_for(seq.request, matcher)
+        scheduler.submit(seq)
+
+    async def _export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         self._ready()
         assert self._kv_connector is not None
-        return self._kv_connector.export_kv(seq, prefill_done)
+        seq.is_exported = True
+        return await self._kv_connector.export_kv(seq, prefill_done)
 
-    async def fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
+    async def _fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
         request, (scheduler, _) = seq.request, self._ready()
         if self._kv_connector is None or scheduler.transfer_buffer is None:
@@ -272,65 +270,15 @@ class TorchEngine:
         seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 
-    def _new_sequence(
-        self, request: GenerateRequest, info: EngineInfo, pool: KvPool, inbox: Callable[[Event], None]
-    ) -> TorchSequence:
-        """Create the sequence of a request.
-
-        Raises:
-            RequestRejected: This engine does not support the request.
-            ContextTooLong: The prompt leaves no space for output.
-            KvTransferError: The request's KV transfer parameters do not fit this engine.
-        """
-        prompt_tokens = len(request.token_ids)
-        if request.sampling.guided is not None and self._grammar_compiler is None:
-            raise RequestRejected(
-                "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
-            )
-        check_request(request, info, transfers_kv=self._kv_connector is not None, engine="torch engine")
-        if prompt_tokens >= info.context_length:
-            raise ContextTooLong(
-                f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
-                f"{info.context_length}; shorten it"
-            )
-        stop_ids = stop_token_ids(request.sampling, info.eos_token_ids)
-        seq = TorchSequence(
-            request=request,
-            max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),
-            stop_ids=tuple(sorted(each for each in stop_ids if 0 <= each < info.vocab_size)),
-            inbox=inbox,
-        )
-        if request.sampling.seed is not None:
-            seq.seed = request.sampling.seed & _MASK_64
-        if request.phase is Phase.DECODE and self._kv_connector is not None:
-            state = self._kv_connector.validate(request, kv_bytes=pool.moved_bytes(prompt_tokens))
-            seq.seed, seq.region_bytes = state.seed, state.region_bytes
-        return seq
-
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `HasKvEvents`."""
         scheduler, _ = self._ready()
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
         scheduler.post(partial(scheduler.blocks.report_to, report))
 
-    async def compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher:
-        """Compile the request's output format, before anything is computed for the request.
-
-        Raises:
-            RequestRejected: The format can't be compiled.
-        """
-        assert sampling.guided is not None
-        assert self._grammar_compiler is not None  # see `_new_sequence`
-        if sampling.min_tokens:
-            raise RequestRejected(
-                "min_tokens must be 0 with guided decoding: the format decides where the output ends",
-                field="min_tokens",
-            )
-        return await asyncio.to_thread(self._grammar_compiler.compile, sampling.guided, seq.stop_ids)
-
     def retire(self, seq: TorchSequence) -> None:
-        """End a sequence in any state and free its blocks."""
-        if self._scheduler is not None and self._ended is None:
+        """End a sequence in any state and free its blocks. One that was rejected has none."""
+        if self._scheduler is not None and seq in self._sequences:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
@@ -358,11 +306,17 @@ class TorchEngine:
 
     def _receive(self, delivery: Delivery) -> None:
         for index, (seq, event) in enumerate(delivery):
-            if isinstance(event, Freed):
-                self._sequences.discard(seq)
-                continue
             try:
-                seq.inbox(event)
+                if isinstance(event, (Chunk, DynamoError)):
+                    seq.emit(event)
+                elif isinstance(event, Freed):
+                    self._sequences.discard(seq)
+                elif seq.has_ended:
+                    continue
+                elif isinstance(event, PrefillDone):
+                    seq.run(self._export_kv(seq, event), f"torch-export-{seq.request.request_id}")
+                else:
+                    seq.run(self._fetch_and_install(seq, event), f"torch-fetch-{seq.request.request_id}")
             except BaseException:  # a bug of one receiver: the events of the others are delivered all the same
                 asyncio.get_running_loop().call_soon(self._receive, delivery[index + 1 :])
                 raise
@@ -375,7 +329,7 @@ class TorchEngine:
             self._ended = reason
         sequences, self._sequences = self._sequences, set()
         for seq in sequences:
-            seq.inbox(EngineFailed(reason.message))
+            seq.emit(EngineFailed(reason.message))
         self._idle.set()
 
 

@@ -12,6 +12,7 @@ from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
 from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, BlockAllocator, TorchSequence
 from dynamo_trtllm.messages import KvLayout, token_ids
 from tests.engines import ask
+from tests.unit.engines.torch.sequence_helpers import sequence_of
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=3)
 WINDOWS = (8, None, 8)
@@ -22,7 +23,7 @@ def make_pool(num_blocks: int = 20) -> KvPool:
 
 
 def sequence() -> TorchSequence:
-    return TorchSequence(ask(token_ids(range(16))), max_new_tokens=9, stop_ids=(), inbox=lambda _: None)
+    return sequence_of(ask(token_ids(range(16))), max_new_tokens=9)
 
 
 def test_reserve_when_blocks_were_freed_then_the_same_memory_is_used_again() -> None:

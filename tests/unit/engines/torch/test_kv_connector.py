@@ -21,6 +21,7 @@ from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferIdentity
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
 from tests.loopback_backend import LoopbackBackend
+from tests.unit.engines.torch.sequence_helpers import sequence_of
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=4)
 TOKENS = 40
@@ -63,7 +64,7 @@ def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
 
 
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
-    seq = TorchSequence(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
+    seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7)
     return await holder.kv_connector.export_kv(
         seq, PrefillDone(holder.allocation, copies, Chunk(token_ids=token_ids([5])))
     )

@@ -11,6 +11,7 @@ import torch
 from dynamo_trtllm.engines.torch.sampler import sample, uniform
 from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
+from tests.unit.engines.torch.sequence_helpers import sequence_of
 
 
 def row(
@@ -25,7 +26,7 @@ def row(
         num_resumed_output_tokens=resumed,
     )
     output_ids = token_ids([0] * index)
-    return TorchSequence(request, 100, stop_ids, lambda _: None, seed=seed, output_ids=output_ids)
+    return sequence_of(request, max_new_tokens=100, stop_ids=stop_ids, seed=seed, output_ids=output_ids)
 
 
 def draw(logits: list[float], count: int, **sampling: Any) -> list[int]:

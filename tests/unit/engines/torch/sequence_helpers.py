@@ -1,0 +1,18 @@
+"""Sequences of the torch engine without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
+from dynamo_trtllm.messages import GenerateRequest
+
+
+def sequence_of(request: GenerateRequest, **fields: Any) -> TorchSequence:
+    """Return the sequence of a request. `fields`: its attributes."""
+    engine: Any = SimpleNamespace(tasks=set(), retire=lambda _: None)
+    seq = TorchSequence(request, lambda _: None, engine)
+    for name, value in fields.items():
+        setattr(seq, name, value)
+    return seq
