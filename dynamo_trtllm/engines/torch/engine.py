@@ -99,39 +99,32 @@ class TorchEngine:
         from dynamo_trtllm.engines.torch import load
 
         args = self._args
-        layout = load.kv_layout(model, args)
-        exports_kv = self._backend is not None
-        num_blocks = load.kv_blocks(model, args, layout, has_transfer_buffer=exports_kv)
-        context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
+        plan = load.plan_memory(model, args, has_transfer_buffer=self._backend is not None)
         if model.tokenizer is not None and grammar.is_available():
             self._grammar_compiler = grammar.GrammarCompiler(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
             )
-        pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
-        transfer_buffer = None
-        if exports_kv:
-            transfer_buffer = TransferBuffer(
-                pool, load.transfer_buffer_bytes(model, args, layout, num_blocks, context_length)
-            )
+        pool = KvPool(model.layout, plan.num_blocks, windows=model.windows, device=model.device)
+        transfer_buffer = TransferBuffer(pool, plan.transfer_buffer_bytes) if self._backend is not None else None
         loop = asyncio.get_running_loop()
         scheduler = Scheduler(
             model.module,
             pool,
             transfer_buffer,
             args,
-            num_threads=load.num_threads(model, args),
+            num_threads=args.num_threads or (1 if model.device.type == "cpu" else None),
             deliver=partial(_call_soon, loop, self._receive),
             on_end=partial(_call_soon, loop, self._end),
         )
         info = EngineInfo(
             engine="torch",
-            context_length=context_length,
+            context_length=plan.context_length,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             renderer=model.renderer,
-            layout=layout,
+            layout=model.layout,
             limits=Limits(
-                max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens, kv_blocks=num_blocks
+                max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens, kv_blocks=plan.num_blocks
             ),
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
             supported_features=("priority",),

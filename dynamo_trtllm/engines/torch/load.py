@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -42,12 +42,10 @@ class LoadedModel:
 
     module: torch.nn.Module
     device: torch.device
-    dtype: str
-    context_length: int
+    layout: KvLayout
+    longest: int  # longest request that the model and `max_seq_len` allow, in tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
     windows: tuple[int | None, ...]  # per layer, in tokens; None: full attention
     renderer: str
     files: Mapping[str, Path]
@@ -70,12 +68,13 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
             field="free_gpu_memory_fraction",
         )
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    folder = _folder(Path(model_path))
+    file = model_file(Path(model_path))
+    folder = _converted(file) if file.suffix == ".gguf" else Path(model_path)
     AttentionInterface.register(NAME, paged_attention)
     began = time.monotonic()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _require_supported(config, folder)
+        windows = _windows(config.get_text_config(), folder)
         make = _dummy_weights if args.load_format == "dummy" else _from_files
         module: Any = make(config, folder, device, getattr(torch, dtype)).eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
@@ -83,7 +82,26 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
     log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
-    return _describe(module, config, folder, device=device, dtype=dtype)
+    text = config.get_text_config()
+    layout = KvLayout(
+        dtype=dtype,
+        block_tokens=args.kv_block_size,
+        num_layers=len(windows),
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+    )
+    return LoadedModel(
+        module=module,
+        device=device,
+        layout=layout,
+        longest=min(text.max_position_embeddings, args.max_seq_len or text.max_position_embeddings),
+        vocab_size=text.vocab_size,
+        eos_token_ids=read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size),
+        windows=windows,
+        renderer=renderer_of(config.model_type),
+        files=served_files(folder, config.model_type),
+        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
+    )
 
 
 def _from_files(config: Any, folder: Path, _device: torch.device, dtype: torch.dtype) -> Any:
@@ -99,24 +117,6 @@ def _dummy_weights(config: Any, _folder: Path, device: torch.device, dtype: torc
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)  # type: ignore[no-untyped-call]
-
-
-def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, dtype: str) -> LoadedModel:
-    text = config.get_text_config()
-    return LoadedModel(
-        module=module,
-        device=device,
-        dtype=dtype,
-        context_length=text.max_position_embeddings,
-        vocab_size=text.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size),
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        windows=_windows(text),
-        renderer=renderer_of(config.model_type),
-        files=served_files(folder, config.model_type),
-        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
-    )
 
 
 def _device(wanted: str) -> torch.device:
@@ -136,11 +136,6 @@ def _device(wanted: str) -> torch.device:
             f"device {wanted} does not exist: {torch.cuda.device_count()} GPUs are visible", field="device"
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _folder(path: Path) -> Path:
-    file = model_file(path)
-    return path if file.suffix != ".gguf" else _converted(file)
 
 
 def _converted(gguf: Path) -> Path:
@@ -224,18 +219,17 @@ def _read_gguf(gguf: Path) -> Any:
     return model
 
 
-def _require_supported(config: Any, folder: Path) -> None:
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if odd := sorted(kinds - _LAYER_TYPES):
-        raise ConfigError(f"{folder}: the engine does not support layers of type {', '.join(odd)}", field="model_path")
-
-
-def _windows(text: Any) -> tuple[int | None, ...]:
+def _windows(text: Any, folder: Path) -> tuple[int | None, ...]:
     """Return the attention window of each layer in tokens; None for full attention.
 
     Without `layer_types` in the configuration every layer counts as full attention, and more KV is transferred.
+
+    Raises:
+        ConfigError: The engine does not support a type of layers.
     """
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    if odd := sorted(set(kinds) - _LAYER_TYPES):
+        raise ConfigError(f"{folder}: the engine does not support layers of type {', '.join(odd)}", field="model_path")
     return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -245,71 +239,37 @@ _GPU_KV_FRACTION = 0.5
 _TRANSFER_BUFFER_SHARE = 8
 
 
-def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
-    """Return the layout of the KV cache for this model."""
-    return KvLayout(
-        dtype=model.dtype,
-        block_tokens=args.kv_block_size,
-        num_layers=len(model.windows),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
+class MemoryPlan(NamedTuple):
+    """The use of an engine's KV memory."""
+
+    num_blocks: int
+    context_length: int  # longest request in tokens
+    transfer_buffer_bytes: int  # 0: it has none
 
 
-def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, has_transfer_buffer: bool) -> int:
-    """Return the number of KV blocks.
-
-    `has_transfer_buffer`: the engine has a transfer buffer, which on a GPU uses part of the same memory.
+def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> MemoryPlan:
+    """Divide the KV memory into blocks and, on a GPU, the transfer buffer, which in host memory is beside it.
 
     Raises:
-        ConfigError: The memory is too small for one block.
+        ConfigError: The memory is too small for one block, or kv_staging_gib for the longest request, which would wait
+            forever.
     """
-    if args.kv_cache_blocks is not None:
-        return args.kv_cache_blocks
-    useful = args.max_batch_size * -(-_longest(model, args) // layout.block_tokens)
-    if args.kv_cache_gib is not None:
-        kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
-    elif model.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(model.device)
-        kv_memory_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
-    else:
-        kv_memory_bytes = _CPU_KV_BYTES
-    fitting = kv_memory_bytes // block_bytes(layout)
-    if has_transfer_buffer and model.device.type == "cuda":
-        fitting = _beside_transfer_buffer(model, args, layout, kv_memory_bytes)
-    blocks = min(fitting, useful)
-    if blocks < 1:
-        raise ConfigError(
-            f"{kv_memory_bytes >> 20} MiB of KV memory has no space for one KV block of "
-            f"{block_bytes(layout) >> 20} MiB; raise kv_cache_gib",
-            field="kv_cache_gib",
+    num_blocks = args.kv_cache_blocks or _fitting_blocks(model, args, has_transfer_buffer=has_transfer_buffer)
+    pool_tokens = num_blocks * model.layout.block_tokens
+    if pool_tokens < model.longest:
+        log.warning(
+            "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
+            pool_tokens,
+            model.longest,
         )
-    return blocks
-
-
-def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_memory_bytes: int) -> int:
-    """Return the most blocks that leave enough memory for a transfer buffer of `transfer_buffer_bytes`."""
-    each = block_bytes(layout)
-    if args.kv_staging_gib is not None:
-        return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
-    whole = (kv_memory_bytes - most_bytes(layout, model.windows, _longest(model, args))) // each
-    # With fewer tokens than the longest request, the transfer buffer is at most as large as the blocks.
-    short = kv_memory_bytes // (2 * each)
-    return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))
-
-
-def transfer_buffer_bytes(
-    model: LoadedModel, args: TorchArgs, layout: KvLayout, num_blocks: int, context_length: int
-) -> int:
-    """Return the size of the transfer buffer in bytes.
-
-    Raises:
-        ConfigError: kv_staging_gib is too small for the longest request, which would wait forever.
-    """
-    least = most_bytes(layout, model.windows, context_length)
+    context_length = min(model.longest, pool_tokens)
+    if not has_transfer_buffer:
+        return MemoryPlan(num_blocks, context_length, 0)
+    least = most_bytes(model.layout, model.windows, context_length)
     least += -least % 4096
     if args.kv_staging_gib is None:
-        return max(least, num_blocks * block_bytes(layout) // _TRANSFER_BUFFER_SHARE)
+        share = num_blocks * block_bytes(model.layout) // _TRANSFER_BUFFER_SHARE
+        return MemoryPlan(num_blocks, context_length, max(least, share))
     asked = int(args.kv_staging_gib * (1 << 30))
     if asked < least:
         raise ConfigError(
@@ -317,25 +277,38 @@ def transfer_buffer_bytes(
             f"{least}; raise it or lower max_seq_len",
             field="kv_staging_gib",
         )
-    return asked
+    return MemoryPlan(num_blocks, context_length, asked)
 
 
-def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int:
-    """Return the length of the longest request in tokens, limited by model, max_seq_len and KV memory."""
-    wanted = _longest(model, args)
-    if pool_tokens < wanted:
-        log.warning(
-            "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
-            pool_tokens,
-            wanted,
+def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> int:
+    """Return the number of KV blocks that fit into the KV memory, but at most those that requests can use."""
+    block = block_bytes(model.layout)
+    if args.kv_cache_gib is not None:
+        kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
+    elif model.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(model.device)
+        kv_memory_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
+    else:
+        kv_memory_bytes = _CPU_KV_BYTES
+    fitting = kv_memory_bytes // block
+    if has_transfer_buffer and model.device.type == "cuda":
+        fitting = _beside_transfer_buffer(model, args, kv_memory_bytes)
+    blocks = min(fitting, args.max_batch_size * -(-model.longest // model.layout.block_tokens))
+    if blocks < 1:
+        raise ConfigError(
+            f"{kv_memory_bytes >> 20} MiB of KV memory has no space for one KV block of "
+            f"{block >> 20} MiB; raise kv_cache_gib",
+            field="kv_cache_gib",
         )
-    return min(wanted, pool_tokens)
+    return blocks
 
 
-def _longest(model: LoadedModel, args: TorchArgs) -> int:
-    return min(model.context_length, args.max_seq_len or model.context_length)
-
-
-def num_threads(model: LoadedModel, args: TorchArgs) -> int | None:
-    """Return the number of CPU threads, or None for PyTorch's default."""
-    return args.num_threads or (1 if model.device.type == "cpu" else None)
+def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, kv_memory_bytes: int) -> int:
+    """Return the most blocks that leave enough memory for the transfer buffer."""
+    each = block_bytes(model.layout)
+    if args.kv_staging_gib is not None:
+        return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
+    whole = (kv_memory_bytes - most_bytes(model.layout, model.windows, model.longest)) // each
+    # With fewer tokens than the longest request, the transfer buffer is at most as large as the blocks.
+    short = kv_memory_bytes // (2 * each)
+    return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))

@@ -65,14 +65,14 @@ def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_use
     logging.getLogger(load.__name__).addHandler(handler)
     try:
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(load._folder, gguf.parent)
+            first = pool.submit(load._converted, gguf)
             assert conversion.began.wait(_WAIT_S)
-            second = pool.submit(load._folder, gguf.parent)
+            second = pool.submit(load._converted, gguf)
             assert first.result(_WAIT_S) == second.result(_WAIT_S)
     finally:
         logging.getLogger(load.__name__).removeHandler(handler)
     assert len(conversion.targets) == 1
-    assert load._folder(gguf.parent) == conversion.targets[0]
+    assert load._converted(gguf) == conversion.targets[0]
     assert len(conversion.targets) == 1
 
 
@@ -81,11 +81,11 @@ def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_erro
 ) -> None:
     monkeypatch.setattr(load, "_CONVERSION_S", 0.01)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(load._folder, gguf.parent)
+        pool.submit(load._converted, gguf)
         try:
             assert conversion.began.wait(_WAIT_S)
             with pytest.raises(EngineFailed, match=r"another process has not finished converting .*tiny\.gguf"):
-                load._folder(gguf.parent)
+                load._converted(gguf)
         finally:
             conversion.go_on.set()
 
@@ -95,4 +95,4 @@ def test_gguf_when_it_is_broken_then_the_file_is_named_and_the_next_worker_is_fr
 ) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"tiny\.gguf can't be converted"):
-            load._folder(gguf.parent)
+            load._converted(gguf)
