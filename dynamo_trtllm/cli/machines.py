@@ -33,13 +33,13 @@ from dynamo_trtllm.observability.recording_server import (
 )
 from dynamo_trtllm.observability.recordings import (
     Entry,
+    Holder,
     ProcessRecording,
     ProcessState,
     Recordings,
     RequestIds,
     RequestRecording,
     Step,
-    Unanswered,
     sent_slots,
 )
 from dynamo_trtllm.request_plane.frames import PING
@@ -318,14 +318,14 @@ class Inquiry:
         """Return the recordings of this machine and those that were sent, and what is known of the silent workers."""
         silent = [each for each in self.instances.values() if each.id not in self._answered]
         pings = await asyncio.gather(*(self._answers_ping(each) for each in silent))
-        unanswered = dict[int, Unanswered]()
+        unanswered = dict[int, Holder]()
         for instance, is_older in zip(silent, pings, strict=True):
             title = f"{instance.role} {instance.id:x}"
             if is_older:
                 self.problems.append(f"{title} sends no recording; its release is older, or it is overloaded")
                 continue
             reason = f"it has not answered for {self.timeout_s:g} s: it is frozen, blocked, gone or cut off from NATS"
-            unanswered[instance.id] = Unanswered(title, reason)
+            unanswered[instance.id] = Holder(title, reason)
         offsets = self._offsets
         if len(offsets) > 1:
             offsets = aligned(offsets, Recordings([*local.processes, *self.processes()]))

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEvent, boot_id
 from dynamo_trtllm.observability.recordings import (
     Entry,
+    Holder,
     ProcessRecording,
     ProcessState,
     Recordings,
@@ -36,13 +37,6 @@ _IN_WORKER: Final[dict[int, str]] = {
     RecordedEvent.CALL_CANCELLED: "the call was cancelled, and has not ended",
 }
 _HOLDS_KV: Final = (RecordedEvent.KV_PUBLISHED, RecordedEvent.KV_RELEASED, RecordedEvent.KV_EXPIRED)
-
-
-class Holder(NamedTuple):
-    """The process, or the part outside of the processes, that holds a request, and why."""
-
-    title: str
-    reason: str
 
 
 class SilentProcess(NamedTuple):
@@ -202,7 +196,7 @@ def _of_worker(
     """
     worker = recordings.instance(instance_id)
     if worker is None:
-        return Holder(*recordings.without_recording(instance_id))
+        return recordings.without_recording(instance_id)
     if reason := _why_silent(worker):
         return Holder(worker.title, reason)
     if not steps and not without_steps:

@@ -54,7 +54,12 @@ class InstanceCache:
             listed: all records in the store, by key.
             now_s: time of the list, of any monotonic clock.
         """
-        events = self._clear_unlisted_rejected(listed)
+        events: list[CacheEvent] = []
+        if self._rejected:
+            listed_shown = {shown_key(key) for key in listed}
+            for shown in [shown for shown in self._rejected if shown not in listed_shown]:
+                del self._rejected[shown]
+                events.append(Rejected(shown, None))
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
                 events += self._remove(key)
@@ -116,12 +121,3 @@ class InstanceCache:
         """Return the events for a key that is no longer rejected."""
         shown = shown_key(key) if self._rejected else ""
         return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
-
-    def _clear_unlisted_rejected(self, listed: Mapping[str, bytes]) -> list[CacheEvent]:
-        if not self._rejected:
-            return []
-        listed_shown = {shown_key(key) for key in listed}
-        unlisted = [shown for shown in self._rejected if shown not in listed_shown]
-        for shown in unlisted:
-            del self._rejected[shown]
-        return [Rejected(shown, None) for shown in unlisted]

@@ -157,8 +157,8 @@ class RequestRecording:
         return list({id(step.process): step.process for step in self.steps}.values())
 
 
-class Unanswered(NamedTuple):
-    """A registered worker of which no recording could be read."""
+class Holder(NamedTuple):
+    """The process, or the part outside of the processes, that holds a request or has no recording, and why."""
 
     title: str
     reason: str
@@ -190,7 +190,7 @@ class Recordings:
 
     processes: list[ProcessRecording]
     problems: list[str] = field(default_factory=list)  # a line for each recording that can't be read
-    unanswered: Mapping[int, Unanswered] = field(default_factory=dict)  # by instance id
+    unanswered: Mapping[int, Holder] = field(default_factory=dict)  # by instance id
     has_asked: bool = False  # the processes of other machines
 
     def __post_init__(self) -> None:
@@ -233,13 +233,13 @@ class Recordings:
         """Return the recording of a worker."""
         return next((each for each in self.processes if each.header.instance_id == instance_id), None)
 
-    def without_recording(self, instance_id: int) -> Unanswered:
+    def without_recording(self, instance_id: int) -> Holder:
         """Return what is known of a worker that has no recording here."""
         if self.has_asked:
             reason = "it records nothing, or is not registered: then it has ended, or was frozen or cut off from etcd"
         else:
             reason = "it has no recording on this machine; run this command on its machine, or without --local"
-        return self.unanswered.get(instance_id) or Unanswered(f"worker {instance_id:x}", reason)
+        return self.unanswered.get(instance_id) or Holder(f"worker {instance_id:x}", reason)
 
     def find(self, text: str) -> list[RequestRecording]:
         """Return the requests with this id, see `RequestIds`."""
