@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dynamo_trtllm.discovery.keys import EndpointId, subject
+from dynamo_trtllm.discovery.records import EndpointId, subject
 from dynamo_trtllm.messages import Instance, KvLayout, KvTransferParams, ModelDeploymentCard, Role, token_ids
 
 CARD = ModelDeploymentCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")

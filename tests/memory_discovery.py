@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator
 
 from dynamo_trtllm.discovery.base import Event, Synced
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
-from dynamo_trtllm.discovery.keys import namespace_prefix
-from dynamo_trtllm.discovery.records import written
+from dynamo_trtllm.discovery.records import namespace_prefix, written
 from dynamo_trtllm.messages import Instance
 
 _Change = tuple[str, bytes | None]  # key, record; None: deleted

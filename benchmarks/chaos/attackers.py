@@ -15,7 +15,7 @@ import orjson
 import psutil
 
 from dynamo_trtllm.config.base import ConnectionConfig
-from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery import records
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.errors import BadFrame
@@ -196,9 +196,9 @@ async def version_skew(context: FaultContext) -> None:
     template = await _decode_instance(context)
     number = secrets.randbits(63)
     far = msgspec.structs.replace(
-        template, id=number, subject=keys.subject(keys.endpoint_of(template), number), wire=WIRE_VERSION + 7
+        template, id=number, subject=records.subject(records.endpoint_of(template), number), wire=WIRE_VERSION + 7
     )
-    record = {keys.instance_key(keys.endpoint_of(far), number): encode(far)}
+    record = {records.instance_key(records.endpoint_of(far), number): encode(far)}
     async with (
         corrupting_worker.register(
             context.deployment, corrupting_worker.set_unknown_finish_reason, wire=WIRE_VERSION + 1
@@ -211,21 +211,21 @@ async def version_skew(context: FaultContext) -> None:
 async def bad_record(context: FaultContext) -> None:
     """Write invalid records: an unreadable key, an empty vocabulary, and two with the id of a live worker."""
     template = await _decode_instance(context)
-    endpoint, unknown_id = keys.endpoint_of(template), secrets.randbits(63)
+    endpoint, unknown_id = records.endpoint_of(template), secrets.randbits(63)
     empty = msgspec.structs.replace(
         template,
         id=unknown_id,
-        subject=keys.subject(endpoint, unknown_id),
+        subject=records.subject(endpoint, unknown_id),
         card=msgspec.structs.replace(template.card, vocab_size=0),
     )
     duplicate = msgspec.structs.replace(template, subject="intruder.generate-1")
-    records = {
-        keys.namespace_prefix(context.deployment.namespace) + "\udcff\udcfe": b"no record",  # not UTF-8
-        keys.instance_key(endpoint, unknown_id): encode(empty),
-        keys.instance_key(endpoint, unknown_id ^ 1): encode(duplicate),
-        keys.instance_key(endpoint._replace(endpoint="other"), template.id): encode(duplicate),
+    invalid = {
+        records.namespace_prefix(context.deployment.namespace) + "\udcff\udcfe": b"no record",  # not UTF-8
+        records.instance_key(endpoint, unknown_id): encode(empty),
+        records.instance_key(endpoint, unknown_id ^ 1): encode(duplicate),
+        records.instance_key(endpoint._replace(endpoint="other"), template.id): encode(duplicate),
     }
-    async with _etcd_records(context, records):
+    async with _etcd_records(context, invalid):
         await asyncio.sleep(context.outage_s)
 
 

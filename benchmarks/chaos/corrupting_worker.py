@@ -17,7 +17,7 @@ import msgspec
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import resolve
-from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery import records
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.messages import (
     WIRE_VERSION,
@@ -176,7 +176,7 @@ async def _register(
             discovery, deployment.namespace, model=deployment.options.model, role=Role.DECODE
         )  # live_peers returns workers of the other role
         number = secrets.randbits(63)
-        subject = keys.subject(keys.endpoint_of(healthy), number)
+        subject = records.subject(records.endpoint_of(healthy), number)
         own = msgspec.structs.replace(healthy, id=number, subject=subject, wire=wire)
         server = await plane.serve(subject, await make_service(plane, healthy, own))
         stack.push_async_callback(server.aclose)

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
 from dynamo_trtllm.config.load import command_errors, load
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
+from dynamo_trtllm.discovery.records import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.request_plane.jetstream import bucket_of, bucket_state, delete_bucket

@@ -16,8 +16,7 @@ import msgspec
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.keys import namespace_prefix
-from dynamo_trtllm.discovery.records import BadRecord, read_instance
+from dynamo_trtllm.discovery.records import BadRecord, namespace_prefix, read_instance
 from dynamo_trtllm.errors import BadFrame, PlaneError, Unreachable
 from dynamo_trtllm.launch.launcher import launch_records
 from dynamo_trtllm.messages import Instance, decode, encode

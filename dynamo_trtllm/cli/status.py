@@ -208,8 +208,7 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
         Unreachable: etcd does not answer.
     """
     from dynamo_trtllm.discovery.etcd_store import EtcdStore
-    from dynamo_trtllm.discovery.keys import PREFIX, namespace_prefix, shown_key
-    from dynamo_trtllm.discovery.records import BadRecord, read_instance
+    from dynamo_trtllm.discovery.records import PREFIX, BadRecord, namespace_prefix, read_instance, shown_key
 
     report = DeploymentReport(namespace=config.namespace, processes=[])
     async with aclosing(EtcdStore(config)) as store:

@@ -20,8 +20,7 @@ from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Event, Synced
 from dynamo_trtllm.discovery.etcd_store import Backoff, Change, EtcdStore, LeaseKeeper, Snapshot
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
-from dynamo_trtllm.discovery.keys import namespace_prefix
-from dynamo_trtllm.discovery.records import written
+from dynamo_trtllm.discovery.records import namespace_prefix, written
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from dynamo_trtllm.discovery.base import Added, Rejected, Removed
-from dynamo_trtllm.discovery.keys import instance_id_of, shown_key
-from dynamo_trtllm.discovery.records import BadRecord, read_instance
+from dynamo_trtllm.discovery.records import BadRecord, instance_id_of, read_instance, shown_key
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Encode instance records, and validate them, because any client of etcd can write them.
+"""Encode instance records and their keys, and validate them, because any client of etcd can write them.
 
 A record that fails a check is rejected. Unknown fields are ignored. Unknown names of renderers and parsers are accepted
 here; the frontend checks them when it uses them.
@@ -6,15 +6,16 @@ here; the frontend checks them when it uses them.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo_trtllm.config.base import NAME, NAME_RULE
-from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.errors import BadFrame, ConfigError
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, decode, encode, wire_mismatch
 
+PREFIX: Final = "v1/instances"  # of the keys
 MOST_RECORD_BYTES: Final = 256 << 10
 MOST_MODEL_NAME_CHARACTERS: Final = 256
 MOST_VOCABULARY: Final = 1 << 24
@@ -30,10 +31,71 @@ _PATH: Final = 4096  # characters of a value in `kv_compat`, such as the folder 
 _MOST_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
 _MOST_REASON: Final = 400
+_SHOWN_CHARACTERS: Final = 256  # of a key
+_SHOWN_HEAD: Final = 200
 
+_ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # no leading zeros, so that one id has one key
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # a log line with one of them may become two lines
 _KIND = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_SHORT - 1}}}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class EndpointId(NamedTuple):
+    """Name of an endpoint in a deployment, which all workers of a role share."""
+
+    namespace: str
+    component: str
+    endpoint: str
+
+    def __str__(self) -> str:
+        return f"dyn://{self.namespace}.{self.component}.{self.endpoint}"
+
+
+def parse_endpoint(text: str) -> EndpointId:
+    """Parse `dyn://namespace.component.endpoint`, the format of NVIDIA Dynamo, which `--endpoint` has."""
+    return EndpointId(*text.removeprefix("dyn://").split("."))
+
+
+def endpoint_of(instance: Instance) -> EndpointId:
+    """Return the endpoint of an instance."""
+    return EndpointId(instance.namespace, instance.component, instance.endpoint)
+
+
+def namespace_prefix(namespace: str) -> str:
+    """Return the key prefix of all instances of a namespace."""
+    return f"{PREFIX}/{namespace}/"
+
+
+def instance_key(endpoint_id: EndpointId, instance_id: int) -> str:
+    """Return the etcd key of an instance."""
+    return f"{PREFIX}/{endpoint_id.namespace}/{endpoint_id.component}/{endpoint_id.endpoint}/{instance_id:x}"
+
+
+def parse_instance_key(key: str) -> tuple[EndpointId, int]:
+    """Return the endpoint and the instance id of a key. Raise ValueError if it is not a key of `instance_key`."""
+    parts = key.split("/")
+    if len(parts) != 6 or f"{parts[0]}/{parts[1]}" != PREFIX or not _ID.fullmatch(parts[5]):
+        raise ValueError(f"{shown_key(key)} is not an instance key")
+    return EndpointId(*parts[2:5]), int(parts[5], 16)
+
+
+def instance_id_of(key: str) -> int:
+    """Return the instance id of a key. Raise ValueError if it is not a key of `instance_key`."""
+    return parse_instance_key(key)[1]
+
+
+def shown_key(key: str) -> str:
+    """Return a key escaped like `repr` and shortened. A shortened key ends with its hash to differ from others."""
+    text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{text[:_SHOWN_HEAD]}... ({len(key)} characters, sha256 {digest[:16]})"
+
+
+def subject(endpoint_id: EndpointId, instance_id: int) -> str:
+    """Return the request-plane subject of an instance, e.g. `dynamo_backend.generate-694d997dbae9a315` (as Dynamo)."""
+    return f"{endpoint_id.namespace}_{endpoint_id.component}.{endpoint_id.endpoint}-{instance_id:x}"
 
 
 class BadRecord(Exception):
@@ -51,9 +113,9 @@ def read_instance(key: str, record: bytes) -> Instance:
         BadRecord: the record is invalid, or does not belong to this key.
     """
     try:
-        endpoint, instance_id = keys.parse_instance_key(key)
+        endpoint, instance_id = parse_instance_key(key)
     except ValueError as exc:
-        raise BadRecord(f"the key is not of the form {keys.PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID") from exc
+        raise BadRecord(f"the key is not of the form {PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID") from exc
     if len(record) > MOST_RECORD_BYTES:
         raise BadRecord(f"the record has {len(record)} bytes; the limit is {MOST_RECORD_BYTES}")
     try:
@@ -78,7 +140,7 @@ def written(instance: Instance) -> tuple[str, bytes]:
     Raises:
         ConfigError: frontends would reject the record.
     """
-    key, record = keys.instance_key(keys.endpoint_of(instance), instance.id), encode(instance)
+    key, record = instance_key(endpoint_of(instance), instance.id), encode(instance)
     try:
         read_instance(key, record)
     except BadRecord as exc:
@@ -101,18 +163,18 @@ def check_model_name(name: str) -> None:
         raise ConfigError(f"{exc}; pass another --served-model-name", field="served_model_name") from exc
 
 
-def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int) -> None:
+def _check_place(instance: Instance, endpoint: EndpointId, instance_id: int) -> None:
     """Check that id, endpoint and subject match the key, because puts, deletes and leases act on the key."""
     _check_number("id", instance.id, 0, _MOST_ID)
     if instance.id != instance_id:
         raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
-    own = keys.endpoint_of(instance)
+    own = endpoint_of(instance)
     for field, expected, actual in zip(own._fields, endpoint, own, strict=True):
         if actual != expected:
             raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(actual)} in the record")
         if not re.fullmatch(NAME, actual):
             raise BadRecord(f"{field}: name {_shown(actual)} must have {NAME_RULE}")
-    wanted = keys.subject(own, instance.id)
+    wanted = subject(own, instance.id)
     if instance.subject != wanted:  # requests would go to a process other than this instance
         raise BadRecord(f"subject is {_shown(instance.subject)}; instance {instance.id:x} must have {wanted}")
 

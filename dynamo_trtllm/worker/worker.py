@@ -22,9 +22,8 @@ from dynamo_trtllm.config.base import recorder_folder
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
-from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery import records
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engines.base import Engine, EngineInfo, HasKvEvents, HasStats
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.errors import ConfigError, DynamoError
@@ -58,12 +57,12 @@ _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREG
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
 
 
-def endpoint_of(config: WorkerConfig) -> keys.EndpointId:
+def endpoint_of(config: WorkerConfig) -> records.EndpointId:
     """Return the configured endpoint, or the default one for role and engine."""
     if config.endpoint:
-        return keys.parse_endpoint(config.endpoint)
+        return records.parse_endpoint(config.endpoint)
     components = _VLLM_COMPONENTS if config.engine == "vllm" else _COMPONENTS
-    return keys.EndpointId(config.namespace, components[config.disaggregation_mode], "generate")
+    return records.EndpointId(config.namespace, components[config.disaggregation_mode], "generate")
 
 
 class _RunningWorker(NamedTuple):
@@ -91,7 +90,7 @@ def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
         update = {"model_path": str(resolve(model)), "served_model_name": config.model_name}
         config = config.model_copy(update=update)
     defaults = startup.sampling_defaults(config, model)
-    check_model_name(config.model_name)
+    records.check_model_name(config.model_name)
     startup.check_flags(config)
     return _with_kv_transfer_host(config), defaults
 
@@ -292,7 +291,7 @@ class Worker:
             namespace=endpoint.namespace,
             component=endpoint.component,
             endpoint=endpoint.endpoint,
-            subject=keys.subject(endpoint, self.instance_id),
+            subject=records.subject(endpoint, self.instance_id),
             role=role,
             engine=info.engine,
             card=card,

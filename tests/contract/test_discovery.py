@@ -18,7 +18,7 @@ from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
-from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
+from dynamo_trtllm.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance

@@ -16,7 +16,7 @@ from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.messages import encode
 from dynamo_trtllm.request_plane import jetstream
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_state

@@ -20,7 +20,7 @@ from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.discovery.records import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance

@@ -17,7 +17,7 @@ import pytest
 
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery import records
 from dynamo_trtllm.discovery.base import Added, Removed
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import EngineStats
@@ -243,7 +243,7 @@ async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_
         while not worker._health.is_ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         plane = await NatsPlane.connect(nats_server)
-        subject = keys.subject(endpoint_of(chosen), worker.instance_id)
+        subject = records.subject(endpoint_of(chosen), worker.instance_id)
         async with aclosing(call_stream(plane, subject, request(max_tokens=1000))) as chunks:
             await anext(chunks)  # the worker asks its callers whether they live
             (victim,) = [task for task in worker._tasks._tasks if part in task.get_name()]
@@ -295,7 +295,7 @@ async def test_serve_when_it_publishes_kv_events_then_a_subscriber_gets_updates_
         async with aclosing(discovery.watch(chosen.namespace)) as events:
             while not isinstance(await anext(events), Added):
                 pass
-        await plane.control(keys.subject(endpoint, worker.instance_id), ResyncKvEvents())
+        await plane.control(records.subject(endpoint, worker.instance_id), ResyncKvEvents())
         while not updates[-1].snapshot:
             updates.append(await found.get())
         worker.stop()

@@ -16,7 +16,7 @@ import orjson
 from dynamo_trtllm.api.response_schemas import model_object
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.discovery.keys import endpoint_of
+from dynamo_trtllm.discovery.records import endpoint_of
 from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT

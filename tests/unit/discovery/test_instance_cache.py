@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.discovery import instance_cache as mirror_module
 from dynamo_trtllm.discovery.base import Added, Rejected, Removed
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
-from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
+from dynamo_trtllm.discovery.records import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.messages import Instance, encode
 from tests.instances import make_instance
 

@@ -7,13 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.discovery.keys import EndpointId, instance_key, subject
 from dynamo_trtllm.discovery.records import (
     MOST_RECORD_BYTES,
     MOST_VOCABULARY,
     BadRecord,
+    EndpointId,
     check_model_name,
+    instance_key,
     read_instance,
+    subject,
     written,
 )
 from dynamo_trtllm.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
+from dynamo_trtllm.discovery.records import endpoint_of, instance_key
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.fleet import model_registry as models_module
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry

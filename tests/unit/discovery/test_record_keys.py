@@ -1,42 +1,42 @@
-"""Keys and subjects: both ways, and what they refuse."""
+"""Keys of records and subjects: both ways, and what they refuse."""
 
 from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.discovery import keys
-from dynamo_trtllm.discovery.keys import EndpointId
+from dynamo_trtllm.discovery import records
+from dynamo_trtllm.discovery.records import EndpointId
 
 GENERATE = EndpointId("dynamo", "tensorrt_llm", "generate")
 
 
 @pytest.mark.parametrize("instance_id", [0, 1, 0x694D997DBAE9A315, 2**63 - 1])
 def test_instance_key_when_parsed_then_id_comes_back(instance_id: int) -> None:
-    assert keys.instance_id_of(keys.instance_key(GENERATE, instance_id)) == instance_id
+    assert records.instance_id_of(records.instance_key(GENERATE, instance_id)) == instance_id
 
 
 def test_instance_key_when_made_then_lies_under_its_namespace_only() -> None:
-    key = keys.instance_key(GENERATE, 7)
+    key = records.instance_key(GENERATE, 7)
     assert key == "v1/instances/dynamo/tensorrt_llm/generate/7"
-    assert key.startswith(keys.namespace_prefix("dynamo"))
-    assert not key.startswith(keys.namespace_prefix("dyn"))
+    assert key.startswith(records.namespace_prefix("dynamo"))
+    assert not key.startswith(records.namespace_prefix("dyn"))
 
 
 def test_endpoint_when_printed_and_parsed_then_equal() -> None:
-    assert keys.parse_endpoint(str(GENERATE)) == GENERATE
+    assert records.parse_endpoint(str(GENERATE)) == GENERATE
 
 
 @pytest.mark.parametrize("key", ["", "v1/instances/a/b/c", "v2/instances/a/b/c/1", "v1/instances/a/b/c/xyz"])
 def test_instance_id_when_key_is_foreign_then_value_error(key: str) -> None:
     with pytest.raises(ValueError, match=r"is not an instance key"):
-        keys.instance_id_of(key)
+        records.instance_id_of(key)
 
 
 @pytest.mark.parametrize("written", ["0a", "A", "0xa", "+a", "-a", " a", "a_0", "", "1" * 17])
 def test_instance_id_when_it_is_not_as_instance_key_writes_it_then_value_error(written: str) -> None:
     """Else one id would have several keys."""
     with pytest.raises(ValueError, match=r"is not an instance key"):
-        keys.instance_id_of(f"v1/instances/a/b/c/{written}")
+        records.instance_id_of(f"v1/instances/a/b/c/{written}")
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ def test_instance_id_when_it_is_not_as_instance_key_writes_it_then_value_error(w
     ],
 )
 def test_shown_key_when_short_then_escaped(key: str, shown: str) -> None:
-    assert keys.shown_key(key) == shown
+    assert records.shown_key(key) == shown
 
 
 def test_shown_key_when_long_then_bounded_and_still_another_for_another_key() -> None:
-    shown = {keys.shown_key("\U000e0001" * 100_000 + end) for end in ("", "a", "b", "\udcff")}
+    shown = {records.shown_key("\U000e0001" * 100_000 + end) for end in ("", "a", "b", "\udcff")}
     assert len(shown) == 4
     assert max(map(len, shown)) < 300
 
 
 def test_subject_when_made_then_formatted_as_in_the_guides() -> None:
-    assert keys.subject(EndpointId("dynamo", "backend", "generate"), 0x694D997DBAE9A315) == (
+    assert records.subject(EndpointId("dynamo", "backend", "generate"), 0x694D997DBAE9A315) == (
         "dynamo_backend.generate-694d997dbae9a315"
     )
