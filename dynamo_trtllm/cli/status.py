@@ -214,8 +214,8 @@ async def _of_etcd(config: StatusConfig) -> tuple[DeploymentReport, Set[str]]:
     async with aclosing(EtcdStore(config)) as store:
         snapshot = await store.read_all(namespace_prefix(config.namespace))
         if not snapshot.records:
-            keys = await store.keys(f"{PREFIX}/")
-            return report, {key.removeprefix(f"{PREFIX}/").partition("/")[0] for key in keys}
+            everything = await store.read_all(f"{PREFIX}/")
+            return report, {key.removeprefix(f"{PREFIX}/").partition("/")[0] for key in everything.records}
     for key, record in sorted(snapshot.records.items()):
         try:
             instance = read_instance(key, record)

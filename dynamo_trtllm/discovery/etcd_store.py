@@ -178,51 +178,41 @@ class EtcdStore:
         text = f"etcd at {self.addresses[index]} did not answer ({reason}); check --etcd-endpoints and that etcd runs"
         return Unreachable(text, field="etcd_endpoints")
 
+    async def _call(self, stub: Any, method: str, request: Any) -> Any:
+        with self._translated():
+            return await getattr(stub(self._channel), method)(request, timeout=CALL_TIMEOUT_S)
+
     async def read_all(self, prefix: str) -> Snapshot:
         """Return all records under a prefix."""
-        with self._translated():
-            reply = await self._range(prefix)
+        reply = await self._range(prefix)
         return Snapshot(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
-
-    async def keys(self, prefix: str) -> list[str]:
-        """Return all keys under a prefix."""
-        with self._translated():
-            reply = await self._range(prefix, keys_only=True)
-        return [key_text(kv.key) for kv in reply.kvs]
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Return the lease of every key under a prefix, with its remaining time. None: no lease, or an expired one."""
-        with self._translated():
-            reply = await self._range(prefix, keys_only=True)
-            return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
+        reply = await self._range(prefix)
+        return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
 
-    async def _range(self, prefix: str, *, keys_only: bool = False) -> Any:
-        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=keys_only)
-        return await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
+    async def _range(self, prefix: str) -> Any:
+        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
+        return await self._call(KVStub, "Range", request)
 
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:
             return None
-        request = LeaseTimeToLiveRequest(ID=lease_id)
-        reply = await LeaseStub(self._channel).LeaseTimeToLive(request, timeout=CALL_TIMEOUT_S)
+        reply = await self._call(LeaseStub, "LeaseTimeToLive", LeaseTimeToLiveRequest(ID=lease_id))
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None  # 0: less than a second
 
     async def put(self, key: str, record: bytes, lease: Lease) -> None:
         """Write a record that expires with the lease."""
-        with self._translated():
-            request = PutRequest(key=key_bytes(key), value=record, lease=lease.id)
-            await KVStub(self._channel).Put(request, timeout=CALL_TIMEOUT_S)
+        await self._call(KVStub, "Put", PutRequest(key=key_bytes(key), value=record, lease=lease.id))
 
     async def delete(self, key: str) -> None:
         """Delete a key if it exists."""
-        with self._translated():
-            await KVStub(self._channel).DeleteRange(DeleteRangeRequest(key=key_bytes(key)), timeout=CALL_TIMEOUT_S)
+        await self._call(KVStub, "DeleteRange", DeleteRangeRequest(key=key_bytes(key)))
 
     async def grant(self, ttl_s: float) -> Lease:
         """Create a lease of at least `ttl_s` seconds."""
-        with self._translated():
-            request = LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
-            reply = await LeaseStub(self._channel).LeaseGrant(request, timeout=CALL_TIMEOUT_S)
+        reply = await self._call(LeaseStub, "LeaseGrant", LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s))))
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
