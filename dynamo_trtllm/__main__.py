@@ -1,9 +1,6 @@
 """Start a worker (`python -m dynamo_trtllm`)."""
 
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import run_module
 
 if __name__ == "__main__":
-    with command_streams("python -m dynamo_trtllm"):
-        from dynamo_trtllm.worker.main import main
-
-        main()
+    run_module("dynamo_trtllm.worker.main", "python -m dynamo_trtllm")

@@ -52,15 +52,11 @@ class BackgroundTasks:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    def check(self) -> None:
+    async def until_failed(self) -> None:
         """Raise the exception of the first failed task. One that is not a DynamoError becomes InternalError."""
+        await self._failed.wait()
         if self.failure is not None:
             raise self.failure
-
-    async def until_failed(self) -> None:
-        """Wait until a task fails, then raise like `check`."""
-        await self._failed.wait()
-        self.check()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task not in self._tasks:

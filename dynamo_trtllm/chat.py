@@ -1,9 +1,6 @@
 """Chat with a running frontend in a terminal (`python -m dynamo_trtllm.chat`)."""
 
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import run_module
 
 if __name__ == "__main__":
-    with command_streams("python -m dynamo_trtllm.chat"):
-        from dynamo_trtllm.cli.chat import main
-
-        main()
+    run_module("dynamo_trtllm.cli.chat", "python -m dynamo_trtllm.chat")

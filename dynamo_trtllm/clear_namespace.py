@@ -1,9 +1,6 @@
 """Remove stale records of a deployment from etcd and JetStream (`python -m dynamo_trtllm.clear_namespace`)."""
 
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import run_module
 
 if __name__ == "__main__":
-    with command_streams("python -m dynamo_trtllm.clear_namespace"):
-        from dynamo_trtllm.cli.clear_namespace import main
-
-        main()
+    run_module("dynamo_trtllm.cli.clear_namespace", "python -m dynamo_trtllm.clear_namespace")

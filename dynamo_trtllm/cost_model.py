@@ -20,14 +20,14 @@ _KI: Final = 1 / 1024
 _MI: Final = 1 / (1 << 20)
 DECODE_SEGMENTS: Final = slice(1, 1 + len(_DECODE_KNOTS))  # coefficients that are slopes of adjacent segments
 PREFILL_SEGMENTS: Final = slice(1, 1 + len(_PREFILL_KNOTS))
-_SLOPES: Final = [("requests", *each) for each in zip(_DECODE_KNOTS, (*_DECODE_KNOTS[1:], "more"), strict=True)]
-_TOKEN_SLOPES: Final = [("tokens", *each) for each in zip(_PREFILL_KNOTS, (*_PREFILL_KNOTS[1:], "more"), strict=True)]
-DECODE_TERMS: Final = ("step", *("{}_{}_to_{}".format(*each) for each in _SLOPES), "context_ki", "sqrt_requests")
-PREFILL_TERMS: Final = (
-    "step",
-    *("{}_{}_to_{}".format(*each) for each in _TOKEN_SLOPES),
-    *("decode_requests", "context_ki", "attention_mi"),
-)
+
+
+def _slopes(name: str, knots: Sequence[int]) -> list[str]:
+    return [f"{name}_{low}_to_{high}" for low, high in zip(knots, (*knots[1:], "more"), strict=True)]
+
+
+DECODE_TERMS: Final = ("step", *_slopes("requests", _DECODE_KNOTS), "context_ki", "sqrt_requests")
+PREFILL_TERMS: Final = ("step", *_slopes("tokens", _PREFILL_KNOTS), "decode_requests", "context_ki", "attention_mi")
 FIRST_TOKEN_TERMS: Final = ("call", "prompt_ki", "running_step", "steps")
 KV_TRANSFER_TERMS: Final = ("call", "prompt_ki")
 

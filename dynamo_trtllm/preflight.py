@@ -1,9 +1,6 @@
 """Check engine arguments without loading an engine (`python -m dynamo_trtllm.preflight`)."""
 
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import run_module
 
 if __name__ == "__main__":
-    with command_streams("python -m dynamo_trtllm.preflight"):
-        from dynamo_trtllm.cli.preflight import main
-
-        main()
+    run_module("dynamo_trtllm.cli.preflight", "python -m dynamo_trtllm.preflight")

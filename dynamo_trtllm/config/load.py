@@ -201,9 +201,8 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     if not names:
         return
-    models: list[type[Config]] = [model, WorkerConfig, FrontendConfig]
-    models += [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Config)]
-    flags = [flag for each in dict.fromkeys(models) for flag in flags_of(each)]
+    models = [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Config)]
+    flags = [flag for each in dict.fromkeys([model, *models]) for flag in flags_of(each)]
     known = {name for flag in flags for name in flag.variables()}
     const = {
         variable(word): f"set {flag.variables()[0]} to {value}"

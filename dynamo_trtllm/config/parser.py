@@ -6,6 +6,7 @@ It imports little, because `dynamo-trtllm --help` needs no more.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -54,6 +55,12 @@ def command_streams(prog: str) -> Iterator[None]:
             with suppress(OSError):
                 sys.stderr.write(f"{prog}: the output can't be written: {failure.strerror}\n")
         raise SystemExit(_FAILED) from None
+
+
+def run_module(module: str, prog: str) -> None:
+    """Import the module of a command and run its `main`, both in the context of `command_streams`."""
+    with command_streams(prog):
+        importlib.import_module(module).main()
 
 
 def _write_error() -> OSError | None:

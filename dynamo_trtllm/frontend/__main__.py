@@ -1,9 +1,6 @@
 """Start a frontend: `python -m dynamo_trtllm.frontend`."""
 
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import run_module
 
 if __name__ == "__main__":
-    with command_streams("python -m dynamo_trtllm.frontend"):
-        from dynamo_trtllm.frontend.process.main import main
-
-        main()
+    run_module("dynamo_trtllm.frontend.process.main", "python -m dynamo_trtllm.frontend")

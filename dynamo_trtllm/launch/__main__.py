@@ -1,9 +1,6 @@
 """`python -m dynamo_trtllm.launch` starts a deployment."""
 
-from dynamo_trtllm.config.parser import command_streams
+from dynamo_trtllm.config.parser import run_module
 
 if __name__ == "__main__":
-    with command_streams("python -m dynamo_trtllm.launch"):
-        from dynamo_trtllm.launch.main import main
-
-        main()
+    run_module("dynamo_trtllm.launch.main", "python -m dynamo_trtllm.launch")

@@ -127,9 +127,6 @@ class Histogram(Collector):
             child = self._children[tuple(map(str, values))] = HistogramChild(self._bounds)
         return child
 
-    def describe(self) -> Iterator[Collected]:
-        yield HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-
     def collect(self) -> Iterator[Collected]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         for values, child in self._children.items():

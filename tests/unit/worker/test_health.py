@@ -76,7 +76,7 @@ async def served(
     async with health_server("127.0.0.1", 0, Health(), render, tasks) as opened:
         assert opened is not None
         yield opened
-    tasks.check()
+    assert tasks.failure is None
 
 
 async def test_server_when_all_connections_are_idle_then_the_longest_silent_one_gives_way_to_a_probe(
