@@ -17,26 +17,12 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo_trtllm import messages
 from dynamo_trtllm.cost_model import CostModel, EngineWork
 from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineStats, HasStats, HasStepTimes
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.kv_events import KvEventPublisher
-from dynamo_trtllm.messages import (
-    Chunk,
-    Control,
-    GenerateRequest,
-    GetFile,
-    Instance,
-    LoadReport,
-    Phase,
-    ReleaseKv,
-    ReleaseSlot,
-    ReserveSlot,
-    Restart,
-    ResyncKvEvents,
-    Role,
-    encode,
-)
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Instance, LoadReport, Phase, Role, encode
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -159,14 +145,18 @@ class Admission:
 class _ServiceStream(Stream):
     """The stream of one call: passes the engine's events on and counts tokens and the outcome."""
 
-    __slots__ = ("_arrival", "_calls", "_metrics", "_phase", "admission", "num_tokens", "request_id", "source")
+    __slots__ = (
+        *("_arrived_s", "_calls", "_metrics", "_num_prompt_tokens", "_phase"),
+        *("admission", "num_tokens", "request_id", "source", "work"),
+    )
 
     def __init__(
         self, request: GenerateRequest, metrics: WorkerMetrics, on_event: OnEvent, calls: deque[CallSample]
     ) -> None:
         super().__init__(on_event)
         self._calls: deque[CallSample] | None = calls  # None: the first token was there
-        self._arrival = time.monotonic(), len(request.token_ids), EngineWork()  # with what the engine did then
+        self._arrived_s, self._num_prompt_tokens = time.monotonic(), len(request.token_ids)
+        self.work = EngineWork()  # what the engine did before it got the call
         self.request_id = request.request_id
         self._phase = request.phase
         self._metrics = metrics
@@ -185,20 +175,16 @@ class _ServiceStream(Stream):
                 return
         super().emit(event)
 
-    def arrived(self, work: EngineWork) -> None:
-        """Record what the engine does before it gets the call."""
-        self._arrival = *self._arrival[:2], work
-
     def _note_first(self, chunk: Chunk) -> None:
         if chunk.token_ids:
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
         calls, self._calls = self._calls, None
         if calls is not None:
-            begun_s, tokens, work = self._arrival
+            tokens = self._num_prompt_tokens
             cached_tokens = 0 if chunk.stats is None else min(tokens, chunk.stats.cached_tokens)
             fetches_kv = self._phase is Phase.DECODE
-            took_s = time.monotonic() - begun_s
-            calls.append(CallSample(took_s, tokens - cached_tokens, cached_tokens, work, fetches_kv))
+            took_s = time.monotonic() - self._arrived_s
+            calls.append(CallSample(took_s, tokens - cached_tokens, cached_tokens, self.work, fetches_kv))
 
     def cancel(self) -> None:
         super().cancel()
@@ -274,7 +260,7 @@ class WorkerService:
             stats = self._engine_stats() if request.phase is Phase.PREFILL else None
             stream.admission.enter_context(self.admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
-                stream.arrived(self._work(tokens))
+                stream.work = self._work(tokens)
             RECORDER.follow(stream)
             stream.source = context.run(self.engine.generate, request, stream.emit)
         except DynamoError as exc:
@@ -329,22 +315,22 @@ class WorkerService:
 
     async def control(self, verb: Control) -> bytes:
         match verb:
-            case GetFile(sha256, offset):
+            case messages.GetFile(sha256, offset):
                 return encode(startup.file_chunk(self.files, sha256, offset))
-            case ReleaseKv(transfer_id, outcome):
+            case messages.ReleaseKv(transfer_id, outcome):
                 if self._kv_holder is not None:
                     self._kv_holder.release(transfer_id, outcome)
-            case ReserveSlot(reservation_id, expires_at, left_s):
+            case messages.ReserveSlot(reservation_id, expires_at, left_s):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
                 self.admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
-            case ReleaseSlot(reservation_id):
+            case messages.ReleaseSlot(reservation_id):
                 self.admission.unreserve(reservation_id)
-            case ResyncKvEvents():
+            case messages.ResyncKvEvents():
                 if self.kv_events is None:
                     raise InvalidRequest("this worker publishes no KV events; start it with --publish-kv-events")
                 self.kv_events.resync()
-            case Restart(reason):
+            case messages.Restart(reason):
                 self._restart_reason = reason
                 self._restart_asked.set()
         return b""
