@@ -64,7 +64,10 @@ class HttpRequest:
 
     def header(self, name: bytes) -> str | None:
         """Return the first value of a header. `name` is in lower case."""
-        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None
 
     def query(self) -> dict[str, list[str]]:
         """Return the values of each query parameter."""

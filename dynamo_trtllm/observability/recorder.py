@@ -24,6 +24,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+import xxhash
+
 log = logging.getLogger(__name__)
 
 MAGIC: Final = b"DTRTRING"
@@ -285,7 +287,7 @@ def block_hashes(token_ids: array[int]) -> list[int]:
     """
     data, block_bytes, last, hashes = memoryview(token_ids).cast("B"), BLOCK_TOKENS * token_ids.itemsize, 0, []
     for begin in range(0, min(len(data), HASHED_BLOCKS * block_bytes), block_bytes):
-        last = zlib.crc32(data[begin : begin + block_bytes], last) or 1
+        last = xxhash.xxh3_64_intdigest(data[begin : begin + block_bytes], last) & 0xFFFFFFFF or 1
         hashes.append(last)
     return hashes + [0] * (2 - len(hashes) if len(hashes) < 2 else (2 - len(hashes)) % 6)
 

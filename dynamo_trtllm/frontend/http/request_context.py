@@ -23,7 +23,6 @@ from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, PlanningTime, read_body
 from dynamo_trtllm.http_server.exchange import HttpRequest
-from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
 from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
@@ -299,7 +298,7 @@ class RequestContext:
         if self._app_state.traces is not None:
             self._app_state.traces.add(self._ended(code, status, usage, end_s))
         summary = self._summary(outcome, status, usage, _by_name(phases))
-        log.info("request %s ended: %s", short_id(self.id), summary)
+        log.info("request %s ended: %s", self._unique[:8], summary)
 
     def _ended(self, code: str, status: int, usage: Usage, end_s: float) -> EndedRequest:
         """Return what the request's trace is made of."""
@@ -317,7 +316,7 @@ class RequestContext:
                 "gen_ai.response.id": self.answer_id or None,
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
-                "dynamo_trtllm.request_id": short_id(self.id),
+                "dynamo_trtllm.request_id": self._unique[:8],
                 "dynamo_trtllm.prefill_instance": self._prefill_ids(),
                 "dynamo_trtllm.decode_instance": self._decode_ids(),
             },

@@ -82,8 +82,13 @@ def is_large_body(raw_body: bytes) -> bool:
         return True
     if size > _WORDLESS_BYTES and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size:
         return True
-    if size <= _TURN_BYTES or raw_body.count(b"{") <= _MANY_OBJECTS:
+    if size <= _TURN_BYTES:
         return False
+    at = -1
+    for _ in range(_MANY_OBJECTS):  # `find` skips text ten times as fast as `count` and the pattern
+        at = raw_body.find(b"{", at + 1)
+        if at < 0:
+            return False
     return len(_OBJECT.findall(raw_body)) > _MANY_OBJECTS
 
 
