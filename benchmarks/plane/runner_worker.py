@@ -46,7 +46,7 @@ class SimulatedCall:
         self._library = library
         self._last = 1 if self.exports_kv else request.sampling.max_tokens
         self._first = () if kv_params is None else kv_params.first_token_ids
-        self._num_tokens = 0
+        self.num_generated = 0
         self._receiver: ExternalCall | None = None
 
     async def run(self, receiver: ExternalCall) -> None:
@@ -57,10 +57,10 @@ class SimulatedCall:
 
     def step(self) -> None:
         """Give the next token: the Harmony prefix first, then others that are text."""
-        at = self._num_tokens
-        self._num_tokens += 1
+        at = self.num_generated
+        self.num_generated += 1
         token = _OPENING[at] if at < len(_OPENING) else 1000 + at * 7919 % 4000
-        self._give(token, "length" if self._num_tokens == self._last else None)
+        self._give(token, "length" if self.num_generated == self._last else None)
 
     def _give(self, token: int, finish: str | None) -> None:
         receiver = self._receiver

@@ -57,7 +57,7 @@ class EngineStats:
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
     leaked_kv_blocks: int = 0  # blocks that no decode worker fetched and that the engine's library never frees
     queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill or are in it, as far as not yet computed
-    context_tokens: int = 0  # tokens of the requests in the batch; external engines count prompts only
+    context_tokens: int = 0  # tokens of the requests in the batch, prompts and output
 
 
 NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.engines.base import HasStepTimes
 from dynamo_trtllm.messages import Role
 from tests.engines import check_stats, make, prefill_params, prompt_of, started, stats
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
@@ -47,6 +48,39 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
                     await asyncio.wait_for(ended.wait(), SOON_S)
                 await prefill_params(engine, PROMPT)
                 await check_stats(engine, tickets_held=held, kv_blocks_used=3 * held)
+
+
+@pytest.mark.parametrize(("stages", "num_steps"), [(1, 4), (2, 0)])
+async def test_steps_when_rows_have_them_then_they_are_measured_but_not_in_a_pipeline(
+    stages: int, num_steps: int, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(number: int) -> dict[str, Any]:
+        batch = {"numGenRequests": 2, "numGenKvTokens": 90, "numCtxTokens": 0, "numContextRequests": 0}
+        times = {"timestamp": f"11-24-2026 01:00:00.{number:02}0000", "iterLatencyMS": 9.0}  # ten apart
+        return {
+            "iter": number,
+            "numNewActiveRequests": 0,
+            "numActiveRequests": 2,
+            "inflightBatchingStats": batch,
+            **times,
+        }
+
+    polls, ended = iter([[row(0)], [row(n) for n in range(1, 6)]]), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def get_stats(llm: Any, timeout: float) -> Any:
+        if (rows := next(polls, None)) is None:
+            loop.call_soon_threadsafe(ended.set)
+        return rows
+
+    with fake_tensorrt_llm("1.3.0rc29") as package:
+        monkeypatch.setattr(package.LLM, "get_stats", get_stats)
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, pipeline_parallel_size=stages)
+        async with started(engine):
+            await asyncio.wait_for(ended.wait(), SOON_S)
+            assert isinstance(engine, HasStepTimes)
+            assert [step[1:] for step in engine.steps] == [(2, 90, 0, 0.0)] * num_steps
+            assert [step.seconds for step in engine.steps] == pytest.approx([0.009] * num_steps)
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc29"])

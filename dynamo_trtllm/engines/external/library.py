@@ -73,6 +73,10 @@ class LibraryCall(Protocol):
     def read(self, result: Any) -> EngineOutput:
         """Convert a result. The runner calls it once per result, in order."""
 
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far."""
+
     def phases(self, result: Any) -> dict[str, float]:
         """Return the seconds that the library reports of the phases of this call until its first token.
 

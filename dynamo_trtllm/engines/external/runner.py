@@ -97,8 +97,10 @@ class ExternalCall(Stream):
     @property
     def tokens(self) -> tuple[int, int]:
         """Return the number of prompt tokens that are not computed yet, and of those in the batch."""
-        count = len(self._request.token_ids)
-        return (0, count) if self._has_started else (0 if self.is_fetching else count, 0)
+        count, call = len(self._request.token_ids), self._call
+        if self._has_started:
+            return 0, count + (0 if call is None else call.num_generated)
+        return 0 if self.is_fetching else count, 0
 
     # --- what the library says ------------------------------------------------------------------------------
 

@@ -275,7 +275,7 @@ def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described
 
 def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> Source:
     """Return the engine's own defaults, which every other source overrides."""
-    values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics and the detection of a stalled engine
+    values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics, steps and the detection of a stall
     samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
     is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
     if release.presence(release.library.root, samplers[0]) is Presence.PRESENT and not is_chosen:

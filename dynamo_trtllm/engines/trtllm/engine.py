@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,8 +19,9 @@ from typing import Any
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import EngineInfo, Finding
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
@@ -28,7 +30,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
-from dynamo_trtllm.engines.trtllm.polling import KvEventPoller
+from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
@@ -53,7 +55,7 @@ _SEED_SINCE = 27
 
 
 class TrtllmEngine(ExternalEngine):
-    """An `Engine` with `KvHolder`, `HasStats`, `HasProgress`, `HasPreflight`, `HasKvEvents` and `CanSleep`."""
+    """An `Engine` with all protocols of `engines.base`, and `KvHolder`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.
@@ -84,6 +86,7 @@ class TrtllmEngine(ExternalEngine):
         self.ticket_ttl_s = ticket_ttl_s(self._facts, config.ticket_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
         self._kv_events: KvEventPoller | None = None
+        self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
         if config.publish_kv_events:
             check_kv_events(self._facts)
         self._cache_folders = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
@@ -136,8 +139,27 @@ class TrtllmEngine(ExternalEngine):
         info, library = self._serve(await self._load(self._build, weight_bytes=weights))
         await self._warm_up(info)
         if self._args.values.get("enable_iter_perf_stats"):
-            library.poll_stats()
+            library.poll_stats(self._step_reader(library.num_kv_ranks))
         return info
+
+    @property
+    def steps(self) -> deque[StepSample]:
+        """See `HasStepTimes`. Empty if `enable_iter_perf_stats` is off."""
+        return self._steps
+
+    def _step_reader(self, num_ranks: int) -> StepReader | None:
+        """Return a reader of steps. None: the stages of a pipeline compute different steps at the same time."""
+        if self._facts.size("pipeline_parallel_size") > 1:
+            return None
+        cuts = self._facts.on("enable_chunked_prefill")  # at whole blocks
+        full_step = self._facts.max_num_tokens - self._facts.block_tokens + 1 if cuts else 0
+        return StepReader(self._steps, self._running, num_ranks, full_step)
+
+    def _running(self) -> tuple[float, int]:
+        """Return the mean context of the requests in the batch, and the longest prompt. Called on a thread."""
+        calls = list(self._inflight)
+        contexts = [tokens for call in calls if (tokens := call.tokens[1])]
+        return sum(contexts) / max(1, len(contexts)), max((sum(call.tokens) for call in calls), default=0)
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
         """Build the LLM; called on a thread. TensorRT-LLM reads the environment when it is imported."""

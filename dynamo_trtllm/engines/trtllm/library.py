@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.external.library import Counts, EngineOutput
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
-from dynamo_trtllm.engines.trtllm.polling import StatsPoller
+from dynamo_trtllm.engines.trtllm.polling import StatsPoller, StepReader
 from dynamo_trtllm.engines.trtllm.requests import (
     TrtllmModelLimits,
     TrtllmOutputCursor,
@@ -72,8 +72,9 @@ class TrtllmLibrary:
         self._stats_poller = StatsPoller(self.llm.get_stats, self.num_kv_ranks)
         self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)  # all KV blocks may belong to transfers
 
-    def poll_stats(self) -> None:
+    def poll_stats(self, step_reader: StepReader | None = None) -> None:
         """Start polling statistics. Some releases have none before their first request."""
+        self._stats_poller.step_reader = step_reader
         self._stats_poller.start()
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> TrtllmCall:
@@ -194,6 +195,11 @@ class TrtllmCall:
         output = result.outputs[0]
         is_reported = self._library.bindings.is_since_1_2
         return self._cursor.read(output, cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
+
+    @property
+    def num_generated(self) -> int:
+        """See `LibraryCall.num_generated`."""
+        return self._cursor.seen
 
     def phases(self, result: Any) -> dict[str, float]:
         """See `LibraryCall.phases`. The executor reports its times if the argument `return_perf_metrics` is true."""

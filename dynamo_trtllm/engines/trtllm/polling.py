@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
+from dynamo_trtllm.cost_model import StepSample
+from dynamo_trtllm.engines.base import MOST_STEPS
 from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent, OnKvEvents
 from dynamo_trtllm.messages import token_ids
@@ -88,6 +93,7 @@ class StatsPoller(Poller):
         self._get_stats = get_stats
         self._num_ranks = num_ranks
         self._rows: dict[int, Mapping[str, Any]] = {}  # the last one of each rank
+        self.step_reader: StepReader | None = None  # None: steps are not read
         self.counts = Counts()
         self.changed_at = time.monotonic()
 
@@ -105,6 +111,8 @@ class StatsPoller(Poller):
             self._rows |= {int(row.get("attentionDpRank") or 0): row for row in rows}
             self.counts = counts_of(list(self._rows.values()), self._num_ranks)
             self.changed_at = time.monotonic()
+            if self.step_reader is not None:
+                self.step_reader.read(rows)
 
 
 def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
@@ -124,6 +132,193 @@ def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
         kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
         kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
     )
+
+
+class _Iteration(NamedTuple):
+    """One iteration of the executor, as its row tells it. Times are seconds of the executor's clock."""
+
+    number: int
+    rank: int
+    begun: float  # after it had fetched requests
+    read: float  # when its results were read, or later by as long as it waited for requests
+    was_idle: bool  # no request was active before: it may have waited for one
+    forward_s: float  # GPU time of the forward pass; 0: not reported
+    num_ranks: int  # that have reported
+    requests: int  # decode requests
+    context: int  # their tokens; 0: not reported
+    tokens: int  # prompt tokens
+    cached: int | None  # prompt tokens before those; None: not reported
+    prompts: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> _Iteration:
+        """Convert a row. Raises KeyError, TypeError or ValueError if it lacks a value."""
+        batch = row["inflightBatchingStats"]
+        begun = (datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH).total_seconds()
+        return cls(
+            number=int(row["iter"]),
+            rank=int(row.get("attentionDpRank") or 0),
+            begun=begun,
+            read=begun + float(row["iterLatencyMS"]) / 1000,
+            was_idle=row["numNewActiveRequests"] >= row["numActiveRequests"],
+            forward_s=float(row.get("gpuForwardTimeMS") or 0.0) / 1000,
+            num_ranks=1,
+            requests=int(batch["numGenRequests"]),
+            context=int(batch.get("numGenKvTokens") or 0),
+            tokens=int(batch["numCtxTokens"]),
+            cached=None if (cached := batch.get("numCtxKvTokens")) is None else int(cached),
+            prompts=int(batch["numContextRequests"]),
+        )
+
+    def with_rank(self, other: _Iteration) -> _Iteration:
+        """Return the sum with what another rank computed in this iteration."""
+        names = ("num_ranks", "requests", "context", "tokens", "prompts")
+        cached = None if self.cached is None else self.cached + (other.cached or 0)
+        return self._replace(cached=cached, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+_EPOCH = datetime(2020, 1, 1)  # in local time, as the rows: only differences count
+_CLOCK_CHANGE_S = 3600.0  # summer time begins
+_SLACK_S = 0.002  # which an iteration may take to fetch requests without having waited for one
+
+
+class StepReader:
+    """Reads from rows of statistics what each step computed, and how long it took. Used on one thread.
+
+    From copies of _torch/pyexecutor/py_executor.py that have no release tag, of about 1.2 and of main of 2026-10. It
+    was never run with TensorRT-LLM. Each iteration that computed something has a row. No field is the time of the step:
+
+    * `iterLatencyMS` is the time from the begin of the iteration until its results were read. That includes a wait for
+      requests at its begin. With the overlap scheduler, the next iteration reads the results: it spans two steps.
+    * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step before.
+    * `gpuForwardTimeMS` (likewise) is without sampling and the executor's own work.
+
+    So a step begins when it is launched and the step before has ended. It ends when its results are read: at
+    `timestamp`, the begin after the wait, plus the latency, or at the begin of the iteration after the read, whichever
+    is earlier, because the first includes the wait before the step, and the second the wait after it. No samples are:
+
+    * steps next to a gap: rows are missing or damaged, or an iteration computed nothing;
+    * steps between two waits, and with the overlap scheduler steps before one. If there is a `gpuForwardTimeMS`, steps
+      with prompt tokens take it instead;
+    * with the overlap scheduler, decode steps before one with prompt tokens, whose launch can delay the read. The next
+      step is assumed to begin as if this one had taken as long as the decode step before;
+    * steps of the warm-up.
+
+    What rows of 1.2 do not have is approximated: the context of decode requests by the mean of those that run when the
+    rows are read (KV blocks would count a shared prefix once), and the place of a chunk in its prompt by the full steps
+    before it; tokens in the prefix cache are not counted there. Several prompts of one step count as equally long.
+    Attention-DP ranks without rows are assumed to compute what the others do.
+
+    Args:
+        steps: receives the samples.
+        running: returns the mean number of context tokens of the requests in the batch, and the number of tokens of the
+            longest prompt; 0 without any.
+        num_ranks: attention-DP ranks; 1 without attention DP.
+        full_step: tokens from which a step of a rank cuts its last prompt; 0: prompts are not cut.
+    """
+
+    def __init__(
+        self,
+        steps: deque[StepSample],
+        running: Callable[[], tuple[float, int]],
+        num_ranks: int = 1,
+        full_step: int = 0,
+    ) -> None:
+        self._steps = steps
+        self._running = running
+        self._num_ranks = num_ranks
+        self._full_step = full_step or math.inf
+        self._cut = 0.0  # tokens computed of the prompt that the last step cut, if rows do not report them
+        self._overlaps = True  # the overlap scheduler is on, until a row shows that it is off
+        self._context = 0.0  # the last mean
+        self._longest = self._longest_now = 0  # prompt, of the last two polls and of the last one
+        self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
+        self._ended: float | None = None  # the step before it
+        self._decode_s = 0.0  # the last decode step; 0: not known
+        self._is_warm_up = True
+
+    def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take the rows of one poll, the oldest first."""
+        context, longest = self._running()
+        self._context = context or self._context
+        self._longest, self._longest_now = max(longest, self._longest_now), longest
+        for row in rows[-MOST_STEPS:]:
+            try:
+                self._add(_Iteration.of(row))
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                self._restart()
+        if self._is_warm_up:
+            self._steps.clear()
+            self._restart()
+        self._is_warm_up = False
+
+    def _restart(self) -> None:
+        self._pending, self._ended, self._cut = [], None, 0.0
+
+    def _add(self, new: _Iteration) -> None:
+        last = self._pending[-1] if self._pending else None
+        if last is not None and new.number == last.number and new.rank != last.rank:
+            self._pending[-1] = last.with_rank(new)
+            return
+        if last is not None and (new.number != last.number + 1 or new.begun <= last.begun):
+            self._restart()
+        elif last is not None and last.read < new.begun < last.begun + _CLOCK_CHANGE_S:
+            self._overlaps = False  # else the new iteration would have read the results of the last one
+        self._pending.append(new)
+        while len(self._pending) > (3 if self._overlaps else 1):
+            seconds = self._overlapped_s() if self._overlaps else self._seconds()
+            step = self._pending.pop(0)
+            if not seconds and step.tokens:
+                seconds = step.forward_s
+            cached = self._cached(step)
+            if seconds > 0:
+                self._take(step, seconds, cached)
+
+    def _seconds(self) -> float:
+        """Return how long the oldest pending step took, without the overlap scheduler. 0: not known."""
+        step, after = self._pending[:2]
+        # 1.2 repeats the counts of the last step in an iteration that computes nothing, as one that waits for KV.
+        if step.was_idle and (after.was_idle or not step.tokens):
+            return 0.0
+        return min(step.read, after.begun) - step.begun
+
+    def _overlapped_s(self) -> float:
+        """Return the same, with the overlap scheduler. Remember when the step ended."""
+        step, reader, after, last = self._pending[:4]  # `reader` is the iteration that read the results of `step`
+        before, ended = self._ended, min(step.read, after.begun)
+        self._ended = None if step.was_idle and after.was_idle else ended
+        if reader.was_idle or reader.read - last.begun > _SLACK_S:  # it waited, while the results were there
+            self._ended = reader.begun
+            return 0.0
+        if before is None or self._ended is None:
+            return 0.0
+        started = max(before, step.begun)
+        if reader.tokens and not step.tokens:
+            self._ended = min(ended, started + (self._decode_s or ended - started))
+            return 0.0
+        if not step.tokens:
+            self._decode_s = ended - started
+        return ended - started
+
+    def _cached(self, step: _Iteration) -> float:
+        """Return the number of prompt tokens before those of a step. Each step is passed once, in order."""
+        if step.cached is not None:
+            return step.cached
+        before = self._cut if self._cut + step.tokens / max(1, step.prompts) <= self._longest else 0.0
+        self._cut = 0.0
+        if step.tokens + step.requests >= self._full_step:
+            self._cut = step.tokens / max(1, step.prompts) + (before if step.prompts <= 1 else 0.0)
+        return before
+
+    def _take(self, step: _Iteration, seconds: float, cached: float) -> None:
+        """Add a sample, unless it is not known what the step computed."""
+        context = step.context or step.requests * self._context
+        if not (step.requests or step.tokens) or (step.requests and not context):
+            return
+        share = self._num_ranks / step.num_ranks
+        pairs = step.tokens * (cached + step.tokens / 2) / max(1, step.prompts)
+        requests, context, tokens = (round(each * share) for each in (step.requests, context, step.tokens))
+        self._steps.append(StepSample(seconds, requests, context, tokens, pairs * share))
 
 
 class KvEventPoller(Poller):

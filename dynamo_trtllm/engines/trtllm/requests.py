@@ -214,7 +214,7 @@ class TrtllmOutputCursor:
     end_id: int  # the model's own stop token, which TensorRT-LLM strips from the output; _NO_END without one
     logprobs: int | None  # number of alternatives per token; None: no log-probabilities
     first: tuple[TokenLogprob, ...] = ()  # log-probabilities of the first tokens, from the KV transfer parameters
-    _seen: int = 0
+    seen: int = 0  # output tokens so far
     _last: int | None = None
     _unreported: int = 0  # tokens at the start without a log-probability from TensorRT-LLM
 
@@ -225,13 +225,13 @@ class TrtllmOutputCursor:
             output: the output.
             cached_tokens: prompt tokens that came from the prefix cache.
         """
-        new = list(output.token_ids[self._seen :])
-        start = self._seen
-        if self._seen == 0 and new and output.logprobs is not None:
+        new = list(output.token_ids[self.seen :])
+        start = self.seen
+        if self.seen == 0 and new and output.logprobs is not None:
             self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
         if output.finish_reason == "stop":
             new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
-        self._seen += len(new)
+        self.seen += len(new)
         self._last = new[-1] if new else self._last
         finish = output.finish_reason
         if finish == "length" and self._last in self.stop_ids:

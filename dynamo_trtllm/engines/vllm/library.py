@@ -183,6 +183,11 @@ class VllmCall:
         request, self._unscored = self._unscored, None
         return msgspec.structs.replace(read, prompt_logprobs=prompt_logprobs(request, result.prompt_logprobs))
 
+    @property
+    def num_generated(self) -> int:
+        """See `LibraryCall.num_generated`."""
+        return self._cursor.seen
+
     def phases(self, result: Any) -> dict[str, float]:
         """See `LibraryCall.phases`. vLLM reports times of its engine process, from a `RequestStateStats`.
 

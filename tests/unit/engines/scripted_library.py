@@ -57,6 +57,7 @@ class Call:
         self.releases: list[bool] = []  # has_expired of each
         self.receiver: Any = None
         self.reported: dict[str, float] = {}  # phases
+        self.num_generated = 0
 
     async def run(self, receiver: ExternalCall) -> None:
         self.receiver = receiver
@@ -81,6 +82,7 @@ class Call:
         self.releases.append(has_expired)
 
     def say(self, *ids: int, finish: str | None = None, error: Exception | None = None) -> None:
+        self.num_generated += len(ids)
         output = SimpleNamespace(token_ids=list(ids), finish_reason=finish)
         self.receiver.on_result(SimpleNamespace(outputs=[output], error=error))
 

@@ -38,6 +38,7 @@ async def test_results_when_tokens_come_then_chunks_within_the_call_and_times_at
     _, events, call = await started(runner, ask())
     assert runner.stats().running == 0  # the library says that 9 wait, so this one does
     call.say(1, 2)
+    assert runner.stats().context_tokens == len(ask().token_ids) + 2
     call.say()
     call.say(3, finish="length")
     first, last = events
