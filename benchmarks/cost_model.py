@@ -38,7 +38,7 @@ import uvloop
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import CostModel, EngineWork, StepSample
 from dynamo_trtllm.demo_models import resolve
-from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStepTimes
+from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import (
@@ -260,7 +260,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     random.seed(args.seed)  # of the mock engine's noise
     with configured(args) as config:
         engine = create_engine(config, instance_id=1)
-        assert isinstance(engine, HasStepTimes)
         try:
             info = await engine.start()
             instance = instance_of(info)

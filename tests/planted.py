@@ -60,7 +60,7 @@ PLANTS = (
     Plant(
         "Python transceiver",
         "KV of one release can be read by another",
-        f"{_TRTLLM}.settings",
+        f"{_TRTLLM}.engine",
         'values = {"release": line,',
         'values = {"release": "1",',
         "contract/test_engine_trtllm.py::test_transfer_when_decode_is_of_another_release_then_refused_by_name",
@@ -77,7 +77,7 @@ PLANTS = (
     Plant(
         "KV that is never fetched",
         "releases without a timeout free KV as well",
-        f"{_TRTLLM}.settings",
+        f"{_TRTLLM}.engine",
         "return math.inf if timeout_ms is None else timeout_ms / 1000",
         "return 0.1 if timeout_ms is None else timeout_ms / 1000",
         "contract/test_engine_trtllm_cancellation.py::"
@@ -104,7 +104,7 @@ PLANTS = (
     Plant(
         "Log-probabilities of a decode call",
         "every release transfers the first token's",
-        f"{_TRTLLM}.settings",
+        f"{_TRTLLM}.engine",
         'if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
@@ -121,7 +121,7 @@ PLANTS = (
     Plant(
         "min_tokens",
         "the PyTorch sampler of every release obeys it",
-        f"{_TRTLLM}.settings",
+        f"{_TRTLLM}.engine",
         "min_tokens=not has_torch_sampler(facts.args) or",
         "min_tokens=True or",
         f"{_FIELD}[1.2.1]",
@@ -170,7 +170,7 @@ PLANTS = (
     Plant(
         "Ignored sampling fields",
         "the PyTorch sampler of every release applies penalties and `min_p`",
-        f"{_TRTLLM}.settings",
+        f"{_TRTLLM}.engine",
         'features += [*_PENALTIES, "min_p"]',
         "pass",
         f"{_FIELD}[1.2.1]",
@@ -178,7 +178,7 @@ PLANTS = (
     Plant(
         "Ignored sampling fields",
         "every candidate of 1.3 applies `seed`",
-        f"{_TRTLLM}.settings",
+        f"{_TRTLLM}.engine",
         "if not facts.is_at_least_candidate(_SEED_SINCE):",
         "if False:",
         f"{_FIELD}[1.3.0rc25]",

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from dynamo_trtllm.cost_model import CostModel, StepSample
-from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.errors import EngineFailed, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, PhaseTimings, Sampling
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
@@ -122,7 +122,10 @@ class Finding:
 
 
 class Engine(Generator, Protocol):
-    """An inference engine. `generate` starts a stream; cancelling the stream aborts the request and frees its KV."""
+    """An inference engine. `generate` starts a stream; cancelling the stream aborts the request and frees its KV.
+
+    What not every engine has is defined here for those that lack it.
+    """
 
     async def start(self) -> EngineInfo:
         """Load the model and warm up. After it returns, `generate` accepts requests.
@@ -154,6 +157,48 @@ class Engine(Generator, Protocol):
 
     async def aclose(self) -> None:
         """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
+
+    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
+        """Return the problems of the arguments. A worker calls it once, before `start`.
+
+        Args:
+            peers: live instances of the same model in the other role.
+        """
+        return ()
+
+    def progress(self) -> str:
+        """Describe the current step of `start` in a few words; "" when it does not run. Thread-safe."""
+        return ""
+
+    def stats(self) -> EngineStats:
+        """Return the counters, also before `start`."""
+        return NO_STATS
+
+    @property
+    def steps(self) -> deque[StepSample]:
+        """The newest measured steps, at most MOST_STEPS, the oldest first. Their one reader removes them."""
+        return deque()
+
+    def start_kv_events(self, on_events: OnKvEvents) -> None:
+        """Call `on_events` on the event loop when KV blocks were stored in the prefix cache or removed, until `aclose`.
+
+        A worker with `--publish-kv-events` calls it once, after `start`. The prefix cache is empty then, but for blocks
+        of the warm-up.
+        """
+        return
+
+    @property
+    def sleep_obstacle(self) -> str:
+        """Why this engine can't release its GPU memory while no request runs, as text; "" if it can."""
+        return "this engine can't sleep"
+
+    async def sleep(self) -> None:
+        """Release GPU memory. No request runs, and none comes before `wake`. Raises EngineFailed."""
+        raise EngineFailed(self.sleep_obstacle)
+
+    async def wake(self) -> None:
+        """Restore what `sleep` released. Raises EngineFailed."""
+        raise EngineFailed(self.sleep_obstacle)
 
 
 def client_request(request: GenerateRequest) -> str:
@@ -208,66 +253,3 @@ def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
     """
     ends, named = set(own), set(sampling.stop_token_ids)
     return frozenset(named - ends if sampling.ignore_eos else named | ends)
-
-
-@runtime_checkable
-class HasStats(Protocol):
-    """An engine that reports counters."""
-
-    def stats(self) -> EngineStats: ...
-
-
-@runtime_checkable
-class HasStepTimes(Protocol):
-    """An engine that measures its steps."""
-
-    @property
-    def steps(self) -> deque[StepSample]:
-        """The newest steps, at most MOST_STEPS, the oldest first. Their one reader removes them."""
-        ...
-
-
-@runtime_checkable
-class CanSleep(Protocol):
-    """An engine that can release its GPU memory while no request runs."""
-
-    @property
-    def sleep_obstacle(self) -> str:
-        """Why this engine can't sleep with its arguments, as text; "" if it can."""
-
-    async def sleep(self) -> None:
-        """Release GPU memory. No request runs, and none comes before `wake`. Raises EngineFailed."""
-
-    async def wake(self) -> None:
-        """Restore what `sleep` released. Raises EngineFailed."""
-
-
-@runtime_checkable
-class HasKvEvents(Protocol):
-    """An engine that reports which KV blocks its prefix cache has, if `--publish-kv-events` is set."""
-
-    def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """Call `on_events` on the event loop when blocks were stored or removed, until the engine is closed.
-
-        A worker calls it once, after `start`. The prefix cache is empty then, but for blocks of the warm-up.
-        """
-
-
-@runtime_checkable
-class HasPreflight(Protocol):
-    """An engine that checks its arguments before it loads the model."""
-
-    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """Return the problems of the arguments. A worker calls it once, before `start`.
-
-        Args:
-            peers: live instances of the same model in the other role.
-        """
-
-
-@runtime_checkable
-class HasProgress(Protocol):
-    """An engine that reports how far `start` is."""
-
-    def progress(self) -> str:
-        """Describe the current step of `start` in a few words; "" when it does not run. Thread-safe."""

@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from dynamo_trtllm import messages
 from dynamo_trtllm.cost_model import CostModel, EngineWork
-from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineStats, HasStats, HasStepTimes
+from dynamo_trtllm.engines.base import Engine, EngineStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.kv_events import KvEventPublisher
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Instance, LoadReport, Phase, Role, encode
@@ -233,14 +233,12 @@ class WorkerService:
     def __post_init__(self) -> None:
         engine, instance = self.engine, self.instance
         # tested once, because the test for a protocol visits all its attributes
-        self._stats_source = engine if isinstance(engine, HasStats) else None
         self._kv_holder = engine if isinstance(engine, KvHolder) else None
         self.called = asyncio.Event()  # set by each call
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
         self._new_tokens = self._new_requests = 0  # of prompts that came since
-        steps = engine.steps if isinstance(engine, HasStepTimes) else None
-        self._cost = CostFit(self.cost_prior, steps, self.metrics.observe_prediction)
+        self._cost = CostFit(self.cost_prior, engine.steps, self.metrics.observe_prediction)
         self._model = instance.card.name
         self._role = instance.role
         self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
@@ -257,7 +255,7 @@ class WorkerService:
         context.run(request_id.set, request.request_id)
         try:
             self._check(request)
-            stats = self._engine_stats() if request.phase is Phase.PREFILL else None
+            stats = self.engine.stats() if request.phase is Phase.PREFILL else None
             stream.admission.enter_context(self.admission.admit(request, stats))
             if request.phase is not Phase.DECODE:
                 stream.work = self._work(tokens)
@@ -271,9 +269,6 @@ class WorkerService:
             asyncio.get_running_loop().call_soon(stream.emit, error)
         return stream
 
-    def _engine_stats(self) -> EngineStats | None:
-        return None if self._stats_source is None else self._stats_source.stats()
-
     def _check(self, request: GenerateRequest) -> None:
         if request.model != self._model:
             raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
@@ -284,14 +279,11 @@ class WorkerService:
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
 
     def load_report(self) -> LoadReport:
-        """Return the load, at most _SAME_LOAD_S old: many callers get it, and engines count all requests for it.
-
-        An engine without statistics reports its calls only.
-        """
+        """Return the load, at most _SAME_LOAD_S old: many callers get it, and engines count all requests for it."""
         now, last = time.monotonic(), self._last_load
         if last is not None and now - self._load_read_at < _SAME_LOAD_S:
             return last
-        stats = self._engine_stats() or replace(NO_STATS, running=self.admission.active())
+        stats = self.engine.stats()
         work = stats.running, stats.waiting, stats.queued_prefill_tokens
         kv = stats.kv_blocks_used, stats.kv_blocks_total, stats.context_tokens
         load = LoadReport(self.instance.id, 1 if last is None else last.number + 1, *work, *kv)
@@ -346,8 +338,8 @@ class WorkerService:
         raise EngineFailed(f"restart requested: {self._restart_reason}")
 
     def _check_leaked_kv(self) -> None:
-        stats = self._engine_stats()
-        if stats is None or not stats.kv_blocks_total:  # 0: not reported by the engine
+        stats = self.engine.stats()
+        if not stats.kv_blocks_total:  # 0: not reported by the engine
             return
         if stats.leaked_kv_blocks > self.max_leaked_kv_fraction * stats.kv_blocks_total:
             raise EngineFailed(

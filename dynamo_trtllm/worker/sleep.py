@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_trtllm.background import BackgroundTasks, first_of
 from dynamo_trtllm.discovery.base import Registration
-from dynamo_trtllm.engines.base import CanSleep, Engine, HasStats
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.request_plane.server import EndpointServer
@@ -64,10 +64,7 @@ async def _log_progress(engine: Engine, serving: EndpointServer, timeout_s: floa
 
 
 def _left(engine: Engine, serving: EndpointServer) -> str:
-    requests = f"running requests: {serving.running}"
-    if not isinstance(engine, HasStats):
-        return requests
-    return f"{requests}, pending KV transfers: {engine.stats().tickets_held}"
+    return f"running requests: {serving.running}, pending KV transfers: {engine.stats().tickets_held}"
 
 
 @dataclass
@@ -108,8 +105,7 @@ class Sleeper:
 
     def sleep(self) -> str:
         """Begin to fall asleep, unless the worker is asleep. Return why it can't, as text; "" if it can."""
-        engine = self.engine
-        obstacle = engine.sleep_obstacle if isinstance(engine, CanSleep) else "this engine can't sleep"
+        obstacle = self.engine.sleep_obstacle
         if obstacle or self.health.phase == "asleep":
             return obstacle
         return self._begin("serving", "draining", self._fall_asleep)
@@ -123,11 +119,11 @@ class Sleeper:
         await self.tasks.cancel(self._change)
         await self.registration.aclose()
 
-    def _begin(self, phase: str, next_phase: str, change: Callable[[CanSleep], Coroutine[Any, Any, None]]) -> str:
-        if self.health.phase != phase or not isinstance(self.engine, CanSleep):
+    def _begin(self, phase: str, next_phase: str, change: Callable[[], Coroutine[Any, Any, None]]) -> str:
+        if self.health.phase != phase:
             return f"the worker is {self.health.phase}; retry later"
         self.health.phase = next_phase
-        self._change = self.tasks.start(self._run(change(self.engine)), "worker-sleep")
+        self._change = self.tasks.start(self._run(change()), "worker-sleep")
         return ""
 
     async def _run(self, change: Coroutine[Any, Any, None]) -> None:
@@ -135,7 +131,7 @@ class Sleeper:
         if self._change is not None:
             self.tasks.release(self._change)
 
-    async def _fall_asleep(self, engine: CanSleep) -> None:
+    async def _fall_asleep(self) -> None:
         await self.registration.aclose()
         await drain(self.engine, self.serving, self.drain_timeout_s)
         if self.serving.running:
@@ -143,12 +139,12 @@ class Sleeper:
             await self._serve()
             return
         self._answer = await self._sample()
-        await _within_limit(engine.sleep(), "fall asleep")
+        await _within_limit(self.engine.sleep(), "fall asleep")
         self.health.phase = "asleep"
         _log.info("asleep: GPU memory was released; POST /wake restores it")
 
-    async def _wake_up(self, engine: CanSleep) -> None:
-        await _within_limit(engine.wake(), "wake up")
+    async def _wake_up(self) -> None:
+        await _within_limit(self.engine.wake(), "wake up")
         answer = await self._sample()
         if answer != self._answer:
             raise EngineFailed(f"the engine answers {answer} after its sleep and answered {self._answer} before")

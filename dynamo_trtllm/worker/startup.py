@@ -17,7 +17,7 @@ from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.discovery.base import Added, Discovery, Synced
-from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding, HasPreflight, HasProgress
+from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import CONFIG, read_sampling_defaults, renderer_of
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import FileChunk, Instance, Role, SamplingDefaults
@@ -120,7 +120,7 @@ async def live_peers(discovery: Discovery, namespace: str, *, model: str, role: 
 
 
 async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
-    """Run the engine's preflight checks, if it has any, and log each problem.
+    """Run the engine's preflight checks, and log each problem.
 
     Args:
         engine: the engine, not started yet.
@@ -129,8 +129,6 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
     Raises:
         ConfigError: a problem has severity error.
     """
-    if not isinstance(engine, HasPreflight):
-        return
     findings = await asyncio.to_thread(engine.preflight, peers)
     for finding in findings:
         log.log(_LEVELS[finding.severity], "preflight: %s: %s", finding.severity, format_finding(finding))
@@ -148,8 +146,6 @@ def format_finding(finding: Finding) -> str:
 
 async def start_engine(engine: Engine, health: Health) -> EngineInfo:
     """Start an engine, with its progress in `health.reason` and in the log. Raises the errors of `Engine.start`."""
-    if not isinstance(engine, HasProgress):
-        return await engine.start()
     starting = asyncio.create_task(engine.start(), name="engine-start")
     loop = asyncio.get_running_loop()
     begun_s = logged_s = loop.time()

@@ -24,7 +24,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate, resolve
 from dynamo_trtllm.discovery import records
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.engines.base import Engine, EngineInfo, HasKvEvents, HasStats
+from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.kv_events import KvEventPublisher, kv_events_subject
@@ -211,7 +211,7 @@ class Worker:
                 config.system_host,
                 config.system_port,
                 self._health,
-                lambda: self._metrics.render(asdict(engine.stats()) if isinstance(engine, HasStats) else None),
+                lambda: self._metrics.render(asdict(engine.stats())),
                 self._tasks,
                 {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)},
             )
@@ -227,8 +227,7 @@ class Worker:
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         self._health.phase = "registering"
-        has_events = config.publish_kv_events and isinstance(engine, HasKvEvents)
-        instance, files = self._describe(info, publishes_kv_events=has_events)
+        instance, files = self._describe(info, publishes_kv_events=config.publish_kv_events)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
         admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)
         kv_events = self._publish_kv_events(engine, plane, instance, stack)
@@ -261,7 +260,7 @@ class Worker:
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
     ) -> KvEventPublisher | None:
         """Publish the changes of the engine's prefix cache until `stack` is closed, if the instance announces them."""
-        if not instance.publishes_kv_events or not isinstance(engine, HasKvEvents):
+        if not instance.publishes_kv_events:
             return None
         subject = kv_events_subject(instance.namespace)
         publisher = KvEventPublisher(self.instance_id, partial(plane.try_publish, subject))

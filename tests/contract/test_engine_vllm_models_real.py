@@ -18,7 +18,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dynamo_trtllm.engines.base import HasKvEvents
 from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.messages import Phase, token_ids
@@ -73,7 +72,6 @@ async def test_kv_events_when_prompts_end_then_a_reader_knows_their_prefixes_unt
 ) -> None:
     """Both engines publish. The prefill engine ran requests before anything read its events."""
     engine: Any = windowed.prefill
-    assert isinstance(engine, HasKvEvents)
     early, first = prompt_of(70, 401), prompt_of(140, 402)
     index = KvIndex()
     await collect(engine, ask(early, max_tokens=2))

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.base import Engine, HasKvEvents
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
 from dynamo_trtllm.errors import ConfigError
@@ -44,7 +44,6 @@ class Events:
     """The blocks that an engine has by its KV events: the tokens up to the end of each, with their salt."""
 
     def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine, HasKvEvents)
         self.prefixes: dict[int, tuple[str | None, list[int]]] = {}
         engine.start_kv_events(self.read)
 

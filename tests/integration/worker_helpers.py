@@ -11,7 +11,7 @@ from typing import Any
 
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.engines.base import Engine, HasStats
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace
@@ -121,7 +121,7 @@ class RunningWorkers:
 
     def held(self) -> list[tuple[int, int, int, int]]:
         """Return for each engine what requests hold: running, waiting, KV blocks, pending KV transfers."""
-        stats = [engine.stats() for engine in self.engines if isinstance(engine, HasStats)]
+        stats = [engine.stats() for engine in self.engines]
         return [(s.running, s.waiting, s.kv_blocks_used, s.tickets_held) for s in stats]
 
     async def wait_idle(self, within_s: float = SOON_S) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats
+from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.external.library import Library, LibraryCall
 from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
 from dynamo_trtllm.engines.external.runner import ExternalCall
@@ -89,8 +89,8 @@ class LoadProgress:
         return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
 
 
-class ExternalEngine:
-    """Implementation of `Engine`, `KvHolder`, `HasStats` and `HasProgress` without `start`."""
+class ExternalEngine(Engine):
+    """Implementation of `Engine` and `KvHolder` without `start`."""
 
     library: Library  # these two are there once the library is loaded
     transfers: ExternalTransfers
@@ -125,7 +125,7 @@ class ExternalEngine:
         return isinstance(self._unavailable, EngineFailed)
 
     def progress(self) -> str:
-        """See `HasProgress`."""
+        """See `Engine.progress`."""
         loading = self._loading
         return self._warming.progress() if loading is None else loading.progress()
 
@@ -271,7 +271,7 @@ class ExternalEngine:
         return self._has_library and self.transfers.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
-        """See `HasStats`."""
+        """See `Engine.stats`."""
         if not self._has_library:
             return NO_STATS
         calls, transfers = len(self._inflight), self.transfers

@@ -21,7 +21,7 @@ from itertools import repeat
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, RequestPhases
+from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineStats, RequestPhases
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
@@ -118,8 +118,8 @@ class _MockStream(TaskStream):
         self._engine.remove(self)
 
 
-class MockEngine:
-    """An `Engine` with `KvHolder`, `HasStats` and `HasKvEvents` that simulates a model."""
+class MockEngine(Engine):
+    """An `Engine` and `KvHolder` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
@@ -137,7 +137,7 @@ class MockEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
-        self.steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
 
     async def start(self) -> EngineInfo:
@@ -155,7 +155,7 @@ class MockEngine:
         return stream
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `HasKvEvents`."""
+        """See `Engine.start_kv_events`."""
         if self._cache is not None:
             self._cache.on_events = on_events
 
@@ -247,6 +247,10 @@ class MockEngine:
     def _note_idle(self) -> None:
         if not (self._waiting or self._running or self._num_published):
             self._idle.set()
+
+    @property
+    def steps(self) -> deque[StepSample]:
+        return self._steps
 
     def stats(self) -> EngineStats:
         pending = self._transfers.prompt_tokens
@@ -341,7 +345,7 @@ class MockEngine:
             if stream.prefill_left == 0 and stream.wanted > 0:
                 stream.step()
         if decoded or prefill_budget < budget:
-            self.steps.append(StepSample(seconds, decoded, context, budget - prefill_budget, pairs))
+            self._steps.append(StepSample(seconds, decoded, context, budget - prefill_budget, pairs))
 
     async def check(self) -> None:
         self._check()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import NO_STATS, EngineInfo, EngineStats, check_request, stop_token_ids
+from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineInfo, EngineStats, check_request, stop_token_ids
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import KvPool
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 _MASK_64 = (1 << 64) - 1
 
 
-class TorchEngine:
-    """An `Engine` with `KvHolder`, `HasStats` and `HasKvEvents` that runs transformers models.
+class TorchEngine(Engine):
+    """An `Engine` and `KvHolder` that runs transformers models.
 
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
     """
@@ -134,7 +134,7 @@ class TorchEngine:
         return info, scheduler
 
     def progress(self) -> str:
-        """See `HasProgress`."""
+        """See `Engine.progress`."""
         return self._warming.progress()
 
     async def _warm_up(self, info: EngineInfo, *, is_gpu: bool) -> None:
@@ -264,7 +264,7 @@ class TorchEngine:
         scheduler.post(partial(scheduler.install, seq))
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `HasKvEvents`."""
+        """See `Engine.start_kv_events`."""
         scheduler, _ = self._ready()
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
         scheduler.post(partial(scheduler.blocks.report_to, report))
@@ -292,7 +292,7 @@ class TorchEngine:
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `HasStepTimes`."""
+        """See `Engine.steps`."""
         return deque() if self._scheduler is None else self._scheduler.load.steps
 
     # --- called by the scheduler, on the loop ------------------------------------------------------------

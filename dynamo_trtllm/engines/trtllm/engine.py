@@ -55,7 +55,7 @@ _SEED_SINCE = 27
 
 
 class TrtllmEngine(ExternalEngine):
-    """An `Engine` with all protocols of `engines.base`, and `KvHolder`."""
+    """An `Engine` that runs TensorRT-LLM."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.
@@ -92,22 +92,22 @@ class TrtllmEngine(ExternalEngine):
         self._cache_folders = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """See `HasPreflight`."""
+        """See `Engine.preflight`."""
         findings = [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
         return [replace(each, severity="warning") if each.rule in _TOLERATED else each for each in findings]
 
     @property
     def sleep_obstacle(self) -> str:
-        """See `CanSleep`."""
+        """See `Engine.sleep_obstacle`."""
         has_names = hasattr(self._llm, "_collective_rpc") and self._memory_tags()
         return sleep_obstacle(self._facts) or ("" if has_names else "this TensorRT-LLM can't sleep")
 
     async def sleep(self) -> None:
-        """See `CanSleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""
+        """See `Engine.sleep`. TensorRT-LLM restores weights as `sleep_config` says; KV is lost."""
         await self._change_memory("sleep")
 
     async def wake(self) -> None:
-        """See `CanSleep`."""
+        """See `Engine.wake`."""
         await self._change_memory("wakeup")
 
     async def _change_memory(self, method: str) -> None:
@@ -125,7 +125,7 @@ class TrtllmEngine(ExternalEngine):
         return [kind for kind in kinds if str(kind) in _MEMORY_TAGS]
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `HasKvEvents`."""
+        """See `Engine.start_kv_events`."""
         self._kv_events = KvEventPoller(self._llm.get_kv_cache_events, self._facts.block_tokens)
         self._kv_events.start(on_events)
 

@@ -76,7 +76,7 @@ _ENVIRONMENT = {
 
 
 class VllmEngine(ExternalEngine):
-    """An `Engine` with `KvHolder`, `HasStats`, `HasProgress`, `HasPreflight` and `HasKvEvents` that runs vLLM.
+    """An `Engine` that runs vLLM.
 
     `config.model_path` must be a folder.
     """
@@ -108,7 +108,7 @@ class VllmEngine(ExternalEngine):
         self._kv_events: KvEventSubscriber | None = None
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """Check this worker against `peers`, see `HasPreflight`."""
+        """Check this worker against `peers`, see `Engine.preflight`."""
         return findings(self._facts, peers)
 
     # --- life ------------------------------------------------------------------------------------------
@@ -129,11 +129,11 @@ class VllmEngine(ExternalEngine):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `HasStepTimes`."""
+        """See `Engine.steps`."""
         return self._steps.times
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
-        """See `HasKvEvents`."""
+        """See `Engine.start_kv_events`."""
         assert self._kv_events is not None
         self._kv_events.start(int(self._llm.vllm_config.cache_config.block_size), on_events)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo_trtllm.discovery.base import Registration
-from dynamo_trtllm.engines.base import EngineInfo
+from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.messages import (
     Chunk,
@@ -39,7 +39,7 @@ HARMONY = ModelDeploymentCard(name="oss", context_length=128, vocab_size=32, eos
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
-class NoEngine(ChunkSource):
+class NoEngine(ChunkSource, Engine):
     """An engine that must not be used, because the workers of these tests only send files."""
 
     async def start(self) -> EngineInfo:

@@ -117,11 +117,6 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
     assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == ["ERROR", "ERROR"]
 
 
-async def test_preflight_when_the_engine_has_none_then_nothing_happens() -> None:
-    plain: Any = object()
-    await startup.preflight(plain, [])
-
-
 async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

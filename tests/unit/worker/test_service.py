@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.cost_model import StepSample, decode_features
-from dynamo_trtllm.engines.base import EngineInfo, EngineStats
+from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
@@ -52,7 +52,7 @@ FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGG
 TRANSFER_PARAMS = make_transfer_params("t-1")
 
 
-class PlainEngine(ChunkSource):
+class PlainEngine(ChunkSource, Engine):
     """Yields the chunks of its script and raises its exceptions. Exports no KV."""
 
     def __init__(self, script: Sequence[Chunk | Exception | asyncio.Event] = ANSWER) -> None:
@@ -370,9 +370,7 @@ async def test_load_when_it_is_read_soon_again_then_the_same_report_and_later_on
 
 async def test_load_with_cost_when_steps_were_measured_then_frontends_and_metrics_get_what_was_learned() -> None:
     class Measured(PlainEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = deque([StepSample(9.0, 1)])
+        steps: ClassVar = deque([StepSample(9.0, 1)])
 
     engine = Measured()
     bench = MeteredService(engine, Role.DECODE)

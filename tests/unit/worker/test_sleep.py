@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import Draining, EngineFailed, InternalError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker import sleep
@@ -25,7 +26,7 @@ from tests.waiting import SOON_S
 SUBJECT = "s.generate-1"
 
 
-class SleepingEngine(ChunkSource):
+class SleepingEngine(ChunkSource, Engine):
     """Notes what it is asked. Without memory it can't answer."""
 
     def __init__(self) -> None:
