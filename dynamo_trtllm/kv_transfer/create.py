@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
@@ -50,8 +49,7 @@ def create_transfers(
     backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int, layout: KvLayout
 ) -> KvTransfers:
     """Create the KV transfers of a worker's engine over a backend."""
-    model = config.served_model_name or Path(config.model_path).name
-    identity = TransferIdentity(engine, instance_id, model, layout, kv_compat={}, transport=backend.name)
+    identity = TransferIdentity(engine, instance_id, config.model_name, layout, kv_compat={}, transport=backend.name)
     return KvTransfers(backend, identity, ttl_s=config.ticket_ttl_s, timeout_s=config.handoff_timeout_s)
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo_trtllm.config.models import WorkerConfig
@@ -110,7 +109,7 @@ class ExternalEngine(Engine):
         self.failed_requests: set[str] = set()  # of clients: those that ended in EngineFailed since the last result
         self._engine = engine
         self._instance_id = instance_id
-        self._model = config.served_model_name or Path(config.model_path).name
+        self._model = config.model_name
         self._warming = WarmUp(config.warm_up_budget_s)
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
-from dynamo_trtllm.messages import GenerateRequest, KvLayout, Limits
+from dynamo_trtllm.messages import KvLayout, Limits
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.mock.engine import MockStream
 
 _UNSUPPORTED_FEATURES = (
     "guided",
@@ -26,15 +29,6 @@ _UNSUPPORTED_FEATURES = (
 
 
 KV_WORDS = 64  # 32-bit words of simulated KV per block
-
-
-class RunningCall(Protocol):
-    """A call in the simulated batch."""
-
-    request: GenerateRequest
-    num_output: int  # tokens
-    prefill_left: int  # prompt tokens
-    wanted: int  # output tokens that the next steps generate
 
 
 class MockArgs(BaseModel):
@@ -76,7 +70,7 @@ class MockArgs(BaseModel):
         """True if all steps take `step_s`."""
         return not (self.decode_request_s or self.context_token_s or self.prefill_token_s or self.step_noise)
 
-    def step_seconds(self, running: Iterable[RunningCall]) -> float:
+    def step_seconds(self, running: Iterable[MockStream]) -> float:
         """Return how long a step with these calls takes."""
         seconds, prefill_tokens = self.step_s, 0
         for each in running:

@@ -45,7 +45,7 @@ _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony
 _MAX_SEED = 0xFFFF
 
 
-class _MockStream(TaskStream):
+class MockStream(TaskStream):
     """One request in the simulated batch: passes tokens on within the step; imports and exports its KV in a task."""
 
     def __init__(self, engine: MockEngine, request: GenerateRequest, on_event: OnEvent) -> None:
@@ -128,8 +128,8 @@ class MockEngine(Engine):
             self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
         )
         self.queue_clock = QueueClock()
-        self._waiting: deque[_MockStream] = deque()
-        self._running: dict[_MockStream, None] = {}
+        self._waiting: deque[MockStream] = deque()
+        self._running: dict[MockStream, None] = {}
         self._free_blocks = args.kv_cache_blocks  # without those that the prefix cache could evict
         self._cache = PrefixCache(args.kv_block_size) if args.enable_prefix_caching else None
         self.work = asyncio.Event()  # set when the next step has work
@@ -146,7 +146,7 @@ class MockEngine(Engine):
         return mock_info(self._args, self._transfers.identity.layout)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
-        stream = _MockStream(self, request, on_event)
+        stream = MockStream(self, request, on_event)
         try:
             self._check()
             stream.start()
@@ -161,7 +161,7 @@ class MockEngine(Engine):
 
     # --- called by streams -------------------------------------------------------------------------------
 
-    def add(self, stream: _MockStream) -> None:
+    def add(self, stream: MockStream) -> None:
         """Queue a stream. Raises ContextTooLong, RequestRejected or Overloaded if it does not fit."""
         args = self._args
         total = len(stream.request.token_ids) + stream.request.sampling.max_tokens
@@ -175,7 +175,7 @@ class MockEngine(Engine):
         self._idle.clear()
         self.work.set()
 
-    def remove(self, stream: _MockStream) -> None:
+    def remove(self, stream: MockStream) -> None:
         """Remove a stream in any state and free its blocks. A step in progress skips it."""
         stream.wanted = stream.prefill_left = 0
         if stream in self._running:
@@ -197,13 +197,13 @@ class MockEngine(Engine):
             self._cache.release(chain)
         self.work.set()
 
-    def store(self, stream: _MockStream) -> None:
+    def store(self, stream: MockStream) -> None:
         """Let the prefix cache have the full blocks of a stream. Its last output token has no KV yet."""
         if self._cache is not None:
             ids = stream.request.token_ids + token_ids(map(stream.token, range(stream.num_output - 1)))
             stream.blocks -= self._cache.store(ids, stream.request.cache_salt, stream.chain, repeat(0))
 
-    async def import_kv(self, stream: _MockStream, kv_params: KvTransferParams) -> Chunk:
+    async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
         kv_bytes = self.num_blocks(len(stream.request.token_ids)) * KV_WORDS * array("I").itemsize
         self._transfers.validate(stream.request, kv_bytes=kv_bytes)  # before allocating this much memory
@@ -220,7 +220,7 @@ class MockEngine(Engine):
         self.store(stream)
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())
 
-    async def export_kv(self, stream: _MockStream, first: int) -> Chunk:
+    async def export_kv(self, stream: MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         tokens = len(stream.request.token_ids)
         kv = _kv_of(stream.seed, self.num_blocks(tokens))
@@ -312,7 +312,7 @@ class MockEngine(Engine):
             return "slots"
         return "" if self._reserve(self._waiting[0]) else "kv_blocks"
 
-    def _reserve(self, stream: _MockStream) -> bool:
+    def _reserve(self, stream: MockStream) -> bool:
         """Reserve the KV blocks of a request that the prefix cache does not have. Return False if too few are free."""
         if self._cache is not None:
             request = stream.request

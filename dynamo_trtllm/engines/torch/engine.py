@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
@@ -51,7 +50,7 @@ class TorchEngine(Engine):
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, TorchArgs, "torch")
         self._model_path = config.model_path
-        self._model_name = config.served_model_name or Path(config.model_path).name
+        self._model_name = config.model_name
         self._warming = WarmUp(config.warm_up_budget_s)
         if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.transfer_backend == "auto" else args.transfer_backend

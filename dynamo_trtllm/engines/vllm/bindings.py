@@ -47,19 +47,15 @@ def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll
     for number, ((was, total), (now, _)) in enumerate(zip(before[:ranks], after[:ranks], strict=False)):
         free = max(was, now)
         if free < share * total:
-            return _explanation(number, free, total, share)
+            fits = math.floor(100 * free / total) / 100
+            fix = f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that" if fits else ""
+            return (
+                f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE} {share:g} needs "
+                f"{share * total / _GIB:.1f} GiB: another process uses the rest. If nvidia-smi lists none, a decode "
+                "worker that read KV from a dead prefill worker over CUDA IPC still maps that worker's memory "
+                "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + fix
+            )
     return None
-
-
-def _explanation(number: int, free: int, total: int, share: float) -> str:
-    fits = math.floor(100 * free / total) / 100
-    fix = f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that" if fits else ""
-    return (
-        f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE} {share:g} needs "
-        f"{share * total / _GIB:.1f} GiB: another process uses the rest. If nvidia-smi lists none, a decode worker "
-        "that read KV from a dead prefill worker over CUDA IPC still maps that worker's memory "
-        "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + fix
-    )
 
 
 _log = logging.getLogger(__name__)
@@ -204,11 +200,6 @@ def installed_version() -> str:
             field="engine",
         )
     return version
-
-
-def load_zmq() -> Any:
-    """Import ZeroMQ, which vLLM requires. Raises ConfigError if it can't be imported."""
-    return PACKAGE.load("zmq")
 
 
 def kv_transfer_group() -> Any:

@@ -23,7 +23,7 @@ from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, transfers
 from dynamo_trtllm.engines.vllm.args import VllmFacts, findings, vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VllmBindings, installed_version, load_zmq, step_of
+from dynamo_trtllm.engines.vllm.bindings import PACKAGE, VllmBindings, installed_version, step_of
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
@@ -118,7 +118,7 @@ class VllmEngine(ExternalEngine):
         for note in self._args.notes:
             _log.info("%s", note)
         if self._publishes_kv_events:
-            self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), load_zmq())
+            self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), PACKAGE.load("zmq"))
         weights = weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size")
         info, library = self._serve(await self._load(self._build, weight_bytes=weights))
         await library.bind_lifetime()

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,7 @@ class VllmLibrary:
     last_counts: Callable[[], Counts]  # returns the counters of the last step
 
     def __post_init__(self) -> None:
-        self.kv_releaser = KvReleaser(self._release_kv)
+        self.kv_releaser = KvReleaser(partial(self._call_workers, _RELEASE))
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()  # of aborts
 
@@ -103,10 +103,6 @@ class VllmLibrary:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _release_kv(self, call_ids: list[str]) -> Iterable[Iterable[str]]:
-        released: Iterable[Iterable[str]] = await self.llm.collective_rpc(_RELEASE, timeout=_RPC_S, args=(call_ids,))
-        return released
 
     async def aclose(self) -> None:
         """See `Library.aclose`."""

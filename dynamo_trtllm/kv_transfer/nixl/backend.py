@@ -272,7 +272,7 @@ class NixlBackend:
         self._registering.submit(self._release_all)
         self._registering.shutdown()
         self._listener.join()
-        self._bindings.close()
+        self._bindings.agent = self._bindings.validity_agent = None
 
     def _release_all(self) -> None:
         """Discard all transfers and deregister all memory. The last job of the registration thread."""

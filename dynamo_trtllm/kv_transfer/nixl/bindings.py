@@ -168,9 +168,6 @@ class NixlBindings:
         self.agent, self.validity_agent = agent, validity_agent
         return connection, validity_connection
 
-    def close(self) -> None:
-        self.agent = self.validity_agent = None
-
     def progress(self) -> None:
         """Let NIXL make progress. Some transports need it on the prefill worker."""
         for agent in (self.agent, self.validity_agent):
