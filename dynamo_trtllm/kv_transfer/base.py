@@ -233,14 +233,13 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
 
 
 class Deadline(NamedTuple):
-    """The time limit that is reached first, and its error.
+    """The time limit that a fetch reaches first, and the error of a fetch that has reached it.
 
     The kind of error tells the frontend whether the KV transfer is at fault, and thus what to retry.
     """
 
     left_s: float  # seconds until it is reached
-    error: type[DynamoError]
-    why: str
+    error: DynamoError
 
 
 def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: float) -> Deadline:
@@ -252,13 +251,9 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
     """
     now = time.time()
     bounds = (
-        Deadline(deadline - now, DeadlineExceeded, "the request's deadline passed"),
-        Deadline(kv_params.expires_at - now, TransferTimeout, "it expired"),
-        Deadline(timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
+        (deadline - now, DeadlineExceeded, "the request's deadline passed"),
+        (kv_params.expires_at - now, TransferTimeout, "it expired"),
+        (timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
-    return min(bounds, key=lambda each: each.left_s)
-
-
-def timeout_error(kv_params: KvTransferParams, reached: Deadline) -> DynamoError:
-    """Return the error of a fetch that has reached a time limit."""
-    return reached.error(f"KV transfer {kv_params.transfer_id} did not finish before {reached.why}")
+    left_s, error, why = min(bounds, key=lambda bound: bound[0])
+    return Deadline(left_s, error(f"KV transfer {kv_params.transfer_id} did not finish before {why}"))

@@ -23,7 +23,6 @@ from dynamo_trtllm.kv_transfer.base import (
     TransferIdentity,
     check_params,
     first_deadline,
-    timeout_error,
 )
 from dynamo_trtllm.messages import (
     Chunk,
@@ -212,15 +211,15 @@ class KvTransfers(PendingTransfers):
         first = first_deadline(kv_params, request.deadline, self._timeout_s)
         if first.left_s <= 0:
             # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame.
-            if first.error is TransferTimeout:
+            if isinstance(first.error, TransferTimeout):
                 raise TransferExpired(
                     f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
                 )
-            raise timeout_error(kv_params, first)
+            raise first.error
         try:
             await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=first.left_s)
         except TransferTimeout as exc:
-            raise timeout_error(kv_params, first) from exc
+            raise first.error from exc
         RECORDER.record(name, RecordedEvent.KV_FETCHED)
 
     def _begin_unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:

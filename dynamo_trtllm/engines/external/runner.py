@@ -20,7 +20,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import first_deadline, timeout_error
+from dynamo_trtllm.kv_transfer.base import first_deadline
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
@@ -230,7 +230,7 @@ class ExternalCall(Stream):
             return
         first = first_deadline(kv_params, self._request.deadline, self._engine.handoff_timeout_s)
         RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id)
-        self._due_in(first.left_s, lambda: self._pass_on(timeout_error(kv_params, first)))
+        self._due_in(first.left_s, lambda: self._pass_on(first.error))
 
     def _due_at_deadline(self) -> None:
         def late() -> None:

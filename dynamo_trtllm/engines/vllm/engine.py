@@ -153,9 +153,9 @@ class VllmEngine(ExternalEngine):
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
             channel = transfers.choose_side_channel(self._kv_transfer_host, ranks, process_environment())
-            _log.info("NixlConnector: listening for handshakes at %s port %d", channel.host, channel.port)
+            _log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())
             transfer = values["kv_transfer_config"]
-            extra = transfer["kv_connector_extra_config"] | transfers.extra_config(channel)
+            extra = transfer["kv_connector_extra_config"] | channel
             extra[compilation.NEVER_DECODES] = self._role is Role.PREFILL
             values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         if self._kv_events is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -160,22 +160,17 @@ class KvReleaser:
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-_KEYS = ("side_channel_host", "side_channel_port")
 
 
-class SideChannel(NamedTuple):
-    """The address at which NixlConnector listens for handshakes."""
-
-    host: str
-    port: int  # of the first data-parallel rank; each further rank uses the next port
-
-
-def choose_side_channel(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) -> SideChannel:
-    """Choose the side channel's address: from the environment, otherwise free ports at `kv_transfer_host`.
+def choose_side_channel(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Choose where NixlConnector listens for handshakes: from the environment, otherwise at free ports of the host.
 
     Args:
         kv_transfer_host: An address of this host that all workers can reach.
-        ranks: The number of data-parallel ranks, each of which needs a port.
+        ranks: The number of data-parallel ranks. The first one uses the port, and each further rank the next one.
+
+    Returns:
+        The entries of `kv_connector_extra_config` that pass the address to vLLM's processes.
 
     Raises:
         ConfigError: The environment has an invalid port, or no ports are free.
@@ -183,22 +178,16 @@ def choose_side_channel(kv_transfer_host: str, ranks: int, environment: Mapping[
     host = environment.get(HOST) or kv_transfer_host
     port = environment.get(PORT)
     if port is None:
-        return SideChannel(host, free_ports(ranks, host))
+        return {"side_channel_host": host, "side_channel_port": free_ports(ranks, host)}
     if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
         raise ConfigError(
             f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or unset it"
         )
-    return SideChannel(host, int(port))
-
-
-def extra_config(channel: SideChannel) -> dict[str, Any]:
-    """Return the entries of `kv_connector_extra_config` that pass the side channel to vLLM's processes."""
-    return dict(zip(_KEYS, channel, strict=True))
+    return {"side_channel_host": host, "side_channel_port": int(port)}
 
 
 def listen_there(scheduler: Any, config: Any) -> None:
     """Set the address in the connector's scheduler, which listens once KV caches are registered."""
     extra = config.kv_transfer_config.kv_connector_extra_config
-    host, port = (extra[key] for key in _KEYS)
-    scheduler.side_channel_host = host
-    scheduler.side_channel_port = port + config.parallel_config.data_parallel_index
+    scheduler.side_channel_host = extra["side_channel_host"]
+    scheduler.side_channel_port = extra["side_channel_port"] + config.parallel_config.data_parallel_index

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.vllm.transfers import SideChannel, extra_config
 from tests.fakes_path import fake_vllm
 
 WINDOW = 128
@@ -26,7 +25,7 @@ def module() -> Iterator[Any]:
 
 def connector(block: int, rank: int = 0) -> Any:
     made = sys.modules[MODULE].NixlConnector
-    extra = extra_config(SideChannel("10.1.2.3", 20_500))
+    extra = {"side_channel_host": "10.1.2.3", "side_channel_port": 20_500}
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=block),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),

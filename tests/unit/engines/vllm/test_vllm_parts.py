@@ -139,12 +139,13 @@ def test_transfer_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None
 
 
 def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
-    host, port = transfers.choose_side_channel("127.0.0.1", 2, {})
+    host, port = transfers.choose_side_channel("127.0.0.1", 2, {}).values()
     assert host == "127.0.0.1"
     for each in (port, port + 1):
         socket.create_server((host, each)).close()
     theirs = {transfers.HOST: "10.1.2.3", transfers.PORT: "65534"}
-    assert transfers.choose_side_channel("127.0.0.1", 2, theirs) == ("10.1.2.3", 65534)
+    chosen = transfers.choose_side_channel("127.0.0.1", 2, theirs)
+    assert chosen == {"side_channel_host": "10.1.2.3", "side_channel_port": 65534}
 
 
 @pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
