@@ -231,7 +231,7 @@ PLANTS = (
         "Results",
         "`token_ids` has only the tokens of the last step",
         f"{_TRTLLM}.requests",
-        "new = list(output.token_ids[self._seen :])",
+        "new = list(output.token_ids[self.seen :])",
         "new = list(output.token_ids)",
         f"{_ANSWERS}[1.2.1-UCX]",
     ),
