@@ -28,7 +28,7 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     validity_agent_of,
 )
 from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
-from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack_address, with_checksum
+from dynamo_trtllm.kv_transfer.nixl.validity import ACK_BYTES, ACK_OFFSET, SLOT_BYTES, Validity, ValiditySlots, part
 
 PEER_LOADS = 1024  # NIXL frees the metadata of a peer's memory only with the whole peer
 
@@ -234,8 +234,8 @@ class Fetch:
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
             raise self.checksums.mismatch(self.transfer_id)
-        ack_word = self.validity_slots.ack_word(self.slot)
-        ack_at = ack_address(self.offer.validity_slot)
+        ack_word = part(self.validity_slots.descriptor(self.slot), ACK_BYTES)
+        ack_at = part(self.offer.validity_slot, ACK_BYTES, ACK_OFFSET)
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
@@ -263,7 +263,7 @@ class Fetch:
         """
         ours, theirs = self.validity_slots.descriptor(self.slot), self.offer.validity_slot
         if self.is_checked:
-            ours, theirs = with_checksum(ours), with_checksum(theirs)
+            ours, theirs = part(ours, SLOT_BYTES), part(theirs, SLOT_BYTES)
         yield from self._finish(self._post_validity("READ", ours, theirs))
         entry = self.validity_slots.get(self.slot)
         if entry.nonce != self.offer.nonce:

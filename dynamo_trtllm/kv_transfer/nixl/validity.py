@@ -24,7 +24,7 @@ ACK_BYTES = 8
 CHECKSUM_BYTES = 8
 PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + ACK_BYTES  # a slot without the checksum
 SLOT_BYTES = PLAIN_BYTES + CHECKSUM_BYTES
-_ACK_OFFSET = NONCE_BYTES + COUNT_BYTES
+ACK_OFFSET = NONCE_BYTES + COUNT_BYTES
 SLOTS = 4096  # limit of published transfers and fetches together
 
 
@@ -70,7 +70,7 @@ class ValiditySlots:
             The nonce in the slot.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._write(slot, _ACK_OFFSET, bytes(ACK_BYTES))
+        self._write(slot, ACK_OFFSET, bytes(ACK_BYTES))
         self.set_checksum(slot, 0)
         self.mark_ready(slot, ready)
         self._write(slot, 0, nonce)
@@ -96,9 +96,9 @@ class ValiditySlots:
     def was_read(self, slot: int) -> bool:
         """Return whether a reader has acknowledged since the last call."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
-        if entry[_ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES] or not any(entry[:NONCE_BYTES]):
+        if entry[ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES] or not any(entry[:NONCE_BYTES]):
             return False
-        self._write(slot, _ACK_OFFSET, bytes(ACK_BYTES))
+        self._write(slot, ACK_OFFSET, bytes(ACK_BYTES))
         return True
 
     def get(self, slot: int) -> Validity:
@@ -111,18 +111,11 @@ class ValiditySlots:
         """Return NIXL's descriptor of a slot without its checksum: address, size in bytes, device."""
         return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
 
-    def ack_word(self, slot: int) -> tuple[int, int, int]:
-        """Return the descriptor of the acknowledgment to send: the first bytes of the nonce in an own slot."""
-        return self.address + slot * SLOT_BYTES, ACK_BYTES, 0
 
+def part(validity_slot: tuple[int, int, int], num_bytes: int, offset: int = 0) -> tuple[int, int, int]:
+    """Return the descriptor of a part of a slot, given that of the slot.
 
-def with_checksum(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the descriptor of the same slot with its checksum."""
+    The acknowledgment is ACK_BYTES at ACK_OFFSET. A reader sends the first ACK_BYTES of the nonce in its own slot.
+    """
     address, _, device = validity_slot
-    return address, SLOT_BYTES, device
-
-
-def ack_address(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the descriptor of the acknowledgment in a prefill worker's slot."""
-    address, _, device = validity_slot
-    return address + _ACK_OFFSET, ACK_BYTES, device
+    return address + offset, num_bytes, device

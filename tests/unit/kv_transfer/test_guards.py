@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack_address
+from dynamo_trtllm.kv_transfer.nixl.validity import ACK_BYTES, ACK_OFFSET, Validity, ValiditySlots, part
 
 
 def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
@@ -15,8 +15,8 @@ def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> No
 
 
 def send(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
-    place, size, _ = ack_address(holder.descriptor(slot))
-    ctypes.memmove(place, reader.ack_word(own)[0], size)
+    place, size, _ = part(holder.descriptor(slot), ACK_BYTES, ACK_OFFSET)
+    ctypes.memmove(place, part(reader.descriptor(own), ACK_BYTES)[0], size)
 
 
 def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() -> None:
