@@ -69,11 +69,8 @@ class VllmLibrary:
 
     def passes(self, counts: Sequence[int]) -> list[WarmUpStep]:
         """Return a step of a warm-up for each number of tokens: one pass through the model, without KV."""
-        return [WarmUpStep(f"{tokens} tokens", partial(self._run_pass, tokens)) for tokens in counts]
-
-    async def _run_pass(self, tokens: int) -> None:
-        failure = f"vLLM could not run a pass of {tokens} tokens"
-        await self._call_workers(_PASS, tokens, limit_s=_PASS_S, failure=failure)
+        run = partial(self._call_workers, _PASS, limit_s=_PASS_S, failure="vLLM could not run a pass of the warm-up")
+        return [WarmUpStep(f"{tokens} tokens", partial(run, tokens)) for tokens in counts]
 
     @asynccontextmanager
     async def compiling(self) -> AsyncIterator[None]:
