@@ -252,10 +252,8 @@ class TorchEngine(Engine):
     async def _fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
         request, (scheduler, _) = seq.request, self._ready()
-        if self._kv_connector is None or scheduler.transfer_buffer is None:
-            raise RuntimeError(
-                f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
-            )
+        assert self._kv_connector is not None
+        assert scheduler.transfer_buffer is not None
         scatter = partial(scheduler.transfer_buffer.scatter, reserved.allocation, reserved.rows)
         begun_s = time.monotonic()
         await self._kv_connector.fetch(request, reserved.allocation, on_region=scatter)

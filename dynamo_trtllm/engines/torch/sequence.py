@@ -98,8 +98,7 @@ class TorchSequence(TaskStream):
     @property
     def blocks(self) -> Tensor:
         """Return the block numbers in the pool, int64 [blocks]."""
-        if self.block_table is None:
-            raise RuntimeError(f"request {self.request.request_id} runs without KV blocks")
+        assert self.block_table is not None
         return self.block_table
 
     @property

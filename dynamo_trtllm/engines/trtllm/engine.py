@@ -37,14 +37,13 @@ from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, Limits, Phase, Role
+from dynamo_trtllm.messages import Instance, Limits, Phase
 
 _log = logging.getLogger(__name__)
 
 # Errors of the preflight command with which a worker starts all the same: it restarts when too much KV has leaked.
 _TOLERATED = frozenset({"unfetched-kv-leaks"})
 _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
-_OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.AGGREGATED}
 _ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded for another number of ranks
 _EVENT_BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
@@ -206,7 +205,7 @@ class TrtllmEngine(ExternalEngine):
             num_kv_ranks=facts.tensor_parallel if facts.on("enable_attention_dp") else 1,
         )
         self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
-        limit = limits.prompt_limits[_OWN_PHASE[facts.role]]
+        limit = limits.prompt_limits[Phase[facts.role.name]]
         _log.info(
             "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens (%s)",
             bindings.version,
