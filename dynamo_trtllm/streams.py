@@ -11,7 +11,7 @@ import contextvars
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, ReleaseOutcome
@@ -45,7 +45,6 @@ class StreamHandle(Protocol):
         ...
 
 
-@runtime_checkable
 class KvHolder(Protocol):
     """The owner of KV transfers: an engine whose prefill calls return KV transfer parameters."""
 

@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import EngineFailed, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, PhaseTimings, Sampling
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import Generator, OnEvent, StreamHandle, phase_timings
+from dynamo_trtllm.streams import Generator, KvHolder, OnEvent, StreamHandle, phase_timings
 
 MOST_STEPS = 512  # measured steps that wait for the worker
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
@@ -121,7 +121,7 @@ class Finding:
     fix: str
 
 
-class Engine(Generator, Protocol):
+class Engine(Generator, KvHolder, Protocol):
     """An inference engine. `generate` starts a stream; cancelling the stream aborts the request and frees its KV.
 
     What not every engine has is defined here for those that lack it.

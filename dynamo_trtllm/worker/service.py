@@ -26,7 +26,7 @@ from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Instance, Lo
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import KvHolder, OnEvent, Stream, StreamEvent, StreamHandle
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, StreamHandle
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.cost_fit import CallSample, CostFit
 
@@ -232,8 +232,6 @@ class WorkerService:
 
     def __post_init__(self) -> None:
         engine, instance = self.engine, self.instance
-        # tested once, because the test for a protocol visits all its attributes
-        self._kv_holder = engine if isinstance(engine, KvHolder) else None
         self.called = asyncio.Event()  # set by each call
         self._last_load: LoadReport | None = None
         self._load_read_at = 0.0  # of `time.monotonic()`
@@ -310,8 +308,7 @@ class WorkerService:
             case messages.GetFile(sha256, offset):
                 return encode(startup.file_chunk(self.files, sha256, offset))
             case messages.ReleaseKv(transfer_id, outcome):
-                if self._kv_holder is not None:
-                    self._kv_holder.release(transfer_id, outcome)
+                self.engine.release(transfer_id, outcome)
             case messages.ReserveSlot(reservation_id, expires_at, left_s):
                 if self._role is not Role.DECODE:
                     raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")

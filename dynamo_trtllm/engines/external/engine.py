@@ -89,7 +89,7 @@ class LoadProgress:
 
 
 class ExternalEngine(Engine):
-    """Implementation of `Engine` and `KvHolder` without `start`."""
+    """Implementation of `Engine` without `start`."""
 
     library: Library  # these two are there once the library is loaded
     transfers: ExternalTransfers

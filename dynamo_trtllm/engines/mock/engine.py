@@ -119,7 +119,7 @@ class MockStream(TaskStream):
 
 
 class MockEngine(Engine):
-    """An `Engine` and `KvHolder` that simulates a model."""
+    """An `Engine` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")

@@ -42,7 +42,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 class TorchEngine(Engine):
-    """An `Engine` and `KvHolder` that runs transformers models.
+    """An `Engine` that runs transformers models.
 
     `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
     """
