@@ -112,22 +112,14 @@ class TrtllmBindings:
             sampling["guided_decoding"] = self._make("GuidedDecodingParams", call.guided)
         if call.bias:
             sampling["embedding_bias"] = _bias(call.bias, vocab_size)
-        keywords = {
-            "inputs": call.prompt,
-            "sampling_params": self._make("SamplingParams", sampling),
-            "streaming": call.streaming,
-        }
+        keywords = {**call.keywords, "sampling_params": self._make("SamplingParams", sampling)}
         if disagg is not None:
             keywords["disaggregated_params"] = self._make("DisaggregatedParams", disagg)
-        if call.cache_salt is not None:
-            keywords["cache_salt"] = call.cache_salt
         if call.dp_rank is not None and self.classes["SchedulingParams"] is not None:
             keywords["scheduling_params"] = self._make("SchedulingParams", call.dp_rank)
         if call.conversation_id is not None and self.classes["ConversationParams"] is not None:
             conversation = {"conversation_id": call.conversation_id}
             keywords["conversation_params"] = self._make("ConversationParams", conversation)
-        if call.priority is not None:
-            keywords["priority"] = call.priority
         return keywords
 
     def _make(self, name: str, values: Mapping[str, Any]) -> Any:

@@ -173,7 +173,7 @@ class TrtllmCall:
                 raise TransferFailed("the request ended before it was submitted to TensorRT-LLM")
         try:
             result = self._result = library.llm.generate_async(**arguments)
-            results = aiter(result) if self._converted.streaming else None
+            results = aiter(result) if self._converted.keywords["streaming"] else None
         except Exception as exc:
             raise library.submit_error(exc) from exc
         while result.outputs[0].finish_reason is None:

@@ -43,14 +43,11 @@ class TrtllmModelLimits:
 class TrtllmRequest:
     """Arguments of one call of `generate_async`. They are not shared, because TensorRT-LLM modifies them."""
 
-    prompt: list[int]
-    streaming: bool
+    keywords: dict[str, Any]  # arguments that are plain values
     max_tokens: int  # output limit of the request, over all phases
     sampling: dict[str, Any]  # arguments of SamplingParams
     guided: dict[str, Any] | None  # arguments of GuidedDecodingParams
     bias: tuple[tuple[int, float], ...]  # (token id, value); `bindings` converts it to a tensor
-    cache_salt: str | None
-    priority: float | None  # TensorRT-LLM's: 0 to 1, higher values first; None: its default
     dp_rank: dict[str, Any] | None  # arguments of SchedulingParams
     conversation_id: str | None
     stop_ids: frozenset[int]
@@ -70,15 +67,17 @@ def build_request(request: GenerateRequest, model_limits: TrtllmModelLimits) -> 
     stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
     # A request for one token ends in prefill, so no KV may wait for a decode worker.
     exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
+    keywords = {"inputs": list(request.token_ids), "streaming": request.phase is not Phase.PREFILL}
+    if request.cache_salt is not None:
+        keywords["cache_salt"] = request.cache_salt
+    if request.priority:
+        keywords["priority"] = _priority(request.priority)
     return TrtllmRequest(
-        prompt=list(request.token_ids),
-        streaming=request.phase is not Phase.PREFILL,
+        keywords=keywords,
         max_tokens=max_tokens,
         sampling=_sampling(sampling, model_limits, stop_ids, 1 if exports_kv else max_tokens),
         guided=None if sampling.guided is None else guided_params(sampling.guided),
         bias=sampling.logit_bias,
-        cache_salt=request.cache_salt,
-        priority=_priority(request.priority) if request.priority else None,
         dp_rank=_dp_rank(request, model_limits),
         conversation_id=request.conversation_id if model_limits.conversations else None,
         stop_ids=stop_ids,

@@ -55,7 +55,7 @@ def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = No
 def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
     call = build_request(ask(), rules())
     assert call.exports_kv
-    assert not call.streaming
+    assert not call.keywords["streaming"]
     assert call.sampling["max_tokens"] == 1
     assert call.max_tokens == 20
 
@@ -71,7 +71,7 @@ def test_call_when_one_token_is_all_there_may_be_then_nothing_is_handed_over(
 
 def test_call_when_decode_then_it_streams_the_original_length() -> None:
     call = build_request(ask(phase=Phase.DECODE), rules(role=Role.DECODE))
-    assert call.streaming
+    assert call.keywords["streaming"]
     assert call.sampling["max_tokens"] == 20
 
 
@@ -83,10 +83,10 @@ def test_call_when_made_twice_then_nothing_is_shared() -> None:
     request, settled = ask(), rules()
     first, second = build_request(request, settled), build_request(request, settled)
     first.sampling["max_tokens"] = 99
-    first.prompt.append(1)
+    first.keywords["inputs"].append(1)
     first.sampling["stop_token_ids"].append(1)
     assert second.sampling["max_tokens"] == 1
-    assert second.prompt == list(range(10))
+    assert second.keywords["inputs"] == list(range(10))
     assert 1 not in second.sampling["stop_token_ids"]
 
 
@@ -198,7 +198,7 @@ def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:
 
 def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
     request = msgspec.structs.replace(ask(10), num_resumed_output_tokens=4)
-    assert build_request(request, rules()).prompt == list(range(10))
+    assert build_request(request, rules()).keywords["inputs"] == list(range(10))
 
 
 # --- guided --------------------------------------------------------------------------------------------
@@ -266,7 +266,9 @@ def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: in
 def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> None:
     limits = rules(supported_features=("priority",))
     values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
-    found = [build_request(msgspec.structs.replace(ask(), priority=each), limits).priority for each in values]
+    found = [
+        build_request(msgspec.structs.replace(ask(), priority=each), limits).keywords.get("priority") for each in values
+    ]
     assert found[0] == found[1] == 1.0
     assert found[-1] == found[-2] == 0.0
     singles = array("f", [each or 0.0 for each in found[1:-1]]).tolist()
