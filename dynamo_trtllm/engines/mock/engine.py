@@ -75,20 +75,15 @@ class MockStream(TaskStream):
         """Queue the request. Raises the error of a rejected one."""
         self._engine.add(self)
         if self.request.kv_params is None:
-            self._generate_rest()
+            self.generate_rest()
         else:
-            self.run(self._import_kv(self.request.kv_params), f"mock-import-{self.request.request_id}")
+            self.run(self._engine.import_kv(self, self.request.kv_params), f"mock-import-{self.request.request_id}")
 
-    def _generate_rest(self) -> None:
+    def generate_rest(self) -> None:
         """Let the next steps generate the tokens of this call that it does not have yet."""
         is_prefill = self.request.phase is Phase.PREFILL
         self.wanted = 1 if is_prefill else self.request.sampling.max_tokens - self.num_output
         self._engine.work.set()
-
-    async def _import_kv(self, kv_params: KvTransferParams) -> None:
-        self.emit(await self._engine.import_kv(self, kv_params))
-        if not self.has_ended:
-            self._generate_rest()
 
     def token(self, index: int) -> int:
         """Return an output token of this call: the Harmony prefix first, then a function of seed and index."""
@@ -204,7 +199,7 @@ class MockEngine(Engine):
             stream.blocks -= self._cache.store(ids, stream.request.cache_salt, stream.chain, repeat(0))
 
     async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:
-        """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
+        """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters. The rest follows."""
         kv_bytes = self.num_blocks(len(stream.request.token_ids)) * KV_WORDS * array("I").itemsize
         self._transfers.validate(stream.request, kv_bytes=kv_bytes)  # before allocating this much memory
         if len(kv_params.first_token_ids) >= stream.request.sampling.max_tokens:
@@ -218,6 +213,7 @@ class MockEngine(Engine):
         stream.num_output = len(kv_params.first_token_ids)
         stream.phases.end("handoff")
         self.store(stream)
+        stream.generate_rest()
         return Chunk(token_ids=kv_params.first_token_ids, stats=stream.phases.timings())
 
     async def export_kv(self, stream: MockStream, first: int) -> Chunk:
