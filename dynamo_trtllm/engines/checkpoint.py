@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import SamplingDefaults
+from dynamo_trtllm.messages import KvLayout, SamplingDefaults
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -58,6 +58,17 @@ class Checkpoint:
     @property
     def renderer(self) -> str:
         return renderer_of(self.model_type)
+
+    def kv_layout(self, dtype: str, block_tokens: int, tensor_parallel_size: int) -> KvLayout:
+        """Return the layout of the model's KV."""
+        return KvLayout(
+            dtype=dtype,
+            block_tokens=block_tokens,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tensor_parallel_size=tensor_parallel_size,
+        )
 
 
 def renderer_of(model_type: str) -> str:

@@ -274,12 +274,6 @@ def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str,
     return (*features, *(["dp_rank"] if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None else []))
 
 
-def has_conversations(facts: RoleFacts) -> bool:
-    """Return True if the executor looks at conversation ids, to choose a rank or to keep KV blocks."""
-    affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and dp_ranks(facts) > 0
-    return affinity or facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
-
-
 def check_kv_events(facts: RoleFacts) -> None:
     """Check that TensorRT-LLM reports KV events with these arguments. Raises ConfigError."""
     for key, needed, is_set in (
@@ -372,12 +366,15 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
 def model_limits(facts: RoleFacts, info: EngineInfo, bindings: TrtllmBindings) -> TrtllmModelLimits:
     """Return the limits for all requests. `info`: properties of the engine."""
     xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
+    # The executor looks at conversation ids to choose a rank or to keep KV blocks.
+    affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and dp_ranks(facts) > 0
+    keeps_blocks = facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
     return TrtllmModelLimits(
         role=facts.role,
         info=info,
         prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},
         structural_tags=xgrammar and bindings.is_since_1_2,
         dp_ranks=dp_ranks(facts),
-        conversations=has_conversations(facts),
+        conversations=affinity or keeps_blocks,
         min_tokens=not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE),
     )

@@ -206,14 +206,8 @@ def _layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
     dtype = str(config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(config.model_config.dtype).removeprefix("torch.")
-    return KvLayout(
-        dtype="fp8" if dtype.startswith("fp8") else dtype,
-        block_tokens=int(config.cache_config.block_size),
-        num_layers=checkpoint.num_layers,
-        num_kv_heads=checkpoint.num_kv_heads,
-        head_dim=checkpoint.head_dim,
-        tensor_parallel_size=int(config.parallel_config.tensor_parallel_size),
-    )
+    ranks = int(config.parallel_config.tensor_parallel_size)
+    return checkpoint.kv_layout("fp8" if dtype.startswith("fp8") else dtype, int(config.cache_config.block_size), ranks)
 
 
 def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:

@@ -255,16 +255,8 @@ class RoleFacts:
 
     def layout(self) -> KvLayout | None:
         """Return the KV layout that this worker will register; None without a model."""
-        if self.model is None:
-            return None
-        return KvLayout(
-            dtype=self.kv_dtype,
-            block_tokens=self.block_tokens,
-            num_layers=self.model.num_layers,
-            num_kv_heads=self.model.num_kv_heads,
-            head_dim=self.model.head_dim,
-            tensor_parallel_size=self.tensor_parallel,
-        )
+        model = self.model
+        return None if model is None else model.kv_layout(self.kv_dtype, self.block_tokens, self.tensor_parallel)
 
 
 def _text(value: Any) -> str:

@@ -315,7 +315,8 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
     ],
 )
 def test_conversations_when_the_arguments_use_them_then_passed_on(values: dict[str, Any], conversations: bool) -> None:
-    assert engine.has_conversations(facts_of("1.3.0rc29", Role.AGGREGATED, **values)) is conversations
+    facts = facts_of("1.3.0rc29", Role.AGGREGATED, **values)
+    assert engine.model_limits(facts, info_of(), bindings(OLD_FIELDS)).conversations is conversations
 
 
 @pytest.mark.parametrize(
