@@ -105,7 +105,6 @@ class LibraryCall(Protocol):
 class Library(Protocol):
     """A loaded library. Its engine shuts it down, after `aclose`."""
 
-    name: str  # for messages
     transfer_hint: str  # where to look when the KV of a prompt was not received
     can_abort_fetch: bool  # a decode call may be aborted while the library fetches its KV
 

@@ -201,13 +201,13 @@ class ExternalCall(Stream):
 
     def _broken(self, finish: str) -> DynamoError:
         """Return the error for a request that the library ended on its own."""
-        library = self._engine.library
+        name = self._engine.library_name
         if self._request.phase is Phase.DECODE and not self._has_tokens:
             error = TransferTimeout if finish == "timeout" else TransferFailed
-            return error(f"{library.name} did not receive the KV of the prompt ({finish}){library.transfer_hint}")
+            return error(f"{name} did not receive the KV of the prompt ({finish}){self._engine.library.transfer_hint}")
         if finish == "timeout":
-            return DeadlineExceeded(f"the request timed out in {library.name}")
-        return MigrationFailed(f"{library.name} ended request {self._request.request_id} with {finish!r}")
+            return DeadlineExceeded(f"the request timed out in {name}")
+        return MigrationFailed(f"{name} ended request {self._request.request_id} with {finish!r}")
 
     def _timings(self, call: LibraryCall, result: Any, output: EngineOutput) -> PhaseTimings:
         """Return the timings. The phases that the library does not report are one, measured outside the library."""

@@ -52,7 +52,6 @@ _STALL_S = 300.0  # without a result or an iteration for this time, the executor
 class TrtllmLibrary:
     """The `Library` of one LLM."""
 
-    name = "TensorRT-LLM"
     transfer_hint = ""
     can_abort_fetch = False  # an abort during the fetch breaks the transfer
 

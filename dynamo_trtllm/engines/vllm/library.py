@@ -41,7 +41,6 @@ _ABORT_S = 5.0
 class VllmLibrary:
     """The `Library` of one AsyncLLM."""
 
-    name = "vLLM"
     transfer_hint = "; see NixlConnector's lines in its log"
     can_abort_fetch = True
 

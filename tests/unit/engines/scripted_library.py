@@ -125,7 +125,8 @@ def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, can_abort_fetc
 def serve(library: Any, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **fields: Any) -> ExternalEngine:
     """Return an engine that runs requests with a library. `fields`: of its properties."""
     info = info_of(**fields)
-    engine = ExternalEngine(WorkerConfig(model_path="m"), engine=info.engine, library=library.name, instance_id=5)
+    name = getattr(library, "name", "TensorRT-LLM")
+    engine = ExternalEngine(WorkerConfig(model_path="m"), engine=info.engine, library=name, instance_id=5)
     engine.ticket_ttl_s, engine.handoff_timeout_s = ttl_s, handoff_timeout_s
     engine._run(library, info, "a/b")
     return engine
