@@ -176,7 +176,10 @@ class TcpBackend:
             self._unasked[task] = None
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                    magic, transfer_id, token = await _read_request(connection)
+                    magic, token, id_bytes = _REQUEST.unpack(await _receive_bytes(connection, _REQUEST.size))
+                    if magic not in (_PLAIN, _CHECKED):
+                        raise BadFrame("not a KV transfer request")
+                    transfer_id = (await _receive_bytes(connection, id_bytes)).decode(errors="replace")
                 self._unasked.pop(task, None)
                 entry = self._published.get(transfer_id)
                 if entry is None or not hmac.compare_digest(entry.token, token):
@@ -316,15 +319,6 @@ class TcpBackend:
         while self._published:
             self._published.popitem()[1].notify_readers()
         await asyncio.to_thread(self.checksums.close)
-
-
-async def _read_request(connection: socket.socket) -> tuple[bytes, str, bytes]:
-    """Return the magic, transfer id and token of a request."""
-    magic, token, id_bytes = _REQUEST.unpack(await _receive_bytes(connection, _REQUEST.size))
-    if magic not in (_PLAIN, _CHECKED):
-        raise BadFrame("not a KV transfer request")
-    transfer_id = await _receive_bytes(connection, id_bytes)
-    return magic, transfer_id.decode(errors="replace"), token
 
 
 async def _receive_bytes(connection: socket.socket, count: int) -> bytearray:

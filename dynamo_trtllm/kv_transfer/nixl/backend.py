@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,7 +116,10 @@ class NixlBackend:
             memory = await self._register_alone(transfer_id, live)
         else:
             memory = region.memory if live else b""
-        self._begin_checksum(transfer_id, regions)
+        method, entry = self.checksums.method(regions), self._published.get(transfer_id)
+        if method and entry is not None:  # closing may have discarded it
+            entry.checksum = OfferChecksum(self.checksums, tuple(regions), partial(self._set_checksum, slot))
+            entry.checksum.mark_ready(self._validity_slots.get(slot).ready)
         with self._wake:
             self._wake.notify()
         return encode(
@@ -130,7 +133,7 @@ class NixlBackend:
                 validity_slot=self._validity_slots.descriptor(slot),
                 nonce=nonce,
                 ready=self._validity_slots.get(slot).ready,
-                checksum=self.checksums.method(regions),
+                checksum=method,
             )
         )
 
@@ -155,12 +158,6 @@ class NixlBackend:
             if not self._closing:  # closing discards all transfers
                 self._registering.submit(self._discard, transfer_id)  # runs after the registration, on the same thread
             raise
-
-    def _begin_checksum(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> None:
-        entry = self._published.get(transfer_id)
-        if entry is not None and self.checksums.method(regions):
-            entry.checksum = OfferChecksum(self.checksums, tuple(regions), partial(self._set_checksum, entry.slot))
-            entry.checksum.mark_ready(self._validity_slots.get(entry.slot).ready)
 
     def _set_checksum(self, slot: int, checksum: int | None) -> None:
         """Publish a transfer's checksum in its validity slot. Called on a checksum thread."""
@@ -251,7 +248,12 @@ class NixlBackend:
         # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
         step_now = facts.kind == "VRAM" and self._peers.is_connected(facts)
         try:
-            await _finished(self._fetching.submit(fetch.steps(), step_now=step_now))
+            work = self._fetching.submit(fetch.steps(), step_now=step_now)
+            try:
+                await asyncio.wrap_future(work)
+            except asyncio.CancelledError:
+                await ended([work])  # it writes to the caller's memory
+                raise
         finally:
             self._validity_slots.release(slot)
 
@@ -283,12 +285,3 @@ class NixlBackend:
             memory = self._bindings.registered.pop()
             with self._bindings.translated("can't deregister memory"):
                 self._bindings.agent.deregister_memory(memory.handle)
-
-
-async def _finished(work: Future[None]) -> None:
-    """Wait for work on a thread. When cancelled, return only after the work, which writes to the caller's memory."""
-    try:
-        await asyncio.wrap_future(work)
-    except asyncio.CancelledError:
-        await ended([work])
-        raise
