@@ -193,7 +193,9 @@ def override_layer(config: WorkerConfig) -> Source:
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:
     given = {name: value for name in ENGINE_FLAGS if (value := getattr(config, name)) is not None}
-    names = [name for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)]
+    # Every engine supports a parallel size of 1.
+    ones = {name for name, value in given.items() if name.endswith("_parallel_size") and value == 1}
+    names = [name for name in given if name in schema.model_fields or name not in ones]
     for name in names:
         _reject_foreign(config, name, schema, engine)
     for name in ("kernels_profile", "compile_cache"):
@@ -232,11 +234,6 @@ def _checked(merged: Merged, schema: type[S], engine: str) -> S:
         key = ".".join(str(part) for part in first["loc"])
         source = f" ({merged.leaves[key].source})" if key in merged.leaves else ""
         raise ConfigError(f"{engine} engine argument {key}{source}: {first['msg']}", field=key) from exc
-
-
-def _is_one(name: str, value: float) -> bool:
-    """Return True for a parallel size of 1, which every engine supports."""
-    return name.endswith("_parallel_size") and value == 1
 
 
 def _reject_foreign(config: WorkerConfig, name: str, schema: type[BaseModel], engine: str) -> None:

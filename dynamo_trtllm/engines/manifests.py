@@ -136,7 +136,10 @@ def _release(library: LibraryReleases, name: str, manifests: Iterable[str]) -> A
     for file in manifests:
         manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
         for cls, entry in manifest["classes"].items():
-            _add_owners(owners, cls, entry)
+            owners[cls] = {item["name"]: _field(item) for item in entry.get("fields", ())}
+            for method, described in entry.items():
+                if isinstance(described, dict):
+                    owners[f"{cls}.{method}"] = {item["name"]: _field(item) for item in described["params"]}
         enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
         not_read |= {_in_part(text) for text in manifest["not_read"]}
     types = " ".join(each.type for fields in owners.values() for each in fields.values())
@@ -149,13 +152,6 @@ def _release(library: LibraryReleases, name: str, manifests: Iterable[str]) -> A
         enums=enums,
         not_read=frozenset(not_read - owners.keys()),
     )
-
-
-def _add_owners(owners: dict[str, Mapping[str, ManifestField]], cls: str, entry: Mapping[str, Any]) -> None:
-    owners[cls] = {item["name"]: _field(item) for item in entry.get("fields", ())}
-    for method, described in entry.items():
-        if isinstance(described, dict):
-            owners[f"{cls}.{method}"] = {item["name"]: _field(item) for item in described["params"]}
 
 
 def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:

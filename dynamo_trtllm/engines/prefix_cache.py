@@ -76,7 +76,11 @@ class PrefixCache:
         if missing > len(self._unused):
             self.release(reused)
             return None
-        return ReservedBlocks(reused, self._evict(missing))
+        evicted = [self._unused.popitem(last=False)[1] for _ in range(missing)]
+        for block in evicted:
+            del self._blocks[block.key]
+        self._report_removed(evicted)
+        return ReservedBlocks(reused, [block.number for block in evicted])
 
     def store(self, tokens: TokenIds, salt: str | None, chain: list[CachedBlock], numbers: Iterable[int]) -> int:
         """Cache the full blocks of a request, which continues to use them.
@@ -152,13 +156,6 @@ class PrefixCache:
             if not block.users:
                 del self._unused[block.hash]
             block.users += 1
-
-    def _evict(self, count: int) -> list[int]:
-        evicted = [self._unused.popitem(last=False)[1] for _ in range(count)]
-        for block in evicted:
-            del self._blocks[block.key]
-        self._report_removed(evicted)
-        return [block.number for block in evicted]
 
     def _report_removed(self, blocks: Sequence[CachedBlock]) -> None:
         if self.on_events is not None and blocks:

@@ -117,14 +117,6 @@ class VllmBindings:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
 
-    def suppress_shutdown_log(self, llm: Any) -> None:
-        """Stop watching vLLM's engine process, so that its shutdown is not logged as a crash.
-
-        Call it on the event loop before `shutdown`.
-        """
-        if llm.output_handler is not None:
-            llm.output_handler.cancel()
-
     def arguments(self, call: VllmRequest) -> dict[str, Any]:
         """Return the keyword arguments of `AsyncLLM.add_request`.
 

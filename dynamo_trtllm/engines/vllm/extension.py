@@ -107,7 +107,9 @@ class WorkerExtension:
         Returns:
             The ids for which this rank has a lease.
         """
-        worker = _connector_worker()
+        from dynamo_trtllm.engines.vllm.bindings import kv_transfer_group
+
+        worker = getattr(kv_transfer_group(), "connector_worker", None)  # the worker half of NixlConnector
         if worker is None:
             return []
         wanted = set(request_ids)
@@ -145,13 +147,6 @@ def _die_after(watched: int, pid: int) -> None:
         except ProcessLookupError:
             pass  # it has already ended
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _connector_worker() -> Any:
-    """Return the worker half of NixlConnector in this process, or None if there is no connector."""
-    from dynamo_trtllm.engines.vllm.bindings import kv_transfer_group
-
-    return getattr(kv_transfer_group(), "connector_worker", None)
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this module before any weight

@@ -105,7 +105,8 @@ class VllmLibrary:
         await self.kv_releaser.aclose()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ABORT_S)
-        self.bindings.suppress_shutdown_log(self.llm)
+        if self.llm.output_handler is not None:
+            self.llm.output_handler.cancel()  # it watches the engine process, whose shutdown it would log as a crash
 
 
 class VllmCall:
