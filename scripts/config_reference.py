@@ -92,7 +92,7 @@ their `--help`.
 
 def page() -> str:
     """Return the page."""
-    rows = [(f"`{CONSOLE} {command.name}`", command.summary) for command in COMMANDS]
+    rows = [(f"`{CONSOLE} {command.name}`", command.summary) for command in COMMANDS.values()]
     parts = [_HEAD, table(("command", "what it does"), rows)]
     for program in PROGRAMS:
         typed = f"`{CONSOLE} {program.command}`" + (f" or `python -m {program.module}`" if program.module else "")

@@ -18,55 +18,47 @@ from dynamo_trtllm.config.parser import CONSOLE, CommandParser, command_streams
 from dynamo_trtllm.errors import ConfigError, install_hint
 
 _HELP = ("-h", "--help")
-_DEPLOY, _PROCESS, _USE, _CHECK, _OTHER = (
-    "start a deployment on this machine",
-    "start one process",
-    "use and watch a deployment",
-    "check and measure",
-    "other commands",
-)
+_BENCH = "bench."
 
 
 class Command(NamedTuple):
-    """One subcommand. `main` is MODULE or MODULE:NAME, in `dynamo_trtllm`; without NAME it is the function `main`."""
+    """One subcommand. `main` is MODULE or MODULE:NAME, in `dynamo_trtllm`; without NAME it is the function `main`.
+
+    Its settings are the class of `config.commands` that is named for it. A benchmark has a function `parser` instead.
+    """
 
     name: str
-    group: str
     summary: str
     main: str
-    flags: str  # a class in `config.commands`, or a function in the module of `main` that returns the parser
 
 
-COMMANDS = (
-    Command(
-        "demo", _DEPLOY, "Start the sample deployment, and send it a request.", "launch.main:demo_main", "DemoConfig"
+GROUPS = {
+    "start a deployment on this machine": (
+        Command("demo", "Start the sample deployment, and send it a request.", "launch.main:demo_main"),
+        Command("serve", "Serve a model with settings chosen for this machine.", "launch.serve"),
+        Command("launch", "Start the processes of a deployment file.", "launch.main"),
     ),
-    Command("serve", _DEPLOY, "Serve a model with settings chosen for this machine.", "launch.serve", "ServeConfig"),
-    Command("launch", _DEPLOY, "Start the processes of a deployment file.", "launch.main", "LaunchConfig"),
-    Command("worker", _PROCESS, "Run one worker: an engine with a model.", "worker.main", "WorkerConfig"),
-    Command("frontend", _PROCESS, "Run an OpenAI-compatible HTTP frontend.", "frontend.process.main", "FrontendConfig"),
-    Command("chat", _USE, "Chat with a running deployment.", "cli.chat", "ChatConfig"),
-    Command("status", _USE, "Show processes, health and load of a deployment.", "cli.status", "StatusConfig"),
-    Command("explain", _USE, "Show the life of a request, or what is stuck.", "cli.explain", "ExplainConfig"),
-    Command(
-        "clear-namespace",
-        _USE,
-        "Remove the records of a deployment that is gone.",
-        "cli.clear_namespace",
-        "ClearNamespaceConfig",
+    "start one process": (
+        Command("worker", "Run one worker: an engine with a model.", "worker.main"),
+        Command("frontend", "Run an OpenAI-compatible HTTP frontend.", "frontend.process.main"),
     ),
-    Command("preflight", _CHECK, "Check TensorRT-LLM settings without a GPU.", "cli.preflight", "PreflightConfig"),
-    Command("bench", _CHECK, "Run a benchmark, and write a report.", "bench.profile.main", "parser"),
-    Command("chaos", _CHECK, "Inject faults under load, and check every response.", "bench.chaos.main", "parser"),
-    Command("version", _OTHER, "Show versions, engines, GPUs and servers found here.", "cli.version", "VersionConfig"),
-    Command(
-        "completion",
-        _OTHER,
-        "Print a completion script for bash, zsh or fish.",
-        "cli.console:completion_main",
-        "CompletionConfig",
+    "use and watch a deployment": (
+        Command("chat", "Chat with a running deployment.", "cli.chat"),
+        Command("status", "Show processes, health and load of a deployment.", "cli.status"),
+        Command("explain", "Show the life of a request, or what is stuck.", "cli.explain"),
+        Command("clear-namespace", "Remove the records of a deployment that is gone.", "cli.clear_namespace"),
     ),
-)
+    "check and measure": (
+        Command("preflight", "Check TensorRT-LLM settings without a GPU.", "cli.preflight"),
+        Command("bench", "Run a benchmark, and write a report.", "bench.profile.main"),
+        Command("chaos", "Inject faults under load, and check every response.", "bench.chaos.main"),
+    ),
+    "other commands": (
+        Command("version", "Show versions, engines, GPUs and servers found here.", "cli.version"),
+        Command("completion", "Print a completion script for bash, zsh or fish.", "cli.console:completion_main"),
+    ),
+}
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def main() -> None:
@@ -97,12 +89,11 @@ def _run(words: Sequence[str]) -> int | None:
 
 def find(name: str) -> Command:
     """Return the subcommand of this name. Raise ConfigError if there is none."""
-    commands = {command.name: command for command in COMMANDS}
-    if name in commands:
-        return commands[name]
+    if name in COMMANDS:
+        return COMMANDS[name]
     from dynamo_trtllm.config.base import suggest
 
-    guess = suggest(name, commands)
+    guess = suggest(name, COMMANDS)
     raise ConfigError(f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help"), field=name)
 
 
@@ -115,22 +106,21 @@ def _overview() -> CommandParser:
         epilog=f"The flags of a command: {CONSOLE} COMMAND --help. First steps: {CONSOLE} demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for title in dict.fromkeys(command.group for command in COMMANDS):
+    for title, commands in GROUPS.items():
         group = parser.add_argument_group(title)
-        for command in COMMANDS:
-            if command.group == title:
-                group.add_argument(command.name, help=command.summary)
+        for command in commands:
+            group.add_argument(command.name, help=command.summary)
     return parser
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the argument parser of a subcommand. Raise ConfigError if a package is missing."""
-    if command.flags.islower():
-        parser: argparse.ArgumentParser = _loaded(f"{command.main}:{command.flags}")()
+    if command.main.startswith(_BENCH):
+        parser: argparse.ArgumentParser = _loaded(f"{command.main}:parser")()
         return parser
     from dynamo_trtllm.config.flags import build_parser
 
-    settings = _loaded(f"config.commands:{command.flags}")
+    settings = _loaded(f"config.commands:{command.name.title().replace('-', '')}Config")
     return build_parser(settings, f"{CONSOLE} {command.name}", command.summary)
 
 
@@ -139,7 +129,7 @@ def _loaded(path: str) -> Any:
     try:
         return getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main")
     except ModuleNotFoundError as exc:
-        if not module.startswith("bench."):
+        if not module.startswith(_BENCH):
             raise
         raise ConfigError(f"the benchmarks need {exc.name}; {install_hint('bench')}") from exc
 
@@ -159,7 +149,7 @@ def completion(shell: str) -> str:
 
     root = argparse.ArgumentParser(prog=CONSOLE)
     commands = root.add_subparsers()
-    for command in COMMANDS:
+    for command in COMMANDS.values():
         try:
             parser = parser_of(command)
         except ConfigError:

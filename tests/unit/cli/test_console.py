@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.cli import console
 from dynamo_trtllm.cli.console import COMMANDS, Command, completion, main, parser_of
 from dynamo_trtllm.config.base import GROUPS
 from dynamo_trtllm.config.commands import DemoConfig
@@ -23,7 +24,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.parser import command_streams
 
 Type = Callable[[str], int]
-NAMES = [command.name for command in COMMANDS]
+NAMES = list(COMMANDS)
 # Beyond these, an import costs more than the help is worth.
 HEAVY = ("asyncio", "msgspec", "pydantic", "rich", "shtab", "torch", "prometheus_client", "grpc", "nats")
 
@@ -69,16 +70,17 @@ def test_help_when_asked_then_every_command_is_in_a_group_and_nothing_heavy_is_i
     said, modules = imported_for("--help")
     assert modules == []
     assert said.startswith("usage: dynamo-trtllm COMMAND [flags]\n")
-    titles = dict.fromkeys(command.group for command in COMMANDS)
-    assert [line.rstrip(":") for line in said.splitlines() if line.rstrip(":") in titles] == list(titles)
-    assert all(f"\n  {command.name} " in said and command.summary in said for command in COMMANDS)
+    assert [line.rstrip(":") for line in said.splitlines() if line.rstrip(":") in console.GROUPS] == list(
+        console.GROUPS
+    )
+    assert all(f"\n  {command.name} " in said and command.summary in said for command in COMMANDS.values())
 
 
 def test_help_when_asked_of_the_faults_then_no_server_and_no_worker_is_imported() -> None:
     assert imported_for("chaos", "--help")[1] == ["asyncio", "msgspec", "pydantic"]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
 def test_command_when_help_is_asked_then_its_flags_are_shown(
     command: Command, typed: Type, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +168,7 @@ def test_package_when_installed_then_it_has_the_command() -> None:
 
 
 def test_table_when_loaded_then_every_command_has_a_function_to_run() -> None:
-    for command in COMMANDS:
+    for command in COMMANDS.values():
         module, _, name = command.main.partition(":")
         assert callable(getattr(importlib.import_module(f"dynamo_trtllm.{module}"), name or "main"))
 
@@ -232,7 +234,7 @@ def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(monke
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "stdout", Terminal())
-        command = next(command for command in COMMANDS if command.name == "launch")
+        command = COMMANDS["launch"]
         parser_of(command).print_help()
         return sys.stdout.getvalue()
 
@@ -241,7 +243,7 @@ def test_help_when_on_a_terminal_then_it_is_colored_unless_no_color_is_set(monke
     assert "\x1b[" in shown(TERM="xterm")
     plain = shown(NO_COLOR="1")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    parser_of(next(command for command in COMMANDS if command.name == "launch")).print_help()
+    parser_of(COMMANDS["launch"]).print_help()
     assert plain == sys.stdout.getvalue()  # the same text as in a pipe
 
 
