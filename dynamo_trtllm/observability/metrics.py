@@ -167,28 +167,23 @@ class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 TABLE = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_bytes(), type=tuple[Metric, ...])
 
 
-def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
-    # Without this, each counter also exports the time at which it was created.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
-    metrics: dict[str, Any] = {}
-    for row in [row for row in TABLE if row.process == process]:
-        name = PREFIX + row.name
-        if row.kind == "histogram":
-            metrics[row.name] = Histogram(name, row.help, row.labels, buckets=_BUCKETS[row.buckets])
-            registry.register(metrics[row.name])
-        else:
-            kind = Counter if row.kind == "counter" else Gauge
-            metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
-    ProcessCollector(registry=registry)
-    return metrics
-
-
 class ProcessMetrics:
     """Metrics of one process, as metrics.json defines them."""
 
     def __init__(self, process: Process) -> None:
-        self._registry = CollectorRegistry()
-        self._metrics = _build(process, self._registry)
+        # Without this, each counter also exports the time at which it was created.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        registry = self._registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
+        for row in [row for row in TABLE if row.process == process]:
+            name = PREFIX + row.name
+            if row.kind == "histogram":
+                self._metrics[row.name] = Histogram(name, row.help, row.labels, buckets=_BUCKETS[row.buckets])
+                registry.register(self._metrics[row.name])
+            else:
+                kind = Counter if row.kind == "counter" else Gauge
+                self._metrics[row.name] = kind(name, row.help, row.labels, registry=registry)
+        ProcessCollector(registry=registry)
         # Returns the child of a metric, from its name and label values. prometheus_client takes long to find it.
         self.child: Callable[..., Any] = functools.cache(lambda name, *labels: self._metrics[name].labels(*labels))
 

@@ -39,6 +39,9 @@ _CONNECTIONS: Final = frozenset(
 )
 _HEX: Final = re.compile("[0-9a-f]*")
 _OTHER_REASONS: Final = ("cancelled", "etcd", "kv", "least-loaded", "nats", "ok", "tool_calls")
+_REASONS: Final = {
+    reason_number(word): word for word in (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
+}
 
 
 class ProcessState(Enum):
@@ -332,12 +335,3 @@ def _state(header: RecordingHeader, *, is_running: bool, has_stopped: bool, sile
 
 def _text(packed: bytes) -> str:
     return escape_controls(packed.rstrip(b"\x00").decode(errors="replace"))  # another machine may have sent it
-
-
-def _reasons() -> dict[int, str]:
-    """Return every reason by its number."""
-    words = (*errors.CLASSES, *_OTHER_REASONS, *map(str, FinishReason), *map(str, Phase))
-    return {reason_number(word): word for word in words}
-
-
-_REASONS: Final = _reasons()

@@ -169,15 +169,16 @@ class TraceExporter:
             for role, phase, begin_s, end_s in phase_intervals(request):
                 child = _span(trace_id, root_id, phase, (begin_s, end_s), offset_s)
                 by_role.setdefault(role, []).append(child)
-        return {"resourceSpans": [self._resource(role, spans) for role, spans in by_role.items()]}
-
-    def _resource(self, role: str, spans: list[dict[str, Any]]) -> dict[str, Any]:
-        names = {"service.name": f"dynamo_trtllm.{role}", "service.namespace": self._namespace}
+        common = {"service.namespace": self._namespace, "service.version": __version__}
         scope = {"name": "dynamo_trtllm", "version": __version__}
-        return {
-            "resource": {"attributes": _attributes(names | {"service.version": __version__})},
-            "scopeSpans": [{"scope": scope, "spans": spans}],
-        }
+        resources = [
+            {
+                "resource": {"attributes": _attributes({"service.name": f"dynamo_trtllm.{role}"} | common)},
+                "scopeSpans": [{"scope": scope, "spans": spans}],
+            }
+            for role, spans in by_role.items()
+        ]
+        return {"resourceSpans": resources}
 
 
 def phase_intervals(request: EndedRequest) -> Iterator[tuple[str, str, float, float]]:
