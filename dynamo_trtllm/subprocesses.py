@@ -36,16 +36,9 @@ if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
 
-Output = int | IO[bytes] | None
-
 
 def spawn(
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    stdin: int = subprocess.DEVNULL,
-    stdout: Output = None,
-    stderr: Output = None,
+    argv: Sequence[str], *, env: Mapping[str, str] | None = None, **streams: int | IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Start a program in its own process group, so that a Ctrl-C reaches only this process, which then stops the child.
 
@@ -56,9 +49,7 @@ def spawn(
     Args:
         argv: program and arguments.
         env: environment of the child; None: that of this process.
-        stdin: as in subprocess.Popen.
-        stdout: as in subprocess.Popen.
-        stderr: as in subprocess.Popen.
+        streams: stdin, stdout and stderr as in subprocess.Popen. Default of stdin: the null device.
 
     Raises:
         ConfigError: the program does not exist or is not executable.
@@ -69,14 +60,8 @@ def spawn(
     command = [os.path.abspath(program), *argv[1:]]
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *command]
-    return subprocess.Popen(
-        command,
-        env=None if env is None else dict(env),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        process_group=0,
-    )
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, **streams}
+    return subprocess.Popen(command, env=env, process_group=0, **options)
 
 
 # It retries because processes that write into the folder end at the same time and may still write for a moment.
