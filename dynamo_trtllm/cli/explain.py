@@ -295,17 +295,13 @@ def mooncake(requests: Sequence[RequestRecording]) -> Iterator[str]:
             for block_hash in itertools.islice(_hashes(request, prompt.choice), -(-prompt.a // BLOCK_TOKENS)):
                 last = block_ids.setdefault((last, block_hash), len(block_ids))
                 ids.append(last)
-            yield (
-                json.dumps(
-                    {
-                        "timestamp": (arrived_ns - first_ns) // 1_000_000,
-                        "input_length": prompt.a,
-                        "output_length": _num_tokens(request, prompt.choice, ends[prompt.choice]),
-                        "hash_ids": ids,
-                    }
-                )
-                + "\n"
-            )
+            fields = {
+                "timestamp": (arrived_ns - first_ns) // 1_000_000,
+                "input_length": prompt.a,
+                "output_length": _num_tokens(request, prompt.choice, ends[prompt.choice]),
+                "hash_ids": ids,
+            }
+            yield f"{json.dumps(fields)}\n"
 
 
 def _hashes(request: RequestRecording, choice: int) -> Iterator[int]:
@@ -349,10 +345,15 @@ class StuckReport(NamedTuple):
         does_not_work = any(not each.process.is_over for each in self.processes)
         return 1 if self.requests or self.recordings.unanswered or does_not_work else 0
 
+    def _processes(self) -> list[tuple[int | None, str, str]]:
+        """Return process id, title and reason of each process that does not work or answer."""
+        rows = [(each.process.header.pid, each.process.title, each.reason) for each in self.processes]
+        return [*rows, *((None, title, reason) for title, reason in self.recordings.unanswered.values())]
+
     def text(self) -> str:
         """Return the report as text."""
-        lines = [f"process {each.process.header.pid}, {each.process.title}: {each.reason}" for each in self.processes]
-        lines += [f"process {title}: {reason}" for title, reason in self.recordings.unanswered.values()]
+        rows = self._processes()
+        lines = [f"process {title if pid is None else f'{pid}, {title}'}: {reason}" for pid, title, reason in rows]
         for stuck in self.requests:
             lines.append(
                 f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {stuck.holder}: {stuck.reason}"
@@ -368,12 +369,8 @@ class StuckReport(NamedTuple):
 
     def json(self) -> str:
         """Return the report as JSON."""
-        processes: list[dict[str, object]] = [
-            {"process": each.process.title, "pid": each.process.header.pid, "reason": each.reason}
-            for each in self.processes
-        ]
-        unanswered = self.recordings.unanswered.values()
-        processes += [{"process": title, "pid": None, "reason": reason} for title, reason in unanswered]
+        rows = self._processes()
+        processes = [{"process": title, "pid": pid, "reason": reason} for pid, title, reason in rows]
         requests = [
             {
                 "request": stuck.request.id,
