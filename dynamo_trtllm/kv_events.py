@@ -266,11 +266,10 @@ class KvEventPublisher:
 
     def _encode_snapshot(self) -> None:
         left = max(1, -(-len(self._copies) // MAX_UPDATE_BLOCKS))
-        is_first, prefixes = True, iter(self._copies)
+        prefixes = iter(self._copies)
         for parts in range(left, 0, -1):
             stored = pack_hashes(islice(prefixes, MAX_UPDATE_BLOCKS))
-            self._encode(cleared=is_first, stored=stored, snapshot=parts)
-            is_first = False
+            self._encode(cleared=parts == left, stored=stored, snapshot=parts)
 
     def _encode(self, *, cleared: bool = False, removed: bytes = b"", stored: bytes = b"", snapshot: int = 0) -> None:
         update = KvCacheUpdate(
