@@ -2,21 +2,24 @@
 
 The module works around these traps of nats-py 2.16: an oversized message closes the client for good; only pings detect
 a frozen server; a slow consumer loses messages silently; a `flush` that is cancelled or times out stops the read loop
-when its reply arrives, so it is never called.
+when its reply arrives, so it is never called; its `request` may return the reply to a caller that was cancelled (and
+takes twice the CPU time of an inbox for all replies), so it is not called either.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from nats import errors as nats_errors
-from nats.aio.client import Client
+from nats.aio.client import NO_RESPONDERS_STATUS, Client
 from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
+from nats.js.api import Header
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
@@ -137,6 +140,9 @@ class NatsTransport:
         self._writer: asyncio.Task[None] | None = None
         self._writing = True
         self._is_waiting_logged = False
+        self._replies: dict[str, asyncio.Future[Msg]] = {}  # to requests, by the subject of the reply
+        self._reply_numbers = itertools.count()
+        self._replies_to = f"{self._client.new_inbox()}."
         self._closing = False
 
     async def connect(self, timeout_s: float) -> None:
@@ -155,6 +161,7 @@ class NatsTransport:
                     closed_cb=self._on_closed,
                     **CONNECT_OPTIONS,
                 )
+            await self._client.subscribe(f"{self._replies_to}*", cb=self._on_reply)  # does not wait
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             self._closing = True
             raise Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server") from exc
@@ -208,22 +215,29 @@ class NatsTransport:
             raise Unreachable(f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}")
         if not self._up.is_set():
             await self._connected(timeout_s)
-        caller = asyncio.current_task()
-        assert caller is not None
-        cancels = caller.cancelling()
+        reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
+        reply: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._replies[reply_to] = reply
         try:
-            reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
-        except nats_errors.NoRespondersError as exc:
-            raise no_listener(subject) from exc
-        except nats_errors.TimeoutError as exc:
+            async with asyncio.timeout(timeout_s):
+                await self._client.publish(subject, data, reply_to)
+                message = await reply
+        except TimeoutError as exc:
             if not self._client.is_connected:
                 raise Disconnected(self._lacking) from exc
             raise no_reply(subject, timeout_s) from exc
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
-        if caller.cancelling() > cancels:  # `wait_for` of Python 3.11 drops a cancel that arrives with the reply
-            raise asyncio.CancelledError
-        return reply
+        finally:
+            del self._replies[reply_to]
+        if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
+            raise no_listener(subject)
+        return message.data
+
+    async def _on_reply(self, message: Msg) -> None:
+        reply = self._replies.get(message.subject)
+        if reply is not None and not reply.done():
+            reply.set_result(message)
 
     async def _connected(self, timeout_s: float) -> None:
         try:
