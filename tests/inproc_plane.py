@@ -15,6 +15,7 @@ class InprocTransport:
     """A `Transport` within this process. It delivers in order, in the next iteration of the event loop."""
 
     max_message_bytes = 1 << 20
+    is_writing = False
 
     def __init__(self) -> None:
         self._listeners: dict[str, Receive] = {}

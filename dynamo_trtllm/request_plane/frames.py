@@ -18,8 +18,8 @@ from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, 
 from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
-MERGED_MESSAGES = 5  # fewer arrive together if there are several workers, or if this process was busy for a moment
-MERGED_FRAMES = 64  # in so many messages or more; it takes half a millisecond to pass on fewer
+MERGED_FRAMES = 64  # that arrived together; it takes half a millisecond to pass on fewer
+MERGED_PER_STREAM = 4  # of all open streams; fewer also arrive together if this process was busy for a moment
 
 
 class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -319,10 +319,10 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
 class StreamDemux(dict[int, StreamReceiver]):
     """The open streams of one caller, by number. It passes received frames to them.
 
-    When several messages with many frames have arrived together, their tokens of one stream become one chunk. It is not
-    later than the tokens would be, because they would all be sent in one write. In one iteration of the event loop, at
-    most CHUNKS_PER_ITERATION chunks are passed, and further frames wait. Waiting streams are fed one by one, in the
-    order in which they began to wait. The first frame of a stream never waits, because it decides the time to first
+    When several frames per stream have arrived together, and many in all, tokens of a stream become one chunk. That is
+    not later than the tokens would be: they would all be sent in one write. In one iteration of the event loop, at most
+    CHUNKS_PER_ITERATION chunks are passed, and further frames wait. Waiting streams are fed one by one, in the order in
+    which they began to wait. The first frame of a stream never waits, because it decides the time to first
     token.
     """
 
@@ -339,7 +339,8 @@ class StreamDemux(dict[int, StreamReceiver]):
     def pass_on(self) -> None:
         """Pass the frames of the added messages to their streams. Called when no further message has arrived."""
         messages, self._messages = self._messages, []
-        is_behind = len(messages) >= MERGED_MESSAGES and sum(map(len, messages)) >= MERGED_FRAMES
+        num_frames = sum(map(len, messages))
+        is_behind = num_frames >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
         for frames in messages:
             if is_behind:
                 self._defer(frames)

@@ -175,6 +175,10 @@ class NatsTransport:
     def max_message_bytes(self) -> int:
         return self._client.max_payload  # headers would count too, but none are sent
 
+    @property
+    def is_writing(self) -> bool:
+        return self._client.pending_data_size > 0 or not self._outgoing.empty()
+
     def new_inbox(self) -> str:
         return self._client.new_inbox()
 

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
 _REPORTS_SINCE = 2  # wire version
 _LOAD_EVERY_S = 0.05
+_WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
 _REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
 
 
@@ -335,9 +336,19 @@ class EndpointServer:
         if not caller.frames:
             if not self._unsent:
                 # all streams of an engine step send in one event-loop iteration; the next one sends them as one batch
-                asyncio.get_running_loop().call_soon(self._flush)
+                asyncio.get_running_loop().call_soon(self._flush_in_turn, _WAITED_ITERATIONS)
             self._unsent.append(caller)
         caller.frames.append(frame)
+
+    def _flush_in_turn(self, iterations: int) -> None:
+        """Flush when the messages before are written, or after so many iterations of the event loop.
+
+        An engine step that takes less time than a message would otherwise cost a message in three processes.
+        """
+        if iterations and self._transport.is_writing:
+            asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
+        else:
+            self._flush()
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []

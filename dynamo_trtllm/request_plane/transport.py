@@ -29,6 +29,10 @@ class Transport(Protocol):
     def max_message_bytes(self) -> int:
         """Return the size limit of one message."""
 
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a published message is not yet written to the connection."""
+
     def new_inbox(self) -> str:
         """Return a subject that no other client uses."""
 

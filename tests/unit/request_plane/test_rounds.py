@@ -86,12 +86,12 @@ async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() 
     assert bench.seen[2:] == [(one.stream, [2]), (other.stream, [2])]
 
 
-@pytest.mark.parametrize(("messages", "in_all"), [(5, 5), (6, 5), (5, 6)])
-async def test_pass_on_when_many_messages_and_frames_came_together_then_tokens_of_a_stream_are_one_chunk(
-    monkeypatch: pytest.MonkeyPatch, messages: int, in_all: int
+@pytest.mark.parametrize(("in_all", "per_stream", "is_merged"), [(5, 2, True), (6, 2, False), (5, 3, False)])
+async def test_pass_on_when_many_frames_per_stream_came_together_then_tokens_of_a_stream_are_one_chunk(
+    monkeypatch: pytest.MonkeyPatch, in_all: int, per_stream: int, is_merged: bool
 ) -> None:
-    monkeypatch.setattr(frames, "MERGED_MESSAGES", messages)
     monkeypatch.setattr(frames, "MERGED_FRAMES", in_all)
+    monkeypatch.setattr(frames, "MERGED_PER_STREAM", per_stream)
     bench = Bench()
     one, other = await bench.begun(2)
     for reader in (one, one, other, one, one):
@@ -99,7 +99,7 @@ async def test_pass_on_when_many_messages_and_frames_came_together_then_tokens_o
     assert not bench.seen
     bench.inbox.pass_on()
     chunks = [tokens for stream, tokens in bench.seen if stream == one.stream]
-    assert chunks == ([[1, 2, 3, 4]] if (messages, in_all) == (5, 5) else [[1], [2], [3], [4]])
+    assert chunks == ([[1, 2, 3, 4]] if is_merged else [[1], [2], [3], [4]])
     assert bench.tokens_of(other) == [1]
 
 

@@ -81,3 +81,21 @@ async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step(
     assert [len(batch.frames) for batch in transport.batches] == [64] * 6
     assert got == [6] * 64
     await plane.aclose()
+
+
+async def test_steps_when_the_message_before_is_not_written_then_one_message_has_them_after_a_bounded_wait() -> None:
+    transport = CountingLink()
+    plane, service = Plane(transport, PlaneLimits()), SteppingService()
+    await plane.serve("s", service)
+    reading = asyncio.create_task(anext(stream := call_stream(plane, "s", asked(0))))
+    await settle()
+    transport.is_writing = True
+    service.step(Chunk(token_ids=token_ids([1])))
+    await asyncio.sleep(0)
+    service.step(Chunk(token_ids=token_ids([2])))
+    assert not transport.batches
+    await settle()
+    assert [len(batch.frames) for batch in transport.batches] == [2]
+    await reading
+    await stream.aclose()
+    await plane.aclose()
