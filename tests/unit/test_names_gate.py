@@ -64,6 +64,7 @@ def test_module_when_it_is_small_and_has_one_importer_then_it_is_reported_with_i
     (package / "router").mkdir()
     for name in ("one", "two", "long"):
         (package / "router" / f"{name}.py").write_text("x = 1\n" * (60 if name == "long" else 3))
+    (package / "router" / "starts.py").write_text('if __name__ == "__main__":\n    main()\n')
     (package / "router" / "a.py").write_text("from dynamo_trtllm.router import one, two, long\n" + "x = 1\n" * 60)
     (package / "main.py").write_text("from dynamo_trtllm.router.two import x\n")
     assert list(gate.small_modules(root)) == [

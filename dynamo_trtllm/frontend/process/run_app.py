@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OTHERS_START = "other processes of this frontend are starting"
 _METRICS_TIMEOUT_S = 5.0  # for the totals of all processes; the parent's wait per process is shorter
 _SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
 _SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted: others may be ready
@@ -67,10 +68,6 @@ async def run_app(
     """
     async with AsyncExitStack() as stack:
         view, breakers, metrics, tasks = ClusterView(), PairBreakers(), FrontendMetrics(), BackgroundTasks()
-
-        async def own_metrics() -> Snapshot:
-            return metrics.snapshot()
-
         folder = recorder_folder(config.recorder_dir, process_environment())
         RECORDER.start(folder, namespace=config.namespace, kind="frontend")
         stack.callback(RECORDER.stop)
@@ -80,9 +77,8 @@ async def run_app(
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config, tasks=tasks)
         stack.push_async_callback(discovery.aclose)
-        if pipe is not None:  # so that each process returns the totals of all
-            pipe.snapshot = own_metrics
-            metrics.gather = partial(pipe.request_snapshot, _METRICS_TIMEOUT_S)
+        if pipe is not None:
+            _share_metrics(pipe, metrics)
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
@@ -94,8 +90,7 @@ async def run_app(
             stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
-            others_start = pipe is not None and not pipe.is_other_ready
-            return tasks.reason or ("other processes of this frontend are starting" if others_start else None)
+            return tasks.reason or (None if pipe is None or pipe.is_other_ready else _OTHERS_START)
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
@@ -103,9 +98,8 @@ async def run_app(
         work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         work["discovery-watch"] = models.watch()
         if has_probes:
-            interval_s, timeout_s = config.canary_interval_s, config.canary_timeout_s
-            probes = PairProbes(view, pipeline, breakers, interval_s=interval_s, timeout_s=timeout_s)
-            work["pair-probes"] = probes.run(plane, metrics)
+            times = {"interval_s": config.canary_interval_s, "timeout_s": config.canary_timeout_s}
+            work["pair-probes"] = PairProbes(view, pipeline, breakers, **times).run(plane, metrics)
         work |= {} if app.traces is None else {"traces": app.traces.run()}
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
@@ -116,6 +110,16 @@ async def run_app(
         if pipe is not None:
             pipe.send_ready()
         await _until_failed(tasks, stop)
+
+
+def _share_metrics(pipe: ControlPipe, metrics: FrontendMetrics) -> None:
+    """Let each process of a frontend return the totals of all."""
+
+    async def own() -> Snapshot:
+        return metrics.snapshot()
+
+    pipe.snapshot = own
+    metrics.gather = partial(pipe.request_snapshot, _METRICS_TIMEOUT_S)
 
 
 async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
