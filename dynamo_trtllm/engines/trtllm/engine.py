@@ -143,7 +143,7 @@ class TrtllmEngine(ExternalEngine):
 
     @property
     def steps(self) -> deque[StepSample]:
-        """See `HasStepTimes`. Empty if `enable_iter_perf_stats` is off."""
+        """See `Engine.steps`. Empty if `enable_iter_perf_stats` is off."""
         return self._steps
 
     def _step_reader(self, num_ranks: int) -> StepReader | None:

@@ -252,9 +252,11 @@ async def test_stats_when_not_enabled_then_none_come(trt: Any, llm: Any, tiny: P
 async def test_failure_when_it_comes_then_its_kind_says_whether_the_executor_lives(
     trt: Any, llm: Any, trap: str, error: str
 ) -> None:
+    async def run() -> None:
+        await llm.generate_async(PROMPT, sampling(trt)).aresult()  # raises at once if the executor is dead by then
+
     with trt.standin.traps.turned(trap):
-        results = [llm.generate_async(PROMPT, sampling(trt)) for _ in range(2)]
-        failures = await asyncio.gather(*(result.aresult() for result in results), return_exceptions=True)
+        failures = await asyncio.gather(run(), run(), return_exceptions=True)
     assert {type(failure).__name__ for failure in failures} == {error}
     assert llm._check_health() is (trap != "executor_dies")
     if trap == "executor_dies":
