@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ from typing import Literal, Protocol
 from dynamo_trtllm.cost_model import CostModel, StepSample
 from dynamo_trtllm.errors import EngineFailed, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, PhaseTimings, Sampling
-from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
-from dynamo_trtllm.streams import Generator, KvHolder, OnEvent, StreamHandle, phase_timings
+from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, Sampling
+from dynamo_trtllm.streams import Generator, KvHolder, OnEvent, StreamHandle
 
 MOST_STEPS = 512  # measured steps that wait for the worker
 _CHOICE_INDEX = re.compile(r"(?<=[0-9a-f]{16})-[0-9]+$")  # as the frontend appends it to the unique part of an id
@@ -62,50 +60,6 @@ class EngineStats:
 
 NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
 """The counters of an engine that has not been started."""
-
-
-_BEGINS = {"queue": RecordedEvent.STARTED_IN_ENGINE, "prefill": RecordedEvent.PREFILL_DONE}  # what follows a phase
-_WAITS = {
-    "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
-    "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
-}
-
-
-class RequestPhases:
-    """The phases of one request inside an engine of this package."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.seconds: dict[str, float] = {}  # of phases that have ended, and of parts of phases
-        self.cached_tokens = 0  # of the prompt, which were not computed again
-        self._request = request
-        self._begun_s = time.monotonic()  # of the current phase
-        self._lacked = ""  # last
-
-    def end(self, phase: str) -> None:
-        """End the current phase, and begin the next one."""
-        now = time.monotonic()
-        self.seconds[phase], self._begun_s = now - self._begun_s, now
-        if phase in _BEGINS:
-            RECORDER.record(self._request.request_id, _BEGINS[phase])
-
-    def end_part(self, part: str) -> None:
-        """End the first part of the current phase."""
-        self.seconds[part] = time.monotonic() - self._begun_s
-
-    def lack(self, what: str) -> None:
-        """Record, once, what the request lacks as the first one that waits."""
-        if what in _WAITS and what != self._lacked:
-            self._lacked = what
-            RECORDER.record(self._request.request_id, _WAITS[what])
-
-    def timings(self) -> PhaseTimings:
-        """Return the timings of the phases that have ended."""
-        return phase_timings(self.seconds, self._request.kv_params, cached_tokens=self.cached_tokens)
-
-    def exported(self) -> PhaseTimings:
-        """End the export of the KV. Return the timings of the call."""
-        self.end("export")
-        return self.timings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

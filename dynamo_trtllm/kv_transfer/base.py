@@ -233,13 +233,14 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
 
 
 class Deadline(NamedTuple):
-    """The time limit that a fetch reaches first, and the error of a fetch that has reached it.
+    """The time limit that a fetch reaches first.
 
     The kind of error tells the frontend whether the KV transfer is at fault, and thus what to retry.
     """
 
     left_s: float  # seconds until it is reached
-    error: DynamoError
+    error: type[DynamoError]  # of a fetch that has reached it
+    message: str
 
 
 def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: float) -> Deadline:
@@ -256,4 +257,4 @@ def first_deadline(kv_params: KvTransferParams, deadline: float, timeout_s: floa
         (timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
     left_s, error, why = min(bounds, key=lambda bound: bound[0])
-    return Deadline(left_s, error(f"KV transfer {kv_params.transfer_id} did not finish before {why}"))
+    return Deadline(left_s, error, f"KV transfer {kv_params.transfer_id} did not finish before {why}")

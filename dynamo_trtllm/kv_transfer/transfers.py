@@ -33,6 +33,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
 )
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
+from dynamo_trtllm.streams import phase_timings
 
 log = logging.getLogger(__name__)
 
@@ -211,15 +212,15 @@ class KvTransfers(PendingTransfers):
         first = first_deadline(kv_params, request.deadline, self._timeout_s)
         if first.left_s <= 0:
             # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame.
-            if isinstance(first.error, TransferTimeout):
+            if first.error is TransferTimeout:
                 raise TransferExpired(
                     f"KV transfer {kv_params.transfer_id} expired before this worker had space for its KV"
                 )
-            raise first.error
+            raise first.error(first.message)
         try:
             await self.backend.read(kv_params.transfer_id, offer, to, timeout_s=first.left_s)
         except TransferTimeout as exc:
-            raise first.error from exc
+            raise first.error(first.message) from exc
         RECORDER.record(name, RecordedEvent.KV_FETCHED)
 
     def _begin_unpublish(self, transfer_id: str, on_unpublished: Callable[[], None]) -> None:
@@ -242,3 +243,47 @@ class KvTransfers(PendingTransfers):
             self.release(transfer_id)
         await asyncio.gather(*self._unpublishing)
         await self.backend.aclose()
+
+
+_BEGINS = {"queue": RecordedEvent.STARTED_IN_ENGINE, "prefill": RecordedEvent.PREFILL_DONE}  # what follows a phase
+_WAITS = {
+    "kv_blocks": RecordedEvent.WAITING_FOR_KV_BLOCKS,
+    "transfer_buffer": RecordedEvent.WAITING_FOR_BUFFER,
+}
+
+
+class RequestPhases:
+    """The phases of one request inside an engine of this package."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.seconds: dict[str, float] = {}  # of phases that have ended, and of parts of phases
+        self.cached_tokens = 0  # of the prompt, which were not computed again
+        self._request = request
+        self._begun_s = time.monotonic()  # of the current phase
+        self._lacked = ""  # last
+
+    def end(self, phase: str) -> None:
+        """End the current phase, and begin the next one."""
+        now = time.monotonic()
+        self.seconds[phase], self._begun_s = now - self._begun_s, now
+        if phase in _BEGINS:
+            RECORDER.record(self._request.request_id, _BEGINS[phase])
+
+    def end_part(self, part: str) -> None:
+        """End the first part of the current phase."""
+        self.seconds[part] = time.monotonic() - self._begun_s
+
+    def lack(self, what: str) -> None:
+        """Record, once, what the request lacks as the first one that waits."""
+        if what in _WAITS and what != self._lacked:
+            self._lacked = what
+            RECORDER.record(self._request.request_id, _WAITS[what])
+
+    def timings(self) -> PhaseTimings:
+        """Return the timings of the phases that have ended."""
+        return phase_timings(self.seconds, self._request.kv_params, cached_tokens=self.cached_tokens)
+
+    def exported(self) -> PhaseTimings:
+        """End the export of the KV. Return the timings of the call."""
+        self.end("export")
+        return self.timings()

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc.aio
 import pytest
@@ -18,6 +19,7 @@ from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.worker import worker
 from tests.engines import tokens
 from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, start_pairs, until
 from tests.servers import TestServer
@@ -108,7 +110,7 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(EtcdDiscovery.__init__.__kwdefaults__, "start_timeout_s", 30.0)  # it may start slowly
+    monkeypatch.setattr(worker, "EtcdDiscovery", partial(EtcdDiscovery, start_timeout_s=30.0))  # it may start slowly
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
     await asyncio.to_thread(etcd.stop)

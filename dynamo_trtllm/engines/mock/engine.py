@@ -21,14 +21,14 @@ from itertools import repeat
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
-from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineStats, RequestPhases
+from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineStats
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
-from dynamo_trtllm.kv_transfer.transfers import PublishedKv
+from dynamo_trtllm.kv_transfer.transfers import PublishedKv, RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

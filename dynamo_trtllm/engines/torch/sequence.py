@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.cost_model import StepSample
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats, RequestPhases
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
 from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool
 from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.kv_events import OnKvEvents
+from dynamo_trtllm.kv_transfer.transfers import RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
