@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import orjson
+import psutil
 
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.subprocesses import scratch_folder, spawn
@@ -24,6 +26,9 @@ MODEL = "openai/gpt-oss-120b"
 HOST = "127.0.0.1"
 _READY_S = 120.0
 _STOP_S = 10.0
+_IDLE_S = 20.0  # longest wait
+_IDLE_CORES = 0.2
+_PAUSE_S = 0.5
 
 
 class NotReady(Exception):
@@ -94,9 +99,10 @@ class Stack:
             argv = [self._recipe.python, *arguments]
             self._processes[name] = spawn(argv, env=env, stdout=log, stderr=subprocess.STDOUT)
         self._wait_chat(folder)
+        self._wait_idle()
 
     def _wait_chat(self, folder: Path) -> None:
-        # long, so that this project's frontend loads the tokenizer of long texts now, not while it is measured
+        # long, so that this project's frontend begins to load the tokenizer of long texts now
         messages = [{"role": "user", "content": "hi " * 1000}]
         body = orjson.dumps({"model": MODEL, "messages": messages, "max_tokens": 2})
         until = time.monotonic() + _READY_S
@@ -114,6 +120,21 @@ class Stack:
                 time.sleep(0.1)
         tails = "\n".join(f"{name}: {_tail(folder / f'{name}.log')}" for name in self._processes)
         raise NotReady(f"{self.name}: no chat request succeeded within {_READY_S:g} s\n{tails}")
+
+    def _wait_idle(self) -> None:
+        """Wait until the processes use little CPU time, because a tokenizer may be loading beside the first request."""
+        until = time.monotonic() + _IDLE_S
+        spent_s = math.inf
+        while spent_s > _IDLE_CORES * _PAUSE_S and time.monotonic() < until:
+            begun_s = self._cpu_s()
+            time.sleep(_PAUSE_S)
+            spent_s = self._cpu_s() - begun_s
+
+    def _cpu_s(self) -> float:
+        """Return the CPU time of all processes and their children so far."""
+        roots = [psutil.Process(pid) for pid in self.pids.values()]
+        times = [each.cpu_times() for root in roots for each in (root, *root.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     def _stop(self) -> None:
         for process in self._processes.values():
