@@ -123,6 +123,11 @@ async def _end_reconnecting(client: Client) -> None:
         await asyncio.wait({task}, timeout=0.1)
 
 
+def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
+    if not reply.done():
+        reply.set_result(message)
+
+
 class NatsTransport:
     """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`."""
 
@@ -140,7 +145,8 @@ class NatsTransport:
         self._writer: asyncio.Task[None] | None = None
         self._writing = True
         self._is_waiting_logged = False
-        self._replies: dict[str, asyncio.Future[Msg]] = {}  # to requests, by the subject of the reply
+        # replies to requests, by the subject of the reply; None: it did not come in time
+        self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
         self._replies_to = f"{self._client.new_inbox()}."
         self._closing = False
@@ -219,29 +225,31 @@ class NatsTransport:
             raise Unreachable(f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}")
         if not self._up.is_set():
             await self._connected(timeout_s)
-        reply_to = f"{self._replies_to}{next(self._reply_numbers)}"
-        reply: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._replies[reply_to] = reply
+        caller, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert caller is not None
+        cancels, reply_to = caller.cancelling(), f"{self._replies_to}{next(self._reply_numbers)}"
+        reply = self._replies[reply_to] = loop.create_future()
+        expiry = loop.call_later(timeout_s, _set_reply, reply, None)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._client.publish(subject, data, reply_to)
-                message = await reply
-        except TimeoutError as exc:
-            if not self._client.is_connected:
-                raise Disconnected(self._lacking) from exc
-            raise no_reply(subject, timeout_s) from exc
+            await self._client.publish(subject, data, reply_to)
+            if caller.cancelling() > cancels:  # `publish` may block for _FLUSH_TIMEOUT_S, and drops a cancel then
+                raise asyncio.CancelledError
+            message = await reply
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
         finally:
+            expiry.cancel()
             del self._replies[reply_to]
+        if message is None:
+            raise no_reply(subject, timeout_s) if self._client.is_connected else Disconnected(self._lacking)
         if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
             raise no_listener(subject)
         return message.data
 
     async def _on_reply(self, message: Msg) -> None:
         reply = self._replies.get(message.subject)
-        if reply is not None and not reply.done():
-            reply.set_result(message)
+        if reply is not None:
+            _set_reply(reply, message)
 
     async def _connected(self, timeout_s: float) -> None:
         try:

@@ -266,6 +266,26 @@ async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(nats_s
     assert not transport._replies
 
 
+async def test_ask_when_the_client_blocks_and_drops_cancels_then_it_ends_in_time_or_is_cancelled(
+    nats_server, connect, monkeypatch
+) -> None:
+    transport = (await connect(nats_server, PlaneLimits()))._transport
+    client, frozen = transport._client, asyncio.Event()
+    monkeypatch.setattr(client._transport, "drain", frozen.wait)
+    monkeypatch.setattr(client, "_max_pending_size", 1)
+    monkeypatch.setattr(client, "_flush_timeout", 0.1)
+    await client._flush_pending()
+    late, unwanted = [asyncio.create_task(transport.request("s", b"", timeout_s=each)) for each in (0.01, 5)]
+    await asyncio.sleep(0.01)
+    unwanted.cancel()
+    with pytest.raises(Unreachable, match="no reply"):
+        await asyncio.wait_for(late, SOON_S)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(unwanted, SOON_S)
+    assert not transport._replies
+    frozen.set()
+
+
 async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same(nats_server, connect) -> None:
     plane = await connect(nats_server, PlaneLimits())
 
