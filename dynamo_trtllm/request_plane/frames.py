@@ -322,12 +322,11 @@ class StreamDemux(dict[int, StreamReceiver]):
     When several frames per stream have arrived together, and many in all, tokens of a stream become one chunk. That is
     not later than the tokens would be: they would all be sent in one write. In one iteration of the event loop, at most
     CHUNKS_PER_ITERATION chunks are passed, and further frames wait. Waiting streams are fed one by one, in the order in
-    which they began to wait. The first frame of a stream never waits, because it decides the time to first
-    token.
+    which they began to wait. The first frame of a stream never waits, because it decides the time to first token.
     """
 
     def __init__(self) -> None:
-        self._messages: list[list[Frame]] = []  # of those that arrived together, not passed on yet
+        self._messages: deque[list[Frame]] = deque()  # of those that arrived together, not passed on yet
         self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
         self._chunks_left = CHUNKS_PER_ITERATION
         self._is_scheduled = False
@@ -338,16 +337,20 @@ class StreamDemux(dict[int, StreamReceiver]):
 
     def pass_on(self) -> None:
         """Pass the frames of the added messages to their streams. Called when no further message has arrived."""
-        messages, self._messages = self._messages, []
-        num_frames = sum(map(len, messages))
-        is_behind = num_frames >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
-        for frames in messages:
-            if is_behind:
-                self._defer(frames)
-            else:
-                self.feed(frames)
-        if self._backlog and not self._is_scheduled:
-            self._run_once()
+        messages = self._messages
+        is_behind = sum(map(len, messages)) >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
+        try:
+            while messages:
+                frames = messages.popleft()
+                if is_behind:
+                    self._defer(frames)
+                else:
+                    self.feed(frames)
+        finally:
+            if messages:  # a bug in one stream's receiver must not lose other streams' messages
+                asyncio.get_running_loop().call_soon(self.pass_on)
+            if self._backlog and not self._is_scheduled:
+                self._run_once()
 
     def feed(self, frames: list[Frame]) -> None:
         """Pass the frames of one message to their streams, now or in the next iterations of the event loop."""

@@ -228,7 +228,8 @@ class NatsTransport:
         caller, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert caller is not None
         cancels, reply_to = caller.cancelling(), f"{self._replies_to}{next(self._reply_numbers)}"
-        reply = self._replies[reply_to] = loop.create_future()
+        reply: asyncio.Future[Msg | None] = loop.create_future()
+        self._replies[reply_to] = reply
         expiry = loop.call_later(timeout_s, _set_reply, reply, None)
         try:
             await self._client.publish(subject, data, reply_to)

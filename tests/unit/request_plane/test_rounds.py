@@ -130,6 +130,26 @@ async def test_turn_when_one_receiver_has_a_bug_then_the_other_streams_go_on(
     assert isinstance(bugs[0]["exception"], TypeError)
 
 
+@pytest.mark.parametrize("merged_frames", [2, 99], ids=["merged", "not-merged"])
+async def test_pass_on_when_one_receiver_has_a_bug_then_the_other_messages_come_in_order(
+    monkeypatch: pytest.MonkeyPatch, merged_frames: int
+) -> None:
+    monkeypatch.setattr(frames, "MERGED_FRAMES", merged_frames)
+    monkeypatch.setattr(frames, "MERGED_PER_STREAM", 0)
+    bench = Bench()
+    (one,) = await bench.begun(1)
+    broken = Reader(bench.inbox, bench.seen)
+    monkeypatch.setattr(broken.arrivals, "_on_event", [].pop)  # raises TypeError
+    for reader in (one, broken, one, one):
+        bench.inbox.add([reader.frame()])
+    with pytest.raises(TypeError):
+        bench.inbox.pass_on()
+    bench.inbox.add([one.frame()])
+    bench.inbox.pass_on()
+    await bench.in_turns()
+    assert bench.tokens_of(one) == [1, 2, 3, 4]
+
+
 async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_chunk() -> None:
     bench = Bench()
     readers = await bench.begun(3)
