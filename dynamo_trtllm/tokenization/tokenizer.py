@@ -32,13 +32,18 @@ TOKENIZER: Final = "tokenizer.json"
 _MAX_RUN_CHARS: Final = 1_000_000
 
 
+# Characters that end a word: blanks, digits, and punctuation of ASCII and Chinese. All others count as parts of words,
+# also marks, such as the vowels of Thai and Hindi, and characters that `re` does not know.
+_WORD_ENDS: Final = r"\s\d!-/:-@\[-`{-~\u201c\u201d\u3001\u3002\u300a-\u300f\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+
+
 def run_finder(chars: int) -> Callable[[str], bool]:
     """Return a function that tells whether a text has a long word, or a long run of blanks or other characters.
 
     A run of twice `chars` characters is always found, one of fewer than `chars` never: runs are matched at multiples
-    only, in linear time.
+    only, in linear time. New lines count as blanks and as other characters, because "/" and new lines are one piece.
     """
-    run = re.compile(rf"[^\W\d_]{{{chars}}}|\s{{{chars}}}|[^\w\s]{{{chars}}}")
+    run = re.compile(rf"[^{_WORD_ENDS}]{{{chars}}}|\s{{{chars}}}|(?:[^\w \t]|_){{{chars}}}")
     return lambda text: any(run.match(text, start) for start in range(0, len(text) - chars, chars))
 
 

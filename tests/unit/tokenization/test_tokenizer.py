@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.tokenizer import FastTokenizer, SlowJsonTokenizer, load_json_tokenizer
+from dynamo_trtllm.tokenization.tokenizer import FastTokenizer, SlowJsonTokenizer, load_json_tokenizer, run_finder
 from dynamo_trtllm.tokenization.vocabulary import O200kTokenizer
 
 SAMPLES = (
@@ -166,6 +166,20 @@ def test_encode_when_texts_are_short_then_fastokens_is_not_loaded(fresh: O200kTo
         assert fresh.encode(short).tolist() == reference(short)
     assert not fresh.is_loaded
     assert loads.count == 0
+
+
+@pytest.mark.parametrize(
+    "piece", ["ก\u0e31", "क\u094d", "a\u0301", "_", "!_", "/\n", "!\x1c", "\U00031350", "😀", "中", " \n"]
+)
+def test_run_finder_when_pieces_are_long_then_found_whatever_their_characters(piece: str) -> None:
+    assert run_finder(128)((piece * 256)[:256] + " ")
+
+
+@pytest.mark.parametrize(
+    "text", [*SAMPLES[:5], "今天的天气很好、我们去公园散步吧。", "int a_b = f(x); // note\n", "+" * 127 + "a"]
+)
+def test_run_finder_when_pieces_are_short_then_none_is_found(text: str) -> None:
+    assert not run_finder(128)(text * 50)
 
 
 def test_encode_when_texts_are_long_then_only_long_words_and_very_long_texts_wait_for_fastokens(
