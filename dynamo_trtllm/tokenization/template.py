@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -110,7 +110,10 @@ _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
-_CALL_PARSERS: Final[Mapping[str, type[ToolCallParser]]] = {"hermes": HermesToolCallParser, "json": JsonToolCallParser}
+_CALL_PARSERS: Final[Mapping[str, Callable[[], ToolCallParser]]] = {
+    "hermes": HermesToolCallParser,
+    "json": JsonToolCallParser,
+}
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
 _THINK_MARKERS: Final = (THINK, END_THINK)
 _MARKERS: Final[Mapping[str, tuple[str, ...]]] = {  # that a parser must see even if they are special tokens
