@@ -30,6 +30,7 @@ _INTERVAL_S = 0.02
 _RESYNC_INTERVAL_S = 1.0
 _IDLE_S = 0.5  # after the last change, an empty update shows readers whether they missed one
 _HEARTBEAT_S = 10.0  # between empty updates while nothing changes
+_EARLY_S = 0.001  # a timer of uvloop may end so much before its time
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -147,7 +148,8 @@ class KvEventPublisher:
         self._unsent: deque[bytes] = deque()
         self._next = 0
         self._idle_at = 0.0  # time of the next empty update if nothing changes until then
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due_at = 0.0  # time of the timer
         self._is_closed = False
         self.num_skipped = 0  # blocks
 
@@ -224,14 +226,15 @@ class KvEventPublisher:
         if self._is_closed:
             return
         if self._timer is not None:
-            if self._timer.when() <= time_s:
+            if self._due_at <= time_s:
                 return
             self._timer.cancel()
+        self._due_at = time_s  # a timer of uvloop does not have its time if that is less than 0.5 ms away
         self._timer = asyncio.get_running_loop().call_at(time_s, self._flush)
 
     def _flush(self) -> None:
         self._timer = None
-        now = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time() + _EARLY_S
         while self._unsent or self._encode_pending(now):
             if not self._publish(self._unsent[0]):
                 self._flush_at(now + _INTERVAL_S)

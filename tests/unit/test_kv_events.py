@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 
 from dynamo_trtllm import kv_events
 from dynamo_trtllm.kv_events import (
@@ -195,6 +196,44 @@ async def test_events_when_they_pause_then_an_empty_update_shows_the_last_number
     reader = Reader()
     await reader.blocks_after(stored(1))
     assert (await reader.until(2))[1] == KvCacheUpdate(instance_id=5, number=1, block_tokens=4)
+
+
+def test_events_when_an_update_is_due_within_a_millisecond_then_they_are_sent_with_uvloop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_IDLE_S", 1e-5)
+    monkeypatch.setattr(kv_events, "_HEARTBEAT_S", 3600)
+
+    async def pause_and_go_on() -> None:
+        reader = Reader()
+        await reader.blocks_after(stored(1))
+        reader.publisher.on_events([stored(2, parent=1)])  # before the empty update
+        assert (await reader.until(2))[1].stored == pack_hashes([B])
+
+    uvloop.run(pause_and_go_on())
+
+
+def test_events_when_they_pause_then_uvloop_does_not_poll_until_the_empty_update_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_IDLE_S", "_HEARTBEAT_S"):
+        monkeypatch.setattr(kv_events, name, 0.0054)
+    num_flushes, flush = 0, KvEventPublisher._flush
+
+    def counted(publisher: KvEventPublisher) -> None:
+        nonlocal num_flushes
+        num_flushes += 1
+        flush(publisher)
+
+    async def pause() -> None:
+        monkeypatch.setattr(KvEventPublisher, "_flush", counted)
+        reader = Reader()
+        await reader.blocks_after(stored(1))
+        await reader.until(11)
+        reader.publisher.close()
+        assert num_flushes <= 2 * len(reader.updates)
+
+    uvloop.run(pause())
 
 
 async def test_events_when_closed_then_nothing_is_sent() -> None:
