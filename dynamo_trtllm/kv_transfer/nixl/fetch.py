@@ -134,8 +134,7 @@ class Fetch:
 
     def steps(self) -> PollSteps:
         """Read the transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
-        self._moved_at = time.monotonic()
-        if self._moved_at >= self.deadline:
+        if time.monotonic() >= self.deadline:
             raise TransferTimeout(
                 f"KV transfer {self.transfer_id}: too many other fetches ran to start this one in time"
             )
@@ -144,6 +143,7 @@ class Fetch:
             self.peers.connected(self.offer) as self._peer,
             self.bindings.temporarily_registered([region for region in self.to.regions if region.num_bytes]),
         ):
+            self._moved_at = time.monotonic()
             try:
                 yield from self._data()
                 yield from self._acknowledge()
