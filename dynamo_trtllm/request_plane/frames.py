@@ -319,8 +319,8 @@ def _merged(chunks: Sequence[Chunk]) -> Chunk:
 class StreamDemux(dict[int, StreamReceiver]):
     """The open streams of one caller, by number. It passes received frames to them.
 
-    When several frames per stream have arrived together, and many in all, tokens of a stream become one chunk. That is
-    not later than the tokens would be: they would all be sent in one write. In one iteration of the event loop, at most
+    When several frames per stream have arrived together, and many in all, the tokens of each stream become one chunk.
+    No token is later, because all would be sent in one write anyway. In one iteration of the event loop, at most
     CHUNKS_PER_ITERATION chunks are passed, and further frames wait. Waiting streams are fed one by one, in the order in
     which they began to wait. The first frame of a stream never waits, because it decides the time to first token.
     """

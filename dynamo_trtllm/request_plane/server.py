@@ -341,9 +341,9 @@ class EndpointServer:
         caller.frames.append(frame)
 
     def _flush_in_turn(self, iterations: int) -> None:
-        """Flush when the messages before are written, or after so many iterations of the event loop.
+        """Flush when the earlier messages are written, at the latest after `iterations` iterations of the event loop.
 
-        An engine step that takes less time than a message would otherwise cost a message in three processes.
+        Otherwise each engine step would be a message, which three processes handle, even if steps take less time.
         """
         if iterations and self._transport.is_writing:
             asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)

@@ -193,9 +193,9 @@ class StepReader:
     * `hostStepTimeMS` (1.3 candidates), with the overlap scheduler, is mostly the time of the step before.
     * `gpuForwardTimeMS` (likewise) is without sampling and the executor's own work.
 
-    So a step begins when it is launched and the step before has ended. It ends when its results are read: at
-    `timestamp`, the begin after the wait, plus the latency, or at the begin of the iteration after the read, whichever
-    is earlier, because the first includes the wait before the step, and the second the wait after it. No samples are:
+    So a step begins when it is launched and the step before has ended. It ends when its results are read. That is the
+    earlier of two times: `timestamp`, which follows the wait, plus the latency, which includes the wait; and the begin
+    of the iteration after the read, which includes the wait after the step. These give no samples:
 
     * steps next to a gap: rows are missing or damaged, or an iteration computed nothing;
     * steps between two waits, and with the overlap scheduler steps before one. If there is a `gpuForwardTimeMS`, steps

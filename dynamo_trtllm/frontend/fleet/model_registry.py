@@ -73,7 +73,7 @@ class ModelRegistry:
         return served
 
     def preload(self, name: str) -> None:
-        """Let the renderer of a loaded model load the rest now, because the first long prompt has come."""
+        """Let the renderer of a loaded model load the rest now. Called for a long prompt. Idempotent."""
         self._preload_wanted[name].set()
 
     def names(self) -> list[str]:
@@ -207,7 +207,7 @@ class ModelRegistry:
             del self._loading[name]
 
     def _preload(self, name: str, renderer: Renderer) -> None:
-        """Let the renderer load the rest when a long prompt comes, or a while after the start, when CPU is scarce."""
+        """Let the renderer load the rest when a long prompt comes, or else some time after the start, which is busy."""
         wanted = self._preload_wanted[name] = asyncio.Event()
 
         async def preload() -> None:
