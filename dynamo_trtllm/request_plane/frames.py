@@ -18,8 +18,8 @@ from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, 
 from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
-MERGED_FRAMES = 64  # that arrived together; it takes half a millisecond to pass on fewer
-MERGED_PER_STREAM = 4  # of all open streams; fewer also arrive together if this process was busy for a moment
+MERGED_FRAMES = 64  # at least so many must arrive together; fewer are passed on in half a millisecond
+MERGED_PER_STREAM = 4  # the same per open stream; fewer also arrive together if this process was briefly busy
 
 
 class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
