@@ -152,10 +152,10 @@ class _Iteration(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> _Iteration:
-        """Convert a row. Raises KeyError, TypeError or ValueError if it lacks a value."""
+        """Convert a row. Raises KeyError, TypeError or ValueError if it lacks a value or a count is negative."""
         batch = row["inflightBatchingStats"]
         begun = (datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH).total_seconds()
-        return cls(
+        new = cls(
             number=int(row["iter"]),
             rank=int(row.get("attentionDpRank") or 0),
             begun=begun,
@@ -169,6 +169,9 @@ class _Iteration(NamedTuple):
             cached=None if (cached := batch.get("numCtxKvTokens")) is None else int(cached),
             prompts=int(batch["numContextRequests"]),
         )
+        if min(new.requests, new.context, new.tokens, new.cached or 0, new.prompts) < 0:
+            raise ValueError("a count is negative")
+        return new
 
     def with_rank(self, other: _Iteration) -> _Iteration:
         """Return the sum with what another rank computed in this iteration."""

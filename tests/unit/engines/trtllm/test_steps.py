@@ -245,6 +245,7 @@ DAMAGES: dict[str, Any] = {
     "a latency that is text": lambda row: row.update(iterLatencyMS="soon"),
     "no timestamp, as in old releases": lambda row: row.update(timestamp=""),
     "no number of active requests": lambda row: row.pop("numActiveRequests"),
+    "a negative count": lambda row: row["inflightBatchingStats"].update(numGenRequests=-1),
     "empty": lambda row: row.clear(),
 }
 
