@@ -24,7 +24,7 @@ class InstanceCache:
     record is removed at once.
 
     An instance id belongs to the first key with it. A later key with the same id is rejected. When the first one is
-    removed, a new list is needed, which has the later one.
+    removed, a new list is needed, to add the instance of the later one.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class InstanceCache:
 
     @property
     def next_list_s(self) -> float | None:
-        """Return the time at which a new list is needed: for missing instances, or at once. None: it is not needed."""
+        """Return the time at which a new list is needed, 0.0 if at once; None if it is not needed."""
         return 0.0 if self._is_id_free else min(self._missing.values(), default=None)
 
     def restart_grace(self) -> None:

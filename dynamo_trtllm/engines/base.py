@@ -78,7 +78,7 @@ class Finding:
 class Engine(Generator, KvHolder, Protocol):
     """An inference engine. `generate` starts a stream; cancelling the stream aborts the request and frees its KV.
 
-    What not every engine has is defined here for those that lack it.
+    Parts that an engine may lack have a default here.
     """
 
     async def start(self) -> EngineInfo:

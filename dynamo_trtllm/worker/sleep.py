@@ -79,7 +79,7 @@ class Sleeper:
     | waking   | no         | the engine restores its memory and gives a known answer again   | serving               |
 
     An engine that fails at a change, or then answers otherwise, ends the worker: its memory is in an unknown state.
-    The change then is a failed task of `tasks`.
+    The change is then a failed task of `tasks`.
 
     Args:
         engine: the started engine.

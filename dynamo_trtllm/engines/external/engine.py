@@ -68,7 +68,7 @@ class LoadProgress:
     """How far the loading of one engine is."""
 
     def __init__(self, weight_bytes: int) -> None:
-        """Note the memory in use. `weight_bytes`: of one GPU. While less more is in use, weights are being loaded."""
+        """Note the memory in use. `weight_bytes`: of one GPU. Until so much more is used, weights are being loaded."""
         self._weight_bytes = weight_bytes
         self._bytes_before = self._bytes_now = gpu.memory_used_bytes()
         self._looked_at = time.monotonic()

@@ -129,7 +129,7 @@ class KvReleaser:
             batch, self._wanted = self._wanted, {}
             try:
                 released = await self._release(sorted(batch))
-            except Exception as exc:  # noqa: BLE001  # vLLM raises a bare Exception here
+            except Exception as exc:  # noqa: BLE001 - logged; the next batch is released all the same
                 _log.warning(
                     "vLLM could not free the KV of %d requests, which stays until the lease ends: %s", len(batch), exc
                 )
