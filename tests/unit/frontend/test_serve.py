@@ -1,0 +1,61 @@
+"""The end of a frontend process, without its application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import Unreachable
+from dynamo_trtllm.frontend.process import main, run_app
+from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+from tests.waiting import SOON_S
+
+
+@pytest.fixture(autouse=True)
+def _same_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_tune_malloc", lambda: None)
+
+
+async def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], *, ends: bool) -> None:
+    """Serve with an application, as one of several processes. `ends`: the parent ends."""
+    monkeypatch.setattr(run_app, "run_app", run)
+    sockets = socket.socketpair()
+    parent, child = [await asyncio.open_unix_connection(sock=sock) for sock in sockets]
+    if ends:
+        parent[1].close()
+    try:
+        async with asyncio.timeout(SOON_S):
+            await main.serve(FrontendConfig(), socket.create_server(("127.0.0.1", 0)), ControlPipe(*child))
+    finally:
+        parent[1].close()
+
+
+async def test_serve_when_the_parent_ends_then_the_application_is_cancelled_and_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = asyncio.Event()
+
+    async def run(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with caplog.at_level(logging.ERROR):
+        await serve(monkeypatch, run, ends=True)
+    assert ended.is_set()
+    assert "parent process exited" in caplog.text
+
+
+async def test_serve_when_the_application_fails_then_its_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*_: Any) -> None:
+        raise Unreachable("etcd is away")
+
+    with pytest.raises(Unreachable, match="etcd is away"):
+        await serve(monkeypatch, run, ends=False)
