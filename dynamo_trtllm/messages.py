@@ -32,10 +32,10 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
     return array("I", ids)
 
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Version of the messages between frontends and workers. Neighboring versions work together.
 
-1: streams, cancels, control verbs, empty pings. 2: the worker replies to a ping with a report of the shared streams.
+2: the worker replies to a ping with a report of the shared streams. 3: a frame may be the id of one token.
 """
 
 
@@ -202,6 +202,13 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     kv_params: KvTransferParams | None = msgspec.field(default=None, name="ticket")
     stats: PhaseTimings | None = None  # set on the terminal chunk, and on the first one if it is known by then
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the chunk has only tokens and their log-probabilities, as nearly all chunks have."""
+        if self.finish_reason is not None or self.kv_params is not None or self.stats is not None:
+            return False
+        return not self.prompt_logprobs
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Capacity of one instance. 0: not reported."""
@@ -262,11 +269,12 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     supported_features: tuple[str, ...] = ()  # see EngineInfo; older workers ignore these fields of a request
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
-    wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
+    wire: int = 1  # WIRE_VERSION of the worker
     publishes_kv_events: bool = False  # see `kv_events`
 
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):

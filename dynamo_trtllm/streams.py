@@ -14,9 +14,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, ReleaseOutcome
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, PhaseTimings, ReleaseOutcome, token_ids
 
 log = logging.getLogger(__name__)
+
+_KEPT_CHUNKS = 32_768  # of 200 bytes
 
 StreamEvent: TypeAlias = Chunk | DynamoError
 """A chunk, or the error that ended the stream. An error or a chunk with `finish_reason` is terminal."""
@@ -27,6 +29,18 @@ OnEvent: TypeAlias = Callable[[StreamEvent], None]
 
 OnChunk: TypeAlias = Callable[[Chunk], bool]
 """A callback that receives the chunks of one stream. It returns False to end the stream before its last chunk."""
+
+
+class _TokenChunks(dict[int, Chunk]):
+    """The chunk of each token, made at its first use. Streams share them, so nobody may change their ids."""
+
+    def __missing__(self, token_id: int) -> Chunk:
+        if len(self) >= _KEPT_CHUNKS:
+            self.clear()
+        return self.setdefault(token_id, Chunk(token_ids=token_ids((token_id,))))
+
+
+TOKEN_CHUNKS = _TokenChunks()
 
 
 class StreamHandle(Protocol):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import time
 
 from dynamo_trtllm.discovery.records import EndpointId, subject
-from dynamo_trtllm.messages import Instance, KvLayout, KvTransferParams, ModelDeploymentCard, Role, token_ids
+from dynamo_trtllm.messages import (
+    WIRE_VERSION,
+    Instance,
+    KvLayout,
+    KvTransferParams,
+    ModelDeploymentCard,
+    Role,
+    token_ids,
+)
 
 CARD = ModelDeploymentCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")
 LAYOUT = KvLayout(dtype="float32", block_tokens=16, num_layers=2, num_kv_heads=1, head_dim=8)
@@ -23,6 +31,7 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
         engine="mock",
         card=CARD,
         layout=LAYOUT,
+        wire=WIRE_VERSION,
     )
 
 

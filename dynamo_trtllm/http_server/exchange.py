@@ -19,6 +19,7 @@ from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, to_response
 STALL_S = 30.0  # least time for a client that reads slowly, before its connection is closed
 _FLUSH_BYTES = 32 << 10
 JSON = "application/json"
+_SIZE_LINES = [b"%x\r\n" % size for size in range(1024)]  # of chunks
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 _OF_BODIES = frozenset({b"content-length", b"transfer-encoding"})
@@ -173,7 +174,7 @@ class HttpResponse:
         self.keeps_alive = keeps_alive
         self.headers: dict[str, str] = {}  # sent in addition to those of the handler
         self._unsent: list[bytes] = []
-        self._unsent_bytes = 0
+        self._unsent_bytes = 0  # of `send_events`
 
     def cancel_on_disconnect(self) -> None:
         """Let a disconnect cancel the current task until the response has ended. Raises ClientDisconnected."""
@@ -213,7 +214,16 @@ class HttpResponse:
 
     def write(self, events: bytes) -> None:
         """Send events, not empty, at the turn's end. Called while `is_writable`, or right after `start_events`."""
-        self._put(self._chunk(events))
+        if self.ended:  # the bytes would be part of the next response
+            return
+        unsent = self._unsent
+        if not unsent:
+            self._batch.add(self)
+        if self._is_chunked:
+            size = len(events)
+            unsent += (_SIZE_LINES[size] if size < 1024 else b"%x\r\n" % size, events, b"\r\n")
+        else:
+            unsent.append(events)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
         """Send events as `write` does, the last ones at once.
@@ -222,13 +232,14 @@ class HttpResponse:
         """
         if self._is_paused:
             await self._until_resumed()
-        data = self._chunk(events) if events else b""
+        if events:
+            self.write(events)
         if last:
-            self._end(data + b"0\r\n\r\n" if self._is_chunked else data)
-        else:
-            self._put(data)
-            if self._unsent_bytes >= _FLUSH_BYTES:  # so that a client that reads slowly is noticed
-                self.flush()
+            self._end(b"0\r\n\r\n" if self._is_chunked else b"")
+            return
+        self._unsent_bytes += len(events)
+        if self._unsent_bytes >= _FLUSH_BYTES:  # so that a client that reads slowly is noticed
+            self.flush()
 
     def fail(self, error: DynamoError) -> None:
         """End a response that its handler has not ended: send an error, or close the connection."""
@@ -277,18 +288,8 @@ class HttpResponse:
         head = "\r\n".join(lines)
         if head.count("\n") != len(lines):
             raise ValueError("a value of a response header contains a line break")
-        self._put(head.encode("latin-1"))
-
-    def _chunk(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data
-
-    def _put(self, data: bytes) -> None:
-        if self.ended:  # the bytes would be part of the next response
-            return
-        if not self._unsent:
-            self._batch.add(self)
-        self._unsent.append(data)
-        self._unsent_bytes += len(data)
+        self._batch.add(self)
+        self._unsent.append(head.encode("latin-1"))
 
     def _end(self, data: bytes) -> None:
         if self.ended:

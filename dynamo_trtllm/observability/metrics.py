@@ -5,9 +5,9 @@ Metrics are observed per step or per request, not per token. Label values are fr
 
 from __future__ import annotations
 
-import bisect
 import functools
 import heapq
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -104,7 +104,7 @@ class HistogramChild:
 
     def observe(self, value: float, count: int = 1) -> None:
         """Add `count` observations of `value`."""
-        self.counts[bisect.bisect_left(self._bounds, value)] += count
+        self.counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
 

@@ -14,8 +14,8 @@ import msgspec
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, decode, encode, token_ids
-from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, LoadReport, TokenId, decode, encode, token_ids
+from dynamo_trtllm.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
 
 CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
 MERGED_FRAMES = 64  # at least so many must arrive together; fewer are passed on in half a millisecond
@@ -46,7 +46,7 @@ class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     inbox: str
     request: GenerateRequest
     left_s: float  # seconds from sending to the request's deadline: clocks of two machines may differ
-    wire: int = 1  # the caller's WIRE_VERSION; a caller of version 1 does not send it
+    wire: int = 1  # the caller's WIRE_VERSION
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -83,11 +83,14 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chunk of one stream, or the error that ends it. `number` counts from 0 without gaps."""
+    """One chunk of one stream, or the error that ends it. `number` counts from 0 without gaps.
+
+    A chunk of one token and nothing else, as nearly all are, is sent as the id of its token.
+    """
 
     stream: int
     number: int
-    chunk: Chunk | None = None
+    chunk: Chunk | TokenId | None = None
     failure: ErrorPayload | None = None
 
 
@@ -104,7 +107,7 @@ class StreamReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One message to an inbox. A receiver of wire version 1 skips the report, and an older one skips the load."""
+    """One message to an inbox. An older receiver skips the load."""
 
     frames: list[Frame]
     report: StreamReport | None = None
@@ -127,7 +130,7 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
     report: msgspec.Raw = _NIL
 
 
-PING = b""  # the receiver replies with the same bytes; the only ping of wire version 1
+PING = b""  # the receiver replies with the same bytes
 
 
 def read_batch(data: bytes) -> Batch:
@@ -228,7 +231,8 @@ class StreamReceiver(TaskStream):
         frames, self.waiting = self.waiting, []
         count, run = 0, list[Chunk]()
         for frame in frames:
-            if (chunk := _only_tokens(frame)) is not None and frame.number == self._next_number + len(run):
+            chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
+            if chunk is not None and chunk.is_plain and frame.number == self._next_number + len(run):
                 run.append(chunk)
                 continue
             count += 1 + self._feed_merged(run)
@@ -245,15 +249,17 @@ class StreamReceiver(TaskStream):
 
     def feed(self, frame: Frame) -> None:
         """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
-        on_event, chunk = self._on_event, frame.chunk
-        if on_event is None or frame.number < self._next_number:
+        chunk, number = frame.chunk, frame.number
+        if self._on_event is None or number < self._next_number:
             return
-        if frame.number > self._next_number:
-            self.emit(errors.StreamIncomplete(f"frame {frame.number} arrived instead of frame {self._next_number}"))
-        elif chunk is not None and frame.failure is None:
-            self._next_number += 1
-            if chunk.finish_reason is None:  # nearly all: `emit` would do the same, one call later
-                on_event(chunk)
+        if number > self._next_number:
+            self.emit(errors.StreamIncomplete(f"frame {number} arrived instead of frame {self._next_number}"))
+        elif frame.failure is None and chunk is not None:
+            self._next_number = number + 1
+            if isinstance(chunk, int):
+                self._on_event(TOKEN_CHUNKS[chunk])
+            elif chunk.finish_reason is None:  # `emit` would do the same, one call later
+                self._on_event(chunk)
             else:
                 self.emit(chunk)
         elif frame.failure is not None:
@@ -299,14 +305,6 @@ class StreamReceiver(TaskStream):
             self._transfer_id = ""
             self._send_cancel()
         super().cancel()
-
-
-def _only_tokens(frame: Frame) -> Chunk | None:
-    """Return the frame's chunk if it has only tokens and their log-probabilities, else None."""
-    chunk = frame.chunk
-    if chunk is None or chunk.finish_reason is not None or chunk.kv_params is not None or chunk.stats is not None:
-        return None
-    return None if chunk.prompt_logprobs else chunk
 
 
 def _merged(chunks: Sequence[Chunk]) -> Chunk:

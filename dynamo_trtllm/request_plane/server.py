@@ -39,7 +39,7 @@ from dynamo_trtllm.streams import StreamEvent, StreamHandle
 log = logging.getLogger(__name__)
 
 _LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longer one
-_REPORTS_SINCE = 2  # wire version
+_TOKENS_SINCE = 3  # wire version
 _LOAD_EVERY_S = 0.05
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
 _REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
@@ -56,7 +56,7 @@ class _Caller:
 
     inbox: str
     num_messages: int = 1  # received from it
-    reads_reports: bool = False  # its wire version is 2 or later
+    reads_tokens: bool = False  # its wire version is 3 or later
     running: dict[int, ServerStream] = field(default_factory=dict)  # by number
     held: dict[int, ServerStream] = field(default_factory=dict)  # ended streams that held KV at the last report
     frames: list[Frame] = field(default_factory=list)  # for the next flush
@@ -96,7 +96,7 @@ class EndpointServer:
             transport=transport,
             interval_s=ping_interval_s,
             peers=self._callers.keys,
-            message=self._ping_message,
+            message=lambda inbox: self._report(inbox, 0),
             heard=lambda inbox: self._callers[inbox].num_messages if inbox in self._callers else 0,
             on_peer_lost=self._caller_lost,
             tasks=tasks,
@@ -202,11 +202,6 @@ class EndpointServer:
 
     # --- liveness --------------------------------------------------------------------------------------
 
-    def _ping_message(self, inbox: str) -> bytes:
-        """Return the heartbeat message for a caller: the report of its streams, or PING for wire version 1."""
-        report, caller = self._report(inbox, 0), self._callers.get(inbox)
-        return report if caller is not None and caller.reads_reports else PING
-
     def _report(self, inbox: str, ping: int) -> bytes:
         """Return the message that reports a caller's streams, or PING if it is too large for the transport."""
         streams: list[tuple[int, int]] = []
@@ -224,7 +219,7 @@ class EndpointServer:
 
     def _open(self, opening: OpenStream) -> None:
         caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
-        caller.reads_reports |= opening.wire >= _REPORTS_SINCE
+        caller.reads_tokens |= opening.wire >= _TOKENS_SINCE
         stream = caller.running[opening.stream] = ServerStream(caller, opening.stream)
         self._latest_openings[opening.inbox, opening.stream] = None
         if len(self._latest_openings) > _REMEMBERED_OPENINGS:
@@ -243,7 +238,9 @@ class EndpointServer:
         if not isinstance(event, Chunk):
             self._end(stream, event)
             return
-        self._send(stream, Frame(stream.number, stream.num_sent, event))
+        ids = event.token_ids
+        is_token = len(ids) == 1 and stream.caller.reads_tokens and event.is_plain and not event.logprobs
+        self._send(stream, Frame(stream.number, stream.num_sent, ids[0] if is_token else event))
         if event.finish_reason is None:
             return
         if stream.handle.holds_kv:  # its caller is watched until the KV is fetched

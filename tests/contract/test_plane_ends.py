@@ -14,6 +14,7 @@ from dynamo_trtllm.errors import (
     TransferExpired,
 )
 from dynamo_trtllm.messages import (
+    WIRE_VERSION,
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -96,7 +97,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
         await anext(chunks)
         transport = bench.caller._transport  # type: ignore[attr-defined]
-        nobody = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0)))
+        nobody = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0, WIRE_VERSION)))
         for data in (PING, b"garbage", nobody):
             transport.publish(SUBJECT, data)
             transport.publish(control_subject(SUBJECT), data)
@@ -122,7 +123,7 @@ async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_t
     caller = bench.caller
     await caller._subscribe()  # type: ignore[attr-defined]
     request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)  # by the caller's clock
-    opening = OpenStream(7, caller._inbox_subject, request, 60.0)  # type: ignore[attr-defined]
+    opening = OpenStream(7, caller._inbox_subject, request, 60.0, WIRE_VERSION)  # type: ignore[attr-defined]
     caller._transport.publish(SUBJECT, encode(ClientMessage(opening)))  # type: ignore[attr-defined]
     await until(lambda: bool(seen))
     assert seen[0] == pytest.approx(60, abs=SOON_S)

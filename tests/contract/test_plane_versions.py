@@ -22,7 +22,7 @@ from dynamo_trtllm.messages import (
     token_ids,
     wire_mismatch,
 )
-from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, ErrorPayload, Frame, OpenStream
+from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, Frame, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.request_plane.transport import Receive, Transport, Unsubscribe
 from tests.contract.plane_helpers import (
@@ -34,7 +34,6 @@ from tests.contract.plane_helpers import (
     collect,
     count_up,
     make_request,
-    one_then_wait,
     until,
 )
 from tests.instances import make_instance
@@ -84,10 +83,10 @@ class Caller:
         if reply and self.answers(data):
             self.transport.publish(reply, PING)
 
-    def opening(self, wire: int | None, more: tuple[Any, ...] = ()) -> bytes:
+    def opening(self, wire: int, more: tuple[Any, ...] = ()) -> bytes:
         body = plain(OpenStream(1, self.inbox, make_request(seconds=60), 60.0))
         assert body[0] == "open"
-        return msgspec.msgpack.encode([[*body[:5], *([] if wire is None else [wire]), *more]])
+        return msgspec.msgpack.encode([[*body[:5], wire, *more]])
 
     async def ask(self, data: bytes) -> Ack:
         return decode(await self.transport.request(SUBJECT, data, timeout_s=SOON_S), Ack)
@@ -96,47 +95,19 @@ class Caller:
         return [frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames]
 
 
-async def test_worker_when_its_caller_is_of_version_1_then_it_is_served_and_asked_in_its_own_way(
-    bench: PlanePair,
+@pytest.mark.parametrize("wire", [WIRE_VERSION - 1, WIRE_VERSION])
+async def test_worker_when_its_caller_is_of_version_2_then_each_token_is_in_a_chunk(
+    bench: PlanePair, wire: int
 ) -> None:
-    service = ScriptedService(one_then_wait)
-    await bench.worker.serve(SUBJECT, service)
-    caller = Caller(link_of(bench.caller), answers=lambda data: data == PING)  # the only question version 1 knows
+    """A later one gets single tokens as their ids."""
+    await bench.worker.serve(SUBJECT, ScriptedService(count_up))
+    caller = Caller(link_of(bench.caller), answers=lambda data: True)
     await caller.listen()
-    assert (await caller.ask(caller.opening(wire=None))).failure is None
-    await asyncio.sleep(LONG_S)
-    assert service.open == 1
-    assert [frame.number for frame in caller.frames()] == [0]
-    assert PING in caller.arrived
-    caller.answers = lambda data: False
-    await asyncio.wait_for(service.closed.wait(), SOON_S)
-
-
-async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: PlanePair) -> None:
-    """Such a worker can't read a ping and says so; it reports nothing."""
-    transport, inboxes = link_of(bench.worker), []
-
-    def take(data: bytes, reply: str) -> None:
-        body = msgspec.msgpack.decode(data)[0]
-        if body[0] == "open":
-            inboxes.append(body[2])
-            transport.publish(reply, encode(Ack()))
-            transport.publish(
-                body[2], msgspec.msgpack.encode([[plain(Frame(body[1], 0, Chunk(token_ids=token_ids([7]))))]])
-            )
-        elif body[0] == "ping":
-            transport.publish(reply, encode(Ack(ErrorPayload(BadFrame.code, "not an Envelope"))))
-
-    listening = await listen(transport, take)
-    async with aclosing(call_stream(bench.caller, SUBJECT, make_request(seconds=60))) as chunks:
-        assert (await anext(chunks)).token_ids == token_ids([7])
-        reading = asyncio.create_task(anext(chunks))
-        await asyncio.sleep(LONG_S)
-        assert not reading.done()
-        last = plain(Frame(1, 1, Chunk(finish_reason=FinishReason.STOP)))
-        transport.publish(inboxes[0], msgspec.msgpack.encode([[last]]))
-        assert (await asyncio.wait_for(reading, SOON_S)).finish_reason is FinishReason.STOP
-    await listening()
+    assert (await caller.ask(caller.opening(wire))).failure is None
+    await until(lambda: len(caller.frames()) == 5)
+    *tokens, last = [frame.chunk for frame in caller.frames()]
+    assert tokens == [each if wire >= 3 else Chunk(token_ids=token_ids([each])) for each in range(4)]
+    assert isinstance(last, Chunk)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -227,6 +198,6 @@ def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> Non
     assert decode(msgspec.msgpack.encode({**record, "unknown": {"field": 1}}), Instance).wire == 1
 
 
-@pytest.mark.parametrize(("theirs", "works"), [(0, False), (1, True), (2, True), (3, True), (4, False), (-7, False)])
+@pytest.mark.parametrize(("theirs", "works"), [(1, False), (2, True), (3, True), (4, True), (5, False), (-7, False)])
 def test_wire_mismatch_when_versions_are_neighbors_then_they_work_together(theirs: int, works: bool) -> None:
     assert (wire_mismatch(theirs) == "") is works

@@ -112,6 +112,7 @@ class ChoiceState:
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request
+        self._parse = choice_request.parser.push
         self._index = index
         self._has_logprobs = choice_request.request.sampling.logprobs is not None
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
@@ -177,7 +178,7 @@ class ChoiceState:
         tokens = len(chunk.token_ids)
         self.num_tokens += tokens
         if chunk.finish_reason is None and self._is_plain:  # the fast path of nearly all tokens: only parsing
-            delta = self._choice_request.parser.push(chunk.token_ids)
+            delta = self._parse(chunk.token_ids)
             self._reasoning_tokens += delta.reasoning_tokens
             if delta.tool_calls:
                 self._saw_tool_call = True

@@ -224,12 +224,12 @@ class _RunningRequest(Stream):
 
     def _on(self, event: FlowEvent) -> None:
         """Pass an event to the flow and perform its actions, until none has an answer at once."""
-        answer: FlowEvent | None = event
         try:
             if isinstance(event, Chunk) and self._flow.passes(event):  # nearly all events
                 if self._on_event is not None:
                     self._on_event(event)
                 return
+            answer: FlowEvent | None = event
             while answer is not None:
                 actions, answer = self._flow.on(answer), None
                 for action in actions:

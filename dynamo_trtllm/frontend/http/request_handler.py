@@ -206,7 +206,7 @@ class GenerateEndpoint(Generic[B]):
             nonlocal num_pending
             if isinstance(item, ChoiceDelta):
                 observe(item)
-                if not num_pending and encoder is not None and item.finish is None:
+                if item.finish is None and not num_pending and encoder is not None:
                     if not response.started:  # in a task, it would be later, and all deltas until then would wait
                         _start(context, response, encoder)
                     if response.is_writable:
