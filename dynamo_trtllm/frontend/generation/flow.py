@@ -1,36 +1,22 @@
 """Decide what happens next to a request: a state machine without I/O, clocks and tasks.
 
-`pipeline` performs the actions that `GenerationFlow.on` returns, and passes their results on as the next events. Only
-this module knows that a request is a prefill call and a decode call, and how it continues after a failed call. It is
-retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and output so far become the prompt
-of the rest. A greedy engine then generates the same tokens as without the failure.
+`pipeline` passes events to `GenerationFlow.on` and is the driver that it calls. Only this module knows that a request
+is a prefill call and a decode call, and how it continues after a failed call. It is retried if none of its tokens was
+sent to the client. Otherwise it migrates: prompt and output so far become the prompt of the rest. A greedy engine then
+generates the same tokens as without the failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import assert_never
 
 import msgspec
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.generation.flow_events import (
-    Action,
-    CallWorker,
-    FlowEvent,
-    PipelineOptions,
-    RecordFailure,
-    RecordTransfer,
-    ReserveDecodeSlot,
-    RouteTrace,
-    SelectOtherDecode,
-    SelectWorkers,
-    SendControl,
-    Signal,
-    WaitForWorkers,
-)
+from dynamo_trtllm.frontend.generation.flow_events import FlowDriver, FlowEvent, PipelineOptions, RouteTrace, Signal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -53,12 +39,11 @@ from dynamo_trtllm.streams import StreamEvent
 class State(Enum):
     """The states of a generation; see the table in `GenerationFlow`."""
 
-    SELECTING = auto()
+    NEW = auto()
     WAITING = auto()
     RESERVING = auto()
     PREFILL = auto()
     DECODE = auto()
-    CHANGING_DECODE = auto()
     ENDED = auto()
 
 
@@ -74,7 +59,6 @@ class _Attempt:
     reservation_id: str | None = None  # of a decode slot that may be reserved
     params: KvTransferParams | None = None  # of KV that waits at the prefill instance
     has_begun: bool = False  # the decode call has begun to answer
-    error: DynamoError | None = None  # of the decode call, while another decode instance is selected
 
     @property
     def pair(self) -> Pair:
@@ -85,36 +69,40 @@ class GenerationFlow:
     """One request, from the selection of its workers to its last token.
 
     ```
-    state            waits for                      next state
-    SELECTING        the selection, given at once   PREFILL; DECODE with one aggregated worker; RESERVING if a decode
-                                                    slot comes first; WAITING or ENDED if there are no workers
-    WAITING          other workers, or its limit    SELECTING
-    RESERVING        a decode slot                  PREFILL
-    PREFILL          KV transfer parameters         DECODE; ENDED if the answer is complete
-    DECODE           tokens                         ENDED with the last one; CHANGING_DECODE if the worker does not take
-                                                    the call
-    CHANGING_DECODE  the selection, given at once   DECODE
-    ENDED            nothing
+    state      waits for                      next state
+    NEW        the start                      the first one of an attempt
+    WAITING    other workers, or its limit    the first one of an attempt
+    RESERVING  a decode slot                  PREFILL
+    PREFILL    KV transfer parameters         DECODE; ENDED if the answer is complete
+    DECODE     tokens                         ENDED with the last one; DECODE if the worker does not take the call and
+                                              another one can fetch the KV
+    ENDED      nothing
     ```
 
-    A cancel leads from every state to ENDED. An error in RESERVING, PREFILL, DECODE or CHANGING_DECODE leads to
-    SELECTING if the request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no
-    decode call has fetched and a decode slot that none has used.
+    An attempt begins with the selection of its workers. Its first state is PREFILL; DECODE with one aggregated worker;
+    RESERVING if a decode slot comes first; WAITING or ENDED if there are no workers.
+
+    A cancel leads from every state to ENDED. An error in RESERVING, PREFILL or DECODE leads to the next attempt if the
+    request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has
+    fetched and a decode slot that none has used.
 
     Args:
+        driver: does what the flow decides.
         trace: filled while the request runs.
         selection: run one attempt on these workers, without recovery: a probe, whose caller records success.
     """
 
     def __init__(
         self,
+        driver: FlowDriver,
         request: GenerateRequest,
         trace: RouteTrace,
         options: PipelineOptions,
         selection: WorkerSelection | None = None,
     ) -> None:
-        self.state = State.SELECTING
+        self.state = State.NEW
         self.request = request
+        self._driver = driver  # until the end
         self._trace = trace
         self._options = options
         self._fixed_selection = selection
@@ -127,39 +115,31 @@ class GenerationFlow:
         self._num_transfer_failures = 0
         self._num_rounds = 0  # how often all instances were tried again
         self._has_waited = False  # the time limit of the wait for other workers has passed
-        self._is_last_resort = False  # of the current selection
 
-    def on(self, event: FlowEvent) -> Sequence[Action]:
-        """Return the actions that an event causes, to be performed in this order.
-
-        Only the last action can have an answer at once. After the end, events cause nothing.
-        """
+    def on(self, event: FlowEvent) -> StreamEvent | None:
+        """Call the driver as an event demands. Return the event for the client, if any. After the end, do nothing."""
         if self.state is State.ENDED:
-            return ()
+            return None
         match event:
             case Chunk():
                 return self._on_chunk(event)
             case DynamoError():
                 return self._on_error(event)
-            case WorkerSelection():
-                return self._begin_attempt(event)
-            case Instance():
-                return self._change_decode(event)
             case Signal.START if self._fixed_selection is not None:
-                return self._begin_attempt(self._fixed_selection)
+                self._begin_attempt(self._fixed_selection)
             case Signal.START | Signal.WORKERS_CHANGED:
                 return self._select()
             case Signal.WAIT_TIMED_OUT:
                 self._has_waited = True
                 return self._select(is_last_resort=True)
             case Signal.SLOT_RESERVED:
-                return self._call_prefill()
-            case Signal.NO_OTHER_DECODE:
-                assert self._attempt is not None
-                assert self._attempt.error is not None
-                return self._attempt_failed(self._attempt.error)
+                self._call_prefill()
             case Signal.CANCEL:
-                return (*self._free(), *self._end())
+                self._free()
+                self._end()
+            case _:
+                assert_never(event)
+        return None
 
     def passes(self, chunk: Chunk) -> bool:
         """Return whether a chunk is only passed on to the client, as nearly all are. If so, `on` need not be called."""
@@ -171,25 +151,27 @@ class GenerationFlow:
 
     # --- selection -------------------------------------------------------------------------------------
 
-    def _select(self, *, is_last_resort: bool = False) -> Sequence[Action]:
-        self.state, self._is_last_resort = State.SELECTING, is_last_resort
-        excluded = frozenset(self._excluded)
-        return (SelectWorkers(self._num_attempts, excluded, self._avoid, is_last_resort),)
-
-    def _no_workers(self, missing: errors.NoInstances) -> Sequence[Action]:
-        """Wait for other workers, then try pairs that were never probed, then all instances once more; or end."""
-        if not self._is_last_resort:
+    def _select(self, *, is_last_resort: bool = False) -> StreamEvent | None:
+        """Begin an attempt. Without workers, wait for others, then try pairs that were never probed, then all again."""
+        selected = self._driver.select(self._num_attempts, frozenset(self._excluded), self._avoid, is_last_resort)
+        if isinstance(selected, WorkerSelection):
+            self._begin_attempt(selected)
+            return None
+        if not isinstance(selected, errors.NoInstances):
+            return self._end(selected)
+        if not is_last_resort:
             limit_s = self._wait_limit_s()
             if limit_s is None:
                 return self._select(is_last_resort=True)
             self.state = State.WAITING
-            return (WaitForWorkers(limit_s),)
+            self._driver.wait_for_workers(limit_s)
+            return None
         if self._has_waited and self._excluded:
             self._has_waited = False
             self._excluded.clear()
             self._num_rounds += 1
             return self._select()
-        return self._end(self._error or missing)
+        return self._end(self._error or selected)
 
     def _wait_limit_s(self) -> float | None:
         """Return how long to wait for other workers; None: not at all.
@@ -206,7 +188,7 @@ class GenerationFlow:
 
     # --- calls -----------------------------------------------------------------------------------------
 
-    def _begin_attempt(self, selection: WorkerSelection) -> Sequence[Action]:
+    def _begin_attempt(self, selection: WorkerSelection) -> None:
         prefill, decode, request = selection.prefill, selection.decode, self._remaining()
         self._num_attempts += 1
         self._has_waited = False
@@ -214,12 +196,13 @@ class GenerationFlow:
         self._trace.prefill_stats = self._trace.decode_stats = None
         attempt = self._attempt = _Attempt(prefill, decode, decode, request, frozenset([decode.id]))
         if prefill is None:
-            return self._call_decode(attempt)
-        if decode.strategy != "decode_first":
-            return self._call_prefill()
-        self.state = State.RESERVING
-        attempt.reservation_id = f"{request.request_id}-{self._num_attempts}"
-        return (ReserveDecodeSlot(decode, attempt.reservation_id),)
+            self._call_decode(attempt)
+        elif decode.strategy != "decode_first":
+            self._call_prefill()
+        else:
+            self.state = State.RESERVING
+            attempt.reservation_id = f"{request.request_id}-{self._num_attempts}"
+            self._driver.reserve_decode_slot(decode, attempt.reservation_id)
 
     def _remaining(self) -> GenerateRequest:
         """Return the request of the next attempt, without the tokens that were sent."""
@@ -235,97 +218,95 @@ class GenerationFlow:
             num_resumed_output_tokens=num_sent,
         )
 
-    def _call_prefill(self) -> Sequence[Action]:
+    def _call_prefill(self) -> None:
         attempt = self._attempt
         assert attempt is not None
         assert attempt.prefill is not None
         self.state, attempt.worker = State.PREFILL, attempt.prefill
         self._trace.prefill_instance = attempt.prefill.id
-        return (CallWorker(attempt.prefill, msgspec.structs.replace(attempt.request, phase=Phase.PREFILL)),)
+        self._driver.call_worker(attempt.prefill, msgspec.structs.replace(attempt.request, phase=Phase.PREFILL))
 
-    def _call_decode(self, attempt: _Attempt) -> Sequence[Action]:
+    def _call_decode(self, attempt: _Attempt) -> None:
         self.state, attempt.worker = State.DECODE, attempt.decode
         self._trace.decode_instance = attempt.decode.id
-        return (CallWorker(attempt.decode, attempt.request),)
+        self._driver.call_worker(attempt.decode, attempt.request)
 
-    def _on_chunk(self, chunk: Chunk) -> Sequence[Action]:
+    def _on_chunk(self, chunk: Chunk) -> StreamEvent | None:
         attempt = self._attempt
         assert attempt is not None
         if self.state is State.PREFILL:
             return self._on_prefill_chunk(attempt, chunk)
         self._sent_ids.extend(chunk.token_ids)
-        actions: list[Action] = []
-        if not attempt.has_begun:  # the first chunk shows that the KV has arrived
-            actions += _free_kv(attempt, ReleaseOutcome.FETCHED)
-            if self._fixed_selection is None:
-                actions.append(RecordTransfer(attempt.pair))
-        attempt.has_begun = True
         self._trace.decode_stats = chunk.stats or self._trace.decode_stats
-        return (*actions, chunk) if chunk.finish_reason is None else (*actions, *self._end(chunk))
+        if not attempt.has_begun:  # the first chunk shows that the KV has arrived
+            attempt.has_begun = True
+            self._free_kv(attempt, ReleaseOutcome.FETCHED)
+            if self._fixed_selection is None:
+                self._driver.record_transfer(attempt.pair)
+        return chunk if chunk.finish_reason is None else self._end(chunk)
 
-    def _on_prefill_chunk(self, attempt: _Attempt, chunk: Chunk) -> Sequence[Action]:
+    def _on_prefill_chunk(self, attempt: _Attempt, chunk: Chunk) -> StreamEvent | None:
         if chunk.finish_reason is None:
-            return ()
+            return None
         attempt.params = chunk.kv_params
         if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
             text = f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters; restart it"
             return self._attempt_failed(errors.StreamIncomplete(text))
         self._trace.prefill_stats = chunk.stats
         if chunk.kv_params is None:
-            return (*self._free(), *self._end(chunk))
+            self._free()
+            return self._end(chunk)
         attempt.request = msgspec.structs.replace(
             attempt.request, phase=Phase.DECODE, kv_params=chunk.kv_params, reservation_id=attempt.reservation_id
         )
-        return self._call_decode(attempt)
-
-    def _change_decode(self, other: Instance) -> Sequence[Action]:
-        """Call another decode instance with the same KV, without a slot."""
-        attempt = self._attempt
-        assert attempt is not None
-        assert attempt.error is not None
-        actions: list[Action] = [RecordFailure(attempt.decode, attempt.error, f"using {other.id:x}")]
-        actions += _free_slot(attempt)
-        attempt.decode, attempt.tried = other, attempt.tried | {other.id}
-        attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
-        return (*actions, *self._call_decode(attempt))
+        self._call_decode(attempt)
+        return None
 
     # --- failures and ends -----------------------------------------------------------------------------
 
-    def _on_error(self, error: DynamoError) -> Sequence[Action]:
+    def _on_error(self, error: DynamoError) -> StreamEvent | None:
         attempt = self._attempt
-        if self.state is State.SELECTING:
-            return self._no_workers(error) if isinstance(error, errors.NoInstances) else self._end(error)
         assert attempt is not None
         if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
             attempt.reservation_id = None  # there is none
         if self.state is not State.DECODE or attempt.prefill is None:
             return self._attempt_failed(error)
         if isinstance(error, errors.TransferFailed | errors.TransferTimeout):
-            return (RecordTransfer(attempt.pair, error), *self._attempt_failed(error))
+            self._driver.record_transfer(attempt.pair, error)
+            return self._attempt_failed(error)
         is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
         if not is_refused or attempt.has_begun or self._fixed_selection is not None:
             return self._attempt_failed(error)
-        self.state, attempt.error = State.CHANGING_DECODE, error
-        return (SelectOtherDecode(attempt.prefill, attempt.tried),)
+        other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
+        if other is None:
+            return self._attempt_failed(error)
+        # The other instance fetches the same KV, without a slot.
+        self._driver.record_failure(attempt.decode, error, f"using {other.id:x}")
+        self._free_slot(attempt)
+        attempt.decode, attempt.tried = other, attempt.tried | {other.id}
+        attempt.request = msgspec.structs.replace(attempt.request, reservation_id=None)
+        self._call_decode(attempt)
+        return None
 
-    def _attempt_failed(self, error: DynamoError) -> Sequence[Action]:
+    def _attempt_failed(self, error: DynamoError) -> StreamEvent | None:
         """Retry or migrate the request, or end it with the error."""
-        attempt, freed = self._attempt, self._free()
+        attempt = self._attempt
         assert attempt is not None
+        self._free()
         if self._fixed_selection is not None:
-            return (*freed, *self._end(error))
+            return self._end(error)
         final = self._final_error(error, attempt)
+        self._driver.record_failure(attempt.worker, error, "retrying" if final is None else "")
         if final is not None:
-            return (*freed, RecordFailure(attempt.worker, error, ""), *self._end(final))
+            return self._end(final)
         self._error = error
         if isinstance(error, errors.KvTransferError):
             self._avoid = self._trace.prefill_instance
         else:
             self._excluded.add(attempt.worker.id)
-        recorded = RecordFailure(attempt.worker, error, "retrying")
         if len(self._sent_ids) >= self.request.sampling.max_tokens:  # only the end of the stream was lost
-            return (*freed, recorded, *self._end(Chunk(finish_reason=FinishReason.LENGTH)))
-        return (*freed, recorded, *self._select())
+            return self._end(Chunk(finish_reason=FinishReason.LENGTH))
+        return self._select()
 
     def _final_error(self, error: DynamoError, attempt: _Attempt) -> DynamoError | None:
         """Count the failure. Return the error that ends the request; None if it is retried or migrated."""
@@ -342,27 +323,29 @@ class GenerationFlow:
         self._trace.migrations += counts
         return error if self._trace.migrations > self._options.migrations else None
 
-    def _free(self) -> Sequence[Action]:
+    def _free(self) -> None:
         """Free the slot and the KV of an attempt whose decode call has not begun to answer."""
         attempt = self._attempt
-        if attempt is None or attempt.has_begun:
-            return ()
-        return (*_free_slot(attempt), *_free_kv(attempt, ReleaseOutcome.ABORTED))  # the call may never have arrived
+        if attempt is not None and not attempt.has_begun:
+            self._free_slot(attempt)
+            self._free_kv(attempt, ReleaseOutcome.ABORTED)  # the call may never have arrived
 
-    def _end(self, *event: StreamEvent) -> Sequence[Action]:
-        # An error refers to frames. If these referred to the error through the flow, the cycle would keep the request.
+    def _free_slot(self, attempt: _Attempt) -> None:
+        reservation_id, attempt.reservation_id = attempt.reservation_id, None
+        if reservation_id is not None:
+            self._driver.send_control(attempt.decode, ReleaseSlot(reservation_id))
+
+    def _free_kv(self, attempt: _Attempt, outcome: ReleaseOutcome) -> None:
+        params, attempt.params = attempt.params, None
+        if attempt.prefill is not None and params is not None:
+            self._driver.send_control(attempt.prefill, ReleaseKv(params.transfer_id, outcome))
+
+    def _end(self, event: StreamEvent | None = None) -> StreamEvent | None:
+        # The driver refers to this flow, and an error to frames. If the flow referred to them, the cycle would keep the
+        # request.
         self.state, self._attempt, self._error = State.ENDED, None, None
+        del self._driver
         return event
-
-
-def _free_slot(attempt: _Attempt) -> Sequence[Action]:
-    reservation_id, attempt.reservation_id = attempt.reservation_id, None
-    return () if reservation_id is None else (SendControl(attempt.decode, ReleaseSlot(reservation_id)),)
-
-
-def _free_kv(attempt: _Attempt, outcome: ReleaseOutcome) -> Sequence[Action]:
-    prefill, params, attempt.params = attempt.prefill, attempt.params, None
-    return () if prefill is None or params is None else (SendControl(prefill, ReleaseKv(params.transfer_id, outcome)),)
 
 
 def is_not_accepted(error: DynamoError) -> bool:

@@ -1,12 +1,10 @@
-"""Define the events and the actions of `flow.GenerationFlow`, and the values that both sides share."""
+"""Define the events of `flow.GenerationFlow`, the driver that it calls, and the values that both sides share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeAlias
-
-import msgspec
+from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import DynamoError
@@ -22,89 +20,50 @@ class Signal(Enum):
 
     START = auto()
     CANCEL = auto()
-    WORKERS_CHANGED = auto()  # answers `WaitForWorkers`, as does the next one
+    WORKERS_CHANGED = auto()  # ends `wait_for_workers`, as does the next one
     WAIT_TIMED_OUT = auto()
-    SLOT_RESERVED = auto()  # answers `ReserveDecodeSlot`
-    NO_OTHER_DECODE = auto()  # answers `SelectOtherDecode`
+    SLOT_RESERVED = auto()  # the success of `reserve_decode_slot`
 
 
-FlowEvent: TypeAlias = Signal | WorkerSelection | Instance | StreamEvent
-"""A signal; the selected workers; another decode instance; an event of the current call.
-
-An error is the event of a selection, reservation or call that failed.
-"""
+FlowEvent: TypeAlias = Signal | StreamEvent
+"""A signal, or an event of the current call. An error is the event of a reservation or a call that failed."""
 
 
-class SelectWorkers(msgspec.Struct, frozen=True, gc=False):
-    """Select the workers of an attempt. The answer is a `WorkerSelection` or an error, at once."""
+class FlowDriver(Protocol):
+    """What a flow calls for a request. No method calls the flow: what a method starts ends in an event later."""
 
-    attempt: int  # the same number again: the selection before found no workers
-    excluded: frozenset[int]  # instances that failed this request
-    avoid: int | None  # a prefill instance whose KV transfer failed: used only if there is no other
-    is_last_resort: bool  # pairs that were never probed may be selected, too
+    def select(
+        self, attempt: int, excluded: frozenset[int], avoid: int | None, is_last_resort: bool
+    ) -> WorkerSelection | DynamoError:
+        """Return the workers of an attempt, or the error that says why there are none.
 
+        Args:
+            attempt: its number; the same one again: the selection before found no workers.
+            excluded: instances that failed this request.
+            avoid: a prefill instance whose KV transfer failed; it is used only if there is no other.
+            is_last_resort: pairs that were never probed may be selected, too.
+        """
 
-class WaitForWorkers(msgspec.Struct, frozen=True, gc=False):
-    """Wait for a change of the workers, at most `limit_s` seconds after the first selection of the attempt."""
+    def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
+        """Return another decode instance for the same KV; None if there is none."""
 
-    limit_s: float
+    def wait_for_workers(self, limit_s: float) -> None:
+        """Wait for a change of the workers, at most `limit_s` seconds after the first selection of the attempt."""
 
+    def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
+        """Reserve a slot for the decode call."""
 
-class ReserveDecodeSlot(msgspec.Struct, frozen=True):
-    """Reserve a slot for the decode call. The answer is SLOT_RESERVED or an error."""
+    def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
+        """Start a call."""
 
-    decode: Instance
-    reservation_id: str
+    def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
+        """Send a control message to a worker, in the background."""
 
+    def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
+        """Record that the KV of a pair arrived, or that its transfer failed. (None, id): an aggregated worker."""
 
-class CallWorker(msgspec.Struct, frozen=True):
-    """Start a call. The answers are the events of its stream."""
-
-    worker: Instance
-    request: GenerateRequest
-
-
-class SelectOtherDecode(msgspec.Struct, frozen=True):
-    """Select another decode instance for the same KV. The answer is an `Instance` or NO_OTHER_DECODE, at once."""
-
-    prefill: Instance
-    tried: frozenset[int]
-
-
-class SendControl(msgspec.Struct, frozen=True):
-    """Send a control message to a worker, in the background."""
-
-    worker: Instance
-    message: ReleaseKv | ReleaseSlot
-
-
-class RecordTransfer(msgspec.Struct, frozen=True):
-    """Record that the KV of a pair arrived, or that its transfer failed."""
-
-    pair: Pair  # (None, instance): an aggregated worker answered
-    error: DynamoError | None = None
-
-
-class RecordFailure(msgspec.Struct, frozen=True):
-    """Record that a call to a worker failed."""
-
-    worker: Instance
-    error: DynamoError
-    next_step: str  # how the request goes on, for the log; "": it ends
-
-
-Action: TypeAlias = (
-    StreamEvent
-    | SelectWorkers
-    | WaitForWorkers
-    | ReserveDecodeSlot
-    | CallWorker
-    | SelectOtherDecode
-    | SendControl
-    | RecordTransfer
-    | RecordFailure
-)
-"""What the pipeline does. It passes a chunk or an error on to the client."""
+    def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
+        """Record that a call failed. `next_step`: how the request goes on, for the log; "": it ends."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Run requests on workers: perform the actions of `flow` and pass their results to it. Handles no HTTP and no text."""
+"""Run requests on workers: do what `flow` decides, and pass it what happens. Handles no HTTP and no text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,8 @@ from typing import Any
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
-from dynamo_trtllm.frontend.generation.flow_events import (
-    Action,
-    CallWorker,
-    FlowEvent,
-    PipelineOptions,
-    RecordFailure,
-    RecordTransfer,
-    ReserveDecodeSlot,
-    RouteTrace,
-    SelectOtherDecode,
-    SelectWorkers,
-    SendControl,
-    Signal,
-    WaitForWorkers,
-)
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReserveSlot
+from dynamo_trtllm.frontend.generation.flow_events import FlowEvent, PipelineOptions, RouteTrace, Signal
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReleaseKv, ReleaseSlot, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
@@ -89,7 +75,7 @@ class Pipeline:
         Args:
             trace: filled while the request runs.
         """
-        return _RunningRequest(self, GenerationFlow(request, trace, self.options), trace, on_event)
+        return _RunningRequest(self, request, trace, on_event)
 
     def probe(
         self, selection: WorkerSelection, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
@@ -98,36 +84,36 @@ class Pipeline:
 
         A failed KV transfer is recorded here.
         """
-        return _RunningRequest(self, GenerationFlow(request, trace, self.options, selection), trace, on_event)
+        return _RunningRequest(self, request, trace, on_event, selection)
 
     def new_round_robin_index(self, model: str) -> int:
         """Return how many attempts of a model were begun before this one, or a random number."""
         return random.getrandbits(30) if self.options.selects_at_random else next(self._round_robin[model])
 
-    def select(self, request: GenerateRequest, action: SelectWorkers, round_robin_index: int) -> WorkerSelection:
-        """Select the workers of an attempt.
+    def select(
+        self, request: GenerateRequest, round_robin_index: int, excluded: frozenset[int], avoid: int | None
+    ) -> WorkerSelection:
+        """Select the workers of an attempt. Arguments as for `FlowDriver.select`.
 
         Raises:
             NoInstances, TransferMismatch: as `policy.select` does.
             UnsupportedParameter: no workers support a field of the request.
         """
-        model, excluded = request.model, action.excluded | incapable(self.view.model(request.model), request)
-        if action.is_last_resort:
-            self.breakers.admit(self.view.model(model))
+        excluded |= incapable(self.view.model(request.model), request)
         self.update_breakers()
         cooling_down = self._cooldown.ids(time.monotonic())
         if cooling_down:
             try:
-                return self._select_excluding(cooling_down | excluded, request, action, round_robin_index)
+                return self._select_excluding(cooling_down | excluded, request, round_robin_index, avoid)
             except NoInstances:
                 pass  # a cooling instance, which may be back, is better than none
-        return self._select_excluding(excluded, request, action, round_robin_index)
+        return self._select_excluding(excluded, request, round_robin_index, avoid)
 
     def _select_excluding(
-        self, ids: frozenset[int], request: GenerateRequest, action: SelectWorkers, round_robin_index: int
+        self, ids: frozenset[int], request: GenerateRequest, round_robin_index: int, avoid: int | None
     ) -> WorkerSelection:
-        model, breakers, avoid = request.model, self.breakers, action.avoid
-        view, fallback = self.view.model(model).excluding(ids), self.options.decode_fallback
+        model, breakers, fallback = request.model, self.breakers, self.options.decode_fallback
+        view = self.view.model(model).excluding(ids)
         if self.placement is not None:
             best = self.placement.select(view, PromptHashes(request), breakers, time.monotonic(), avoid=avoid)
             if best is not None:
@@ -194,7 +180,7 @@ class Pipeline:
 
 
 class _RunningRequest(Stream):
-    """One request in the pipeline. It performs the actions of its flow, of which at most one is in progress."""
+    """One request in the pipeline: the driver of its flow. At most one call, reservation or wait is in progress."""
 
     __slots__ = (
         "_attempt",
@@ -210,9 +196,17 @@ class _RunningRequest(Stream):
         "_trace",
     )
 
-    def __init__(self, pipeline: Pipeline, flow: GenerationFlow, trace: RouteTrace, on_event: OnEvent) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        request: GenerateRequest,
+        trace: RouteTrace,
+        on_event: OnEvent,
+        selection: WorkerSelection | None = None,
+    ) -> None:
         super().__init__(on_event)
-        self._pipeline, self._flow, self._trace = pipeline, flow, trace
+        self._pipeline, self._trace = pipeline, trace
+        self._flow = GenerationFlow(self, request, trace, pipeline.options, selection)
         self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
         self._call: StreamHandle | None = None
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
@@ -223,20 +217,15 @@ class _RunningRequest(Stream):
         asyncio.get_running_loop().call_soon(self._on, Signal.START)
 
     def _on(self, event: FlowEvent) -> None:
-        """Pass an event to the flow and perform its actions, until none has an answer at once."""
+        """Pass an event to the flow, and what comes of it to the client."""
         try:
             if isinstance(event, Chunk) and self._flow.passes(event):  # nearly all events
                 if self._on_event is not None:
                     self._on_event(event)
                 return
-            answer: FlowEvent | None = event
-            while answer is not None:
-                actions, answer = self._flow.on(answer), None
-                for action in actions:
-                    if isinstance(action, Chunk | DynamoError):
-                        self.emit(action)
-                    else:
-                        answer = self._context.run(self._perform, action)
+            answer = self._context.run(self._flow.on, event)
+            if answer is not None:
+                self.emit(answer)
         except Exception as exc:  # noqa: BLE001 - a bug: logged, and the client gets InternalError
             error = unexpected_error(exc, self._flow.request.request_id)
             self._stop()
@@ -251,65 +240,21 @@ class _RunningRequest(Stream):
         else:
             self._on(event)
 
-    def _perform(self, action: Action) -> FlowEvent | None:
-        """Perform an action. Return its answer, if it has one at once."""
-        pipeline, request = self._pipeline, self._flow.request
-        match action:
-            case CallWorker():
-                scores_prompt = action.request.sampling.prompt_logprobs is not None and action.request.kv_params is None
-                if scores_prompt:
-                    self._trace.prompt_logprobs.clear()
-                phase = action.request.phase
-                self._enter("prefill" if phase is Phase.PREFILL else "first_token", action.worker.role)
-                on_event = self._on_prompt if scores_prompt else self._on
-                RECORDER.record(request.request_id, Recorded.CALL_SENT, action.worker.id, reason=phase)
-                if self._placed is not None:
-                    self._placed.sent(action.worker.id, phase, time.monotonic())
-                self._call = pipeline.plane.generate(action.worker.subject, action.request, on_event)
-            case SelectWorkers():
-                return self._select(action)
-            case SelectOtherDecode():
-                self._trace.expected = None  # it was predicted for another worker
-                return pipeline.select_other_decode(request, action.prefill, action.tried) or Signal.NO_OTHER_DECODE
-            case WaitForWorkers():
-                left_s = min(self._begun_s + action.limit_s - time.monotonic(), request.deadline - time.time())
-                if left_s <= 0:
-                    return Signal.WAIT_TIMED_OUT
-                pair = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
-                RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS, pair[0] or 0, pair[1])
-                self._run(_wait(pipeline.view.changed, left_s))
-            case ReserveDecodeSlot():
-                self._enter("reserve", action.decode.role)
-                RECORDER.record(request.request_id, Recorded.RESERVING_SLOT, action.decode.id)
-                self._run(self._reserve(action))
-            case SendControl():
-                pipeline.background_control.send(action.worker, action.message)
-            case RecordTransfer():
-                if action.error is None:  # the first chunk of the decode call
-                    self._enter("decode", self._trace.spans[-1].role)
-                    if self._placed is not None:
-                        self._placed.prefilled()
-                pipeline.record_transfer(action.pair, action.error)
-            case RecordFailure():
-                pipeline.record_unreachable(action.worker.id, action.error)
-                goes_on, error = bool(action.next_step), action.error
-                RECORDER.record(request.request_id, Recorded.CALL_FAILED, action.worker.id, goes_on, reason=error.code)
-                if action.next_step:
-                    if self._trace.spans[-1].phase == "first_token":
-                        self._trace.spans[-1].phase = "retry"
-                    text, name = "request %s: call to worker %x failed, %s (%s): %s", short_id(request.request_id)
-                    log.warning(text, name, action.worker.id, action.next_step, error.code, error.message)
-        return None
+    # --- the driver of the flow, see `FlowDriver` --------------------------------------------------------
 
-    def _select(self, action: SelectWorkers) -> WorkerSelection | DynamoError:
+    def select(
+        self, attempt: int, excluded: frozenset[int], avoid: int | None, is_last_resort: bool
+    ) -> WorkerSelection | DynamoError:
         request, placement = self._flow.request, self._pipeline.placement
-        if action.attempt != self._attempt:
-            self._attempt, self._begun_s = action.attempt, time.monotonic()
+        if attempt != self._attempt:
+            self._attempt, self._begun_s = attempt, time.monotonic()
             self._enter_attempt()
             self._round_robin_index = self._pipeline.new_round_robin_index(request.model)
         self._end_placed()
         try:
-            selection = self._pipeline.select(request, action, self._round_robin_index)
+            if is_last_resort:
+                self._pipeline.breakers.admit(self._pipeline.view.model(request.model))
+            selection = self._pipeline.select(request, self._round_robin_index, excluded, avoid)
         except DynamoError as exc:
             return exc.with_traceback(None)  # its frames refer to this stream, and the flow may keep the error
         if placement is not None:
@@ -321,6 +266,57 @@ class _RunningRequest(Stream):
         prefill_id = 0 if selection.prefill is None else selection.prefill.id
         RECORDER.record(request.request_id, Recorded.PLACED, prefill_id, selection.decode.id)
         return selection
+
+    def select_other_decode(self, prefill: Instance, tried: frozenset[int]) -> Instance | None:
+        self._trace.expected = None  # it was predicted for another worker
+        return self._pipeline.select_other_decode(self._flow.request, prefill, tried)
+
+    def wait_for_workers(self, limit_s: float) -> None:
+        pipeline, request = self._pipeline, self._flow.request
+        left_s = min(self._begun_s + limit_s - time.monotonic(), request.deadline - time.time())
+        if left_s <= 0:
+            asyncio.get_running_loop().call_soon(self._on, Signal.WAIT_TIMED_OUT)
+            return
+        pair = pipeline.view.model(request.model).first_of(pipeline.breakers.quarantined)
+        RECORDER.record(request.request_id, Recorded.WAITING_FOR_WORKERS, pair[0] or 0, pair[1])
+        self._run(_wait(pipeline.view.changed, left_s))
+
+    def reserve_decode_slot(self, decode: Instance, reservation_id: str) -> None:
+        self._enter("reserve", decode.role)
+        RECORDER.record(self._flow.request.request_id, Recorded.RESERVING_SLOT, decode.id)
+        self._run(self._reserve(decode, reservation_id))
+
+    def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
+        scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
+        if scores_prompt:
+            self._trace.prompt_logprobs.clear()
+        phase = request.phase
+        self._enter("prefill" if phase is Phase.PREFILL else "first_token", worker.role)
+        RECORDER.record(request.request_id, Recorded.CALL_SENT, worker.id, reason=phase)
+        if self._placed is not None:
+            self._placed.sent(worker.id, phase, time.monotonic())
+        on_event = self._on_prompt if scores_prompt else self._on
+        self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
+
+    def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
+        self._pipeline.background_control.send(worker, message)
+
+    def record_transfer(self, pair: Pair, error: DynamoError | None = None) -> None:
+        if error is None:  # the first chunk of the decode call
+            self._enter("decode", self._trace.spans[-1].role)
+            if self._placed is not None:
+                self._placed.prefilled()
+        self._pipeline.record_transfer(pair, error)
+
+    def record_failure(self, worker: Instance, error: DynamoError, next_step: str) -> None:
+        self._pipeline.record_unreachable(worker.id, error)
+        request_id, span = self._flow.request.request_id, self._trace.spans[-1]
+        RECORDER.record(request_id, Recorded.CALL_FAILED, worker.id, bool(next_step), reason=error.code)
+        if next_step:
+            if span.phase == "first_token":
+                span.phase = "retry"
+            text, name = "request %s: call to worker %x failed, %s (%s): %s", short_id(request_id)
+            log.warning(text, name, worker.id, next_step, error.code, error.message)
 
     def _end_placed(self, *, is_done: bool = False) -> None:
         if self._placed is not None:
@@ -366,18 +362,18 @@ class _RunningRequest(Stream):
         self._task = None
         self._on(answer)
 
-    async def _reserve(self, action: ReserveDecodeSlot) -> Signal:
+    async def _reserve(self, decode: Instance, reservation_id: str) -> Signal:
         deadline, now = self._flow.request.deadline, time.time()
         if deadline <= now:
             raise DeadlineExceeded("the request's deadline passed before a decode slot was reserved")
         left_s = min(deadline - now, _RESERVED_S)
-        message = ReserveSlot(action.reservation_id, now + left_s, left_s)
+        message = ReserveSlot(reservation_id, now + left_s, left_s)
         timeout_s = min(deadline - now, _RESERVE_TIMEOUT_S)
-        await self._pipeline.plane.control(action.decode.subject, message, timeout_s=timeout_s)
+        await self._pipeline.plane.control(decode.subject, message, timeout_s=timeout_s)
         return Signal.SLOT_RESERVED
 
     def _stop(self) -> None:
-        """End the action in progress."""
+        """End what is in progress."""
         if self._call is not None:
             self._call.cancel()  # nothing happens if the call has ended
         if self._task is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,20 +23,7 @@ from dynamo_trtllm.errors import (
     TransferTimeout,
 )
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, State
-from dynamo_trtllm.frontend.generation.flow_events import (
-    Action,
-    CallWorker,
-    PipelineOptions,
-    RecordFailure,
-    RecordTransfer,
-    ReserveDecodeSlot,
-    RouteTrace,
-    SelectOtherDecode,
-    SelectWorkers,
-    SendControl,
-    Signal,
-    WaitForWorkers,
-)
+from dynamo_trtllm.frontend.generation.flow_events import PipelineOptions, RouteTrace, Signal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -58,69 +46,94 @@ PREFILL, DECODE, OTHER_DECODE = (
 SLOT_FIRST = msgspec.structs.replace(DECODE, strategy="decode_first")
 PAIR = WorkerSelection(PREFILL, DECODE)
 ALONE = WorkerSelection(None, make_instance(4, role=Role.AGGREGATED))
-SELECT = SelectWorkers(0, frozenset(), None, False)
-FREED = SendControl(PREFILL, ReleaseKv("t", ReleaseOutcome.ABORTED))
-FETCHED = SendControl(PREFILL, ReleaseKv("t", ReleaseOutcome.FETCHED))
+SELECT: tuple[Any, ...] = ("select", 0, frozenset(), None, False)
+FREED = ("send_control", PREFILL, ReleaseKv("t", ReleaseOutcome.ABORTED))
+FETCHED = ("send_control", PREFILL, ReleaseKv("t", ReleaseOutcome.FETCHED))
 NONE = NoInstances("none")
+NO_OTHER = None  # no other decode instance
 
 
-def flow(**options: Any) -> GenerationFlow:
-    return GenerationFlow(request(), RouteTrace(), PipelineOptions(**options))
+class Played:
+    """A flow with a driver that records what is called, and that answers selections with prepared results."""
+
+    def __init__(self, selection: WorkerSelection | None = None, **options: Any) -> None:
+        self._calls: list[tuple[Any, ...]] = []
+        self._selected: deque[Any] = deque()
+        self.flow = GenerationFlow(self, request(), RouteTrace(), PipelineOptions(**options), selection)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._calls.append((name, *arguments))
+            return self._selected.popleft() if name.startswith("select") else None
+
+        return call
+
+    def on(self, event: Any, *selected: Any) -> list[Any]:
+        """Return the calls that an event causes, and after them the event for the client. `selected`: the results."""
+        self._calls = []
+        self._selected.extend(selected)
+        event_out = self.flow.on(event)
+        assert not self._selected
+        return self._calls if event_out is None else [*self._calls, event_out]
+
+    def play(self, *events: Any) -> list[Any]:
+        """Return what the last event causes. A tuple is an event with results of selections."""
+        caused: list[Any] = []
+        for event in events:
+            caused = self.on(*event) if isinstance(event, tuple) else self.on(event)
+        return caused
 
 
-def played(machine: GenerationFlow, *events: Any) -> Sequence[Action]:
-    """Return the actions of the last event."""
-    actions: Sequence[Action] = ()
-    for event in events:
-        actions = machine.on(event)
-    return actions
+def phases(caused: Sequence[Any]) -> list[tuple[int, Phase]]:
+    return [(each[1].id, each[2].phase) for each in named("call_worker", caused)]
 
 
-def phases(actions: Sequence[Action]) -> list[tuple[int, Phase]]:
-    return [(each.worker.id, each.request.phase) for each in actions if isinstance(each, CallWorker)]
+def named(name: str, caused: Sequence[Any]) -> list[Any]:
+    return [each for each in caused if isinstance(each, tuple) and each[0] == name]
 
 
-TO_DECODE = (Signal.START, PAIR, kv_chunk("t"))
+TO_PREFILL = ((Signal.START, PAIR),)
+TO_DECODE = (*TO_PREFILL, kv_chunk("t"))
+TO_RESERVE = ((Signal.START, WorkerSelection(PREFILL, SLOT_FIRST)),)
 
 
 def test_flow_when_a_pair_serves_then_each_event_leads_to_the_next_call() -> None:
-    machine = flow()
-    assert machine.on(Signal.START) == (SELECT,)
-    assert (phases(machine.on(PAIR)), machine.state) == ([(1, Phase.PREFILL)], State.PREFILL)
-    assert (phases(machine.on(kv_chunk("t"))), machine.state) == ([(2, Phase.DECODE)], State.DECODE)
-    assert machine.on(FINISHED[0]) == (FETCHED, RecordTransfer((1, 2)), FINISHED[0])
-    assert machine.on(FINISHED[1]) == (FINISHED[1],)
-    assert machine.on(FINISHED[2]) == (FINISHED[2],)
-    assert machine.state is State.ENDED
+    played = Played()
+    first = played.on(Signal.START, PAIR)
+    assert first[0] == SELECT
+    assert (phases(first), played.flow.state) == ([(1, Phase.PREFILL)], State.PREFILL)
+    assert (phases(played.on(kv_chunk("t"))), played.flow.state) == ([(2, Phase.DECODE)], State.DECODE)
+    assert played.on(FINISHED[0]) == [FETCHED, ("record_transfer", (1, 2)), FINISHED[0]]
+    assert played.on(FINISHED[1]) == [FINISHED[1]]
+    assert played.on(FINISHED[2]) == [FINISHED[2]]
+    assert played.flow.state is State.ENDED
 
 
 def test_flow_when_one_worker_does_both_then_there_is_one_call() -> None:
-    machine = flow()
-    assert phases(played(machine, Signal.START, ALONE)) == [(4, Phase.AGGREGATED)]
-    assert machine.on(FINISHED[0]) == (RecordTransfer((None, 4)), FINISHED[0])
+    played = Played()
+    assert phases(played.on(Signal.START, ALONE)) == [(4, Phase.AGGREGATED)]
+    assert played.on(FINISHED[0]) == [("record_transfer", (None, 4)), FINISHED[0]]
 
 
 def test_flow_when_the_decode_slot_comes_first_then_the_decode_call_names_it() -> None:
-    machine = flow()
-    (reserve,) = played(machine, Signal.START, WorkerSelection(PREFILL, SLOT_FIRST))
-    assert isinstance(reserve, ReserveDecodeSlot)
-    assert phases(machine.on(Signal.SLOT_RESERVED)) == [(1, Phase.PREFILL)]
-    (call,) = machine.on(kv_chunk("t"))
-    assert isinstance(call, CallWorker)
-    assert call.request.reservation_id == reserve.reservation_id
+    played = Played()
+    ((_, decode, reservation_id),) = named("reserve_decode_slot", played.play(*TO_RESERVE))
+    assert decode is SLOT_FIRST
+    assert phases(played.on(Signal.SLOT_RESERVED)) == [(1, Phase.PREFILL)]
+    ((_, _, call),) = played.on(kv_chunk("t"))
+    assert call.reservation_id == reservation_id
 
 
 @pytest.mark.parametrize(
     ("events", "freed"),
     [
         ((), []),
-        ((Signal.START,), []),
-        ((Signal.START, NONE), []),
-        ((Signal.START, WorkerSelection(PREFILL, SLOT_FIRST)), [ReleaseSlot("r1-1")]),
-        ((Signal.START, PAIR), []),
+        (((Signal.START, NONE),), []),
+        (TO_RESERVE, [ReleaseSlot("r1-1")]),
+        (TO_PREFILL, []),
         (TO_DECODE, [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
-        ((*TO_DECODE, Draining("leaves")), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
-        ((*TO_DECODE, TransferFailed("broke")), []),  # freed by then
+        ((*TO_DECODE, (Draining("leaves"), OTHER_DECODE)), [ReleaseKv("t", ReleaseOutcome.ABORTED)]),
+        ((*TO_DECODE, (TransferFailed("broke"), PAIR)), []),  # freed by then
         ((*TO_DECODE, FINISHED[0]), []),  # fetched
         ((*TO_DECODE, *FINISHED), []),
     ],
@@ -128,165 +141,139 @@ def test_flow_when_the_decode_slot_comes_first_then_the_decode_call_names_it() -
 def test_flow_when_it_is_cancelled_then_it_frees_what_it_holds_once_and_ends(
     events: Sequence[Any], freed: list[ReleaseKv | ReleaseSlot]
 ) -> None:
-    machine = flow(hold_s=1.0)
-    played(machine, *events)
-    assert [each.message for each in machine.on(Signal.CANCEL) if isinstance(each, SendControl)] == freed
-    assert machine.state is State.ENDED
-    for event in (Signal.CANCEL, FINISHED[0], Disconnected("late"), PAIR, DECODE, Signal.WORKERS_CHANGED):
-        assert machine.on(event) == ()
+    played = Played(hold_s=1.0)
+    played.play(*events)
+    assert [message for _, _, message in played.on(Signal.CANCEL)] == freed
+    assert played.flow.state is State.ENDED
+    for event in (Signal.CANCEL, FINISHED[0], Disconnected("late"), Signal.WORKERS_CHANGED):
+        assert played.on(event) == []
 
 
-@pytest.mark.parametrize("events", [(Signal.START, PAIR), TO_DECODE])
+@pytest.mark.parametrize("events", [TO_PREFILL, TO_DECODE])
 def test_flow_when_a_call_fails_before_a_token_then_it_selects_without_that_worker(events: Sequence[Any]) -> None:
-    machine = flow()
-    played(machine, *events)
-    *_, recorded, select = machine.on(Disconnected("gone"))
-    assert isinstance(recorded, RecordFailure)
-    failed = 1 if len(events) == 2 else 2
-    assert recorded.worker.id == failed
-    assert select == SelectWorkers(1, frozenset([failed]), None, False)
+    played = Played()
+    played.play(*events)
+    *_, recorded, select, _ = played.on(Disconnected("gone"), PAIR)
+    failed = 1 if len(events) == 1 else 2
+    assert (recorded[0], recorded[1].id) == ("record_failure", failed)
+    assert select == ("select", 1, frozenset([failed]), None, False)
 
 
 @pytest.mark.parametrize("error", [TransferFailed("broke"), TransferTimeout("it did not come")])
 def test_flow_when_the_kv_transfer_fails_then_both_workers_stay_and_the_prefill_worker_is_avoided(
     error: KvTransferError,
 ) -> None:
-    machine = flow()
-    actions = played(machine, *TO_DECODE, error)
-    assert actions == (
-        RecordTransfer((1, 2), error),
+    played = Played()
+    assert played.play(*TO_DECODE, (error, PAIR))[:-1] == [
+        ("record_transfer", (1, 2), error),
         FREED,
-        RecordFailure(DECODE, error, "retrying"),
-        SelectWorkers(1, frozenset(), 1, False),
-    )
+        ("record_failure", DECODE, error, "retrying"),
+        ("select", 1, frozenset(), 1, False),
+    ]
     second = TransferFailed("again")
-    *_, last = played(machine, PAIR, kv_chunk("u"), second)
-    assert last is second
+    assert played.play(kv_chunk("u"), second)[-1] is second
 
 
 def test_flow_when_a_decode_worker_does_not_take_the_call_then_another_one_fetches_the_same_kv() -> None:
-    machine = flow()
-    assert played(machine, *TO_DECODE, Draining("leaves")) == (SelectOtherDecode(PREFILL, frozenset([2])),)
-    _, call = machine.on(OTHER_DECODE)
-    assert isinstance(call, CallWorker)
-    assert call.worker is OTHER_DECODE
-    assert call.request.kv_params is not None
-    assert call.request.kv_params.transfer_id == "t"
-    assert machine.on(Overloaded("full")) == (SelectOtherDecode(PREFILL, frozenset([2, 3])),)
-    *_, select = machine.on(Signal.NO_OTHER_DECODE)
-    assert select == SelectWorkers(1, frozenset([3]), None, False)
+    played = Played()
+    other, _, (_, worker, call) = played.play(*TO_DECODE, (Draining("leaves"), OTHER_DECODE))
+    assert other == ("select_other_decode", PREFILL, frozenset([2]))
+    assert worker is OTHER_DECODE
+    assert call.kv_params is not None
+    assert call.kv_params.transfer_id == "t"
+    other, *_, select, _ = played.on(Overloaded("full"), NO_OTHER, PAIR)
+    assert other == ("select_other_decode", PREFILL, frozenset([2, 3]))
+    assert select == ("select", 1, frozenset([3]), None, False)
 
 
 def test_flow_when_another_decode_worker_takes_over_then_the_slot_of_the_first_is_freed() -> None:
-    machine = flow()
-    played(machine, Signal.START, WorkerSelection(PREFILL, SLOT_FIRST), Signal.SLOT_RESERVED, kv_chunk("t"))
-    played(machine, Draining("leaves"))
-    _, freed, call = machine.on(OTHER_DECODE)
-    assert freed == SendControl(SLOT_FIRST, ReleaseSlot("r1-1"))
-    assert isinstance(call, CallWorker)
-    assert call.request.reservation_id is None
-    assert machine.on(Signal.CANCEL) == (FREED,)
+    played = Played()
+    played.play(*TO_RESERVE, Signal.SLOT_RESERVED, kv_chunk("t"))
+    *_, freed, (_, _, call) = played.on(Draining("leaves"), OTHER_DECODE)
+    assert freed == ("send_control", SLOT_FIRST, ReleaseSlot("r1-1"))
+    assert call.reservation_id is None
+    assert played.on(Signal.CANCEL) == [FREED]
 
 
 def test_flow_when_no_slot_is_free_then_none_is_freed() -> None:
-    machine = flow()
-    played(machine, Signal.START, WorkerSelection(PREFILL, SLOT_FIRST))
-    assert not [each for each in machine.on(Overloaded("full")) if isinstance(each, SendControl)]
+    assert not named("send_control", Played().play(*TO_RESERVE, (Overloaded("full"), PAIR)))
 
 
 def test_flow_when_a_stream_breaks_then_the_rest_migrates_with_the_tokens_so_far() -> None:
-    machine = flow()
-    played(machine, *TO_DECODE, FINISHED[0], FINISHED[1], Disconnected("gone"))
-    (call,) = machine.on(PAIR)
-    assert isinstance(call, CallWorker)
-    assert list(call.request.token_ids) == [1, 2, 3, 10, 11, 12]
-    assert (call.request.num_resumed_output_tokens, call.request.sampling.max_tokens) == (3, 5)
+    *_, (_, _, call) = Played().play(*TO_DECODE, FINISHED[0], FINISHED[1], (Disconnected("gone"), PAIR))
+    assert list(call.token_ids) == [1, 2, 3, 10, 11, 12]
+    assert (call.num_resumed_output_tokens, call.sampling.max_tokens) == (3, 5)
 
 
 def test_flow_when_only_the_end_was_lost_then_it_ends_as_complete() -> None:
-    machine = flow()
+    played = Played()
     chunk = Chunk(token_ids=token_ids(range(8)))  # as many as were requested
-    *_, last = played(machine, *TO_DECODE, chunk, Disconnected("gone"))
+    *_, last = played.play(*TO_DECODE, chunk, Disconnected("gone"))
     assert last == Chunk(finish_reason=FinishReason.LENGTH)
-    assert machine.state is State.ENDED
+    assert played.flow.state is State.ENDED
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_flow_when_calls_keep_failing_then_the_limit_ends_it_with_the_last_error(count: int) -> None:
-    machine = flow(retries=count)
-    played(machine, Signal.START)
-    last: Sequence[Action] = ()
-    for number in range(count + 1):
-        assert machine.state is State.SELECTING
-        last = played(machine, PAIR, Disconnected(str(number)))
-    assert isinstance(last[-1], Disconnected)
-    assert last[-1].message == str(count)
+    played = Played(retries=count)
+    last = played.play(*TO_PREFILL, *[(Disconnected("gone"), PAIR)] * count, Disconnected("last"))[-1]
+    assert isinstance(last, Disconnected)
+    assert last.message == "last"
 
 
 def test_flow_when_workers_do_not_accept_it_then_no_retry_is_counted() -> None:
-    machine = flow(retries=0)
-    *_, select = played(machine, Signal.START, ALONE, Draining("leaves"))
-    assert select == SelectWorkers(1, frozenset([4]), None, False)
+    *_, select, _ = Played(retries=0).play((Signal.START, ALONE), (Draining("leaves"), PAIR))
+    assert select == ("select", 1, frozenset([4]), None, False)
 
 
 @pytest.mark.parametrize("error", [RequestRejected("no"), TransferMismatch("differ")])
 def test_flow_when_an_error_is_not_a_workers_then_it_ends(error: DynamoError) -> None:
-    machine = flow()
-    events = (Signal.START, error) if isinstance(error, TransferMismatch) else (*TO_DECODE, error)
-    assert played(machine, *events)[-1] is error
-    assert machine.state is State.ENDED
+    played = Played()
+    events = ((Signal.START, error),) if isinstance(error, TransferMismatch) else (*TO_DECODE, error)
+    assert played.play(*events)[-1] is error
+    assert played.flow.state is State.ENDED
 
 
 def test_flow_when_prefill_returns_no_kv_then_it_is_retried() -> None:
-    machine = flow()
-    *_, recorded, _ = played(machine, Signal.START, PAIR, Chunk(finish_reason=FinishReason.KV_TRANSFER))
-    assert isinstance(recorded, RecordFailure)
-    assert isinstance(recorded.error, StreamIncomplete)
+    recorded, *_ = Played().play(*TO_PREFILL, (Chunk(finish_reason=FinishReason.KV_TRANSFER), PAIR))
+    assert recorded[0] == "record_failure"
+    assert isinstance(recorded[2], StreamIncomplete)
 
 
 def test_flow_when_there_are_no_workers_then_it_waits_and_tries_unproven_pairs_before_it_ends() -> None:
-    machine = flow(hold_s=3.0)
-    assert played(machine, Signal.START, NONE) == (WaitForWorkers(3.0),)
-    assert machine.on(Signal.WORKERS_CHANGED) == (SELECT,)
-    assert machine.on(NONE) == (WaitForWorkers(3.0),)
-    assert machine.on(Signal.WAIT_TIMED_OUT) == (SelectWorkers(0, frozenset(), None, True),)
-    assert machine.on(NONE) == (NONE,)
+    played = Played(hold_s=3.0)
+    assert played.on(Signal.START, NONE) == [SELECT, ("wait_for_workers", 3.0)]
+    assert played.on(Signal.WORKERS_CHANGED, NONE) == [SELECT, ("wait_for_workers", 3.0)]
+    assert played.on(Signal.WAIT_TIMED_OUT, NONE) == [("select", 0, frozenset(), None, True), NONE]
 
 
 def test_flow_when_all_workers_failed_then_they_are_tried_again_after_pauses_that_double() -> None:
-    machine, limits = flow(retries=2, hold_s=3.0), []
-    played(machine, Signal.START)
+    played, limits = Played(retries=2, hold_s=3.0), []
+    played.on(Signal.START, ALONE)
     for _ in range(2):
-        (wait,) = played(machine, ALONE, Draining("leaves"), NONE)
-        assert isinstance(wait, WaitForWorkers)
-        limits.append(wait.limit_s)
-        (again,) = played(machine, Signal.WAIT_TIMED_OUT, NONE)
-        assert isinstance(again, SelectWorkers)
-        assert again.excluded == frozenset()
+        ((_, limit_s),) = named("wait_for_workers", played.on(Draining("leaves"), NONE))
+        limits.append(limit_s)
+        again = named("select", played.on(Signal.WAIT_TIMED_OUT, NONE, ALONE))[-1]
+        assert again[2] == frozenset()
     assert limits == [1.0, 2.0]
-    last_try = played(machine, ALONE, Draining("for good"), NONE)
-    assert [each.is_last_resort for each in last_try if isinstance(each, SelectWorkers)] == [True]
-    (error,) = machine.on(NONE)
-    assert isinstance(error, Draining)
+    last_try = played.on(Draining("for good"), NONE, NONE)
+    assert [is_last_resort for *_, is_last_resort in named("select", last_try)] == [False, True]
+    assert isinstance(last_try[-1], Draining)
 
 
 def test_flow_when_all_workers_are_full_then_it_does_not_wait() -> None:
-    machine = flow(hold_s=3.0)
-    assert played(machine, Signal.START, ALONE, Overloaded("full"), NONE) == (
-        SelectWorkers(1, frozenset([4]), None, True),
-    )
-    (error,) = machine.on(NONE)
+    *_, select, error = Played(hold_s=3.0).play((Signal.START, ALONE), (Overloaded("full"), NONE, NONE))
+    assert select == ("select", 1, frozenset([4]), None, True)
     assert isinstance(error, Overloaded)
 
 
 def test_probe_when_it_fails_then_it_ends_at_once_and_records_only_the_transfer() -> None:
     error = TransferFailed("broke")
-    probe = GenerationFlow(request(), RouteTrace(), PipelineOptions(), PAIR)
-    assert phases(probe.on(Signal.START)) == [(1, Phase.PREFILL)]
-    assert played(probe, kv_chunk("t"), error) == (RecordTransfer((1, 2), error), FREED, error)
-    assert probe.state is State.ENDED
+    played = Played(PAIR)
+    assert phases(played.on(Signal.START)) == [(1, Phase.PREFILL)]
+    assert played.play(kv_chunk("t"), error) == [("record_transfer", (1, 2), error), FREED, error]
+    assert played.flow.state is State.ENDED
 
 
 def test_probe_when_it_passes_then_its_caller_records_it() -> None:
-    probe = GenerationFlow(request(), RouteTrace(), PipelineOptions(), PAIR)
-    assert played(probe, Signal.START, kv_chunk("t"), FINISHED[0]) == (FETCHED, FINISHED[0])
+    assert Played(PAIR).play(Signal.START, kv_chunk("t"), FINISHED[0]) == [FETCHED, FINISHED[0]]
