@@ -5,6 +5,7 @@ A normalized item is the JSON object that `input_items` lists.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +16,7 @@ from dynamo_trtllm.tokenization.base import Message, ToolCall
 
 Item: TypeAlias = dict[str, Any]
 
+_TURN_ORDER: Final = {"reasoning": 0, "message": 1, "function_call": 2}  # Harmony's, within an assistant's turn
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
@@ -46,59 +48,46 @@ def characters(items: Iterable[Item]) -> int:
     )
 
 
-class _Turn:
-    """An assistant's turn, built item by item in Harmony's order: reasoning, then text, then calls."""
-
-    def __init__(self) -> None:
-        self.reasoning: list[str] = []
-        self.content: list[str] = []
-        self.calls: list[ToolCall] = []
-
-    def take(self) -> list[Message]:
-        """Return the turn as a message and start the next. Reasoning without text or calls is dropped."""
-        reasoning, content, calls = self.reasoning, self.content, self.calls
-        self.reasoning, self.content, self.calls = [], [], []
-        if not content and not calls:
-            return []
-        return [
-            Message(
-                role="assistant",
-                content="\n".join(content),
-                reasoning="\n".join(reasoning) or None,
-                tool_calls=tuple(calls),
-            )
-        ]
-
-
 def messages_of(items: Iterable[Item]) -> list[Message]:
     """Convert items to messages. Raises InvalidRequest for a function result without a call."""
     all_items = list(items)
     answered = {item["call_id"] for item in all_items if item["type"] == "function_call_output"}
     called: set[str] = set()
     messages: list[Message] = []
-    turn = _Turn()
+    turn: list[Item] = []  # of the assistant
     for item in all_items:
-        match item["type"]:
-            case "reasoning":
-                if turn.content or turn.calls:
-                    messages += turn.take()
-                turn.reasoning.append(_said(item["content"] or item["summary"]))
-            case "function_call":
-                if item["status"] == "incomplete" and item["call_id"] not in answered:
-                    continue  # the call was cut off and never made
-                called.add(item["call_id"])
-                turn.calls.append(ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"]))
-            case "message" if item["role"] == "assistant":
-                if turn.calls:
-                    messages += turn.take()
-                turn.content.append(_said(item["content"]))
-            case "message":
-                messages += turn.take()
-                messages.append(Message(role=item["role"], content=_said(item["content"])))
-            case _:
-                messages += turn.take()
-                messages.append(_result(item, called))
-    return messages + turn.take()
+        kind = item["type"]
+        if kind == "function_call" and item["status"] == "incomplete" and item["call_id"] not in answered:
+            continue  # the call was cut off and never made
+        is_assistant = kind != "function_call_output" and item.get("role", "assistant") == "assistant"
+        if turn and not (is_assistant and _TURN_ORDER[kind] >= _TURN_ORDER[turn[-1]["type"]]):
+            messages += _assistant(turn)
+            turn = []
+        if is_assistant:
+            turn.append(item)
+        elif kind == "message":
+            messages.append(Message(role=item["role"], content=_said(item["content"])))
+        else:
+            messages.append(_result(item, called))
+        if kind == "function_call":
+            called.add(item["call_id"])
+    return messages + _assistant(turn)
+
+
+def _assistant(turn: Iterable[Item]) -> list[Message]:
+    """Return the message of an assistant's turn. Reasoning without text or calls is dropped."""
+    by_type: defaultdict[str, list[Item]] = defaultdict(list)
+    for item in turn:
+        by_type[item["type"]].append(item)
+    content = "\n".join(_said(item["content"]) for item in by_type["message"])
+    reasoning = "\n".join(_said(item["content"] or item["summary"]) for item in by_type["reasoning"])
+    calls = tuple(
+        ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"])
+        for item in by_type["function_call"]
+    )
+    if not by_type["message"] and not calls:
+        return []
+    return [Message(role="assistant", content=content, reasoning=reasoning or None, tool_calls=calls)]
 
 
 def _said(parts: Iterable[Item]) -> str:
