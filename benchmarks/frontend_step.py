@@ -95,7 +95,8 @@ def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
 
     def work() -> None:
         plan = prepare_chat(body, SERVED, "r", 0.0)
-        events = CHAT.encoder(ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body, plan)
+        events = CHAT.builder(ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body, plan)
+        events.start()
         outputs = [ChoiceState(prepared, index) for index, prepared in enumerate(plan.choices)]
         for chunk in chunks:
             for output in outputs:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import orjson
 
@@ -24,32 +24,44 @@ from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs, prompt_log
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
+from dynamo_trtllm.tokenization.base import ServedModel, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
-CHAT_COMPLETION = "chat.completion"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 _END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
 _NO_USAGE = b'"usage":null' + _END
-_Wrap: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-class CompletionSseEncoder:
-    """An encoder of the events of chat and text completions. Pure: it returns bytes and sends nothing."""
+class CompletionBuilder:
+    """One chat or text completion: the encoder of its events if it is streamed, otherwise its aggregator. Pure."""
 
     def __init__(
-        self, kind: str, choice: type[_TextChoice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
+        self, choice: type[_TextChoice], meta: ResponseMeta, body: SamplingFields, plan: GenerationPlan
     ) -> None:
-        self._base = _base(kind, meta)
+        kind = choice.event_kind if body.stream else choice.kind
+        self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
         self._include_usage = body.include_usage
-        returned = _returned(plan)
-        self._choices = [choice(at, first, self._wrap, plan) for at, first in enumerate(returned)]
+        # One request for each choice of the response. The candidates of a prompt differ only in their seeds.
+        returned = [each for each in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
+        end = {"usage": None} if self._include_usage else {}
+        self._choices = [choice(at, each, self._base, end) for at, each in enumerate(returned)]
         # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
         self._counts = [[len(each.request.token_ids), 0] for each in returned] if body.continuous_usage else None
+
+    # --- complete ------------------------------------------------------------------------------------------
+
+    def push(self, delta: ChoiceDelta) -> None:
+        self._choices[delta.index].push(delta)
+
+    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
+        """Return the response body. Called once, after each choice's delta with `finish`."""
+        return self._complete([choice.body() for choice in self._choices], usage, extras)
+
+    # --- streamed ------------------------------------------------------------------------------------------
 
     def start(self) -> bytes:
         """Return the events before the first delta. Called once, right before it."""
@@ -64,7 +76,7 @@ class CompletionSseEncoder:
         """Return the last events of the stream: totals if the client asked for them, and the end mark."""
         if not self._include_usage and not extras:
             return DONE
-        return event(_complete(self._base, [], usage, extras)) + DONE
+        return event(self._complete([], usage, extras)) + DONE
 
     def error(self, error: DynamoError) -> bytes:
         """Return the events that end a stream with an error after its headers were sent."""
@@ -78,91 +90,13 @@ class CompletionSseEncoder:
         counts[1] += tokens
         return events.replace(_NO_USAGE, b'"usage":' + orjson.dumps(_token_counts(*counts)) + _END)
 
-    def _wrap(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Return the object around a choice."""
-        chunk = self._base | {"choices": [choice]}
-        return chunk | {"usage": None} if self._include_usage else chunk
-
-
-@dataclass(slots=True)
-class _Output:
-    """The collected output of one choice."""
-
-    content: list[str]
-    reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish: str | None = None
-
-    def push(self, delta: ChoiceDelta) -> None:
-        self.content.append(delta.content)
-        self.reasoning.append(delta.reasoning)
-        self.logprobs.extend(delta.logprobs)
-        self.token_ids.extend(delta.token_ids)
-        if delta.prompt_logprobs:
-            self.prompt_logprobs = delta.prompt_logprobs
-        for call in delta.tool_calls:
-            if call.name is not None:
-                self.calls[call.index] = (call.name, [])
-            self.calls[call.index][1].append(call.arguments)
-        self.finish = delta.finish
-
-
-class CompletionAggregator:
-    """Aggregate deltas into the body of a chat or text completion."""
-
-    def __init__(
-        self,
-        kind: str,
-        choice: Callable[[_Output, Renderer], dict[str, Any]],
-        meta: ResponseMeta,
-        body: SamplingFields,
-        plan: GenerationPlan,
-    ) -> None:
-        """`choice` returns the fields of a choice beside its index, finish reason and token ids."""
-        self._base = _base(kind, meta)
-        self._is_chat = kind == CHAT_COMPLETION
-        self._choice = choice
-        self._renderer = plan.renderer
-        self._returned = _returned(plan)
-        self._outputs = [_Output([each.echo]) for each in self._returned]
-
-    def push(self, delta: ChoiceDelta) -> None:
-        self._outputs[delta.index].push(delta)
-
-    def body(self, usage: Usage, extras: Extras) -> dict[str, Any]:
-        """Return the response body. Called once, after each choice's delta with `finish`."""
-        choices = [
-            {"index": index, **self._choice(output, self._renderer), "finish_reason": output.finish}
-            for index, output in enumerate(self._outputs)
-        ]
-        base = self._base
-        for choice, requested, output in zip(choices, self._returned, self._outputs, strict=True):
-            if requested.options.returns_token_ids:
-                choice["token_ids"] = output.token_ids
-                (base if self._is_chat else choice).update(_first_fields(requested))
-            if output.prompt_logprobs:
-                scored = prompt_logprobs(output.prompt_logprobs, self._renderer)
-                (base if self._is_chat else choice)["prompt_logprobs"] = scored
-        return _complete(base, choices, usage, extras)
-
-
-def _base(kind: str, meta: ResponseMeta) -> dict[str, Any]:
-    return {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
-
-
-def _complete(base: dict[str, Any], choices: list[dict[str, Any]], usage: Usage, extras: Extras) -> dict[str, Any]:
-    body = base | {
-        "choices": choices,
-        "usage": _token_counts(usage.prompt_tokens, usage.completion_tokens)
-        | {
+    def _complete(self, choices: list[dict[str, Any]], usage: Usage, extras: Extras) -> dict[str, Any]:
+        details = {
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        },
-    }
-    return body | extras
+        }
+        counts = _token_counts(usage.prompt_tokens, usage.completion_tokens)
+        return {**self._base, "choices": choices, "usage": counts | details, **extras}
 
 
 def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -173,35 +107,72 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-def _returned(plan: GenerationPlan) -> list[ChoiceRequest]:
-    """Return a request for each choice of the response. The candidates of a prompt differ only in their seeds."""
-    return [choice_request for choice_request in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
-
-
-def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
-    """Return the parts of the event before and after its only `PLACEHOLDER`."""
-    before, after = event(value).split(b'"\\u0000"')
-    return before, after
-
-
 class _TextChoice:
-    """The events of one choice."""
+    """One choice of a completion: its events, or the output that is collected from its deltas.
 
+    Args:
+        base: the fields of the response before its choices.
+        end: the fields of an event after its choice.
+    """
+
+    kind = event_kind = "text_completion"
+    _has_prompt = True  # fields of the prompt are part of the choice; False: of the response
     _key = "text"  # the field with the delta
     _last: Any = ""  # the delta of the last event
 
-    def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
+    def __init__(self, index: int, choice_request: ChoiceRequest, base: dict[str, Any], end: Mapping[str, Any]) -> None:
         self._index = index
-        self._wrap = wrap
-        self._echo = choice_request.echo
-        self._renderer = plan.renderer
+        self._base, self._end = base, end
+        self._request = choice_request
+        self._renderer = choice_request.renderer
         self._first = _first_fields(choice_request)
         self._offset = 0  # characters of the tokens whose log-probabilities were sent
-        self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        # The output of a choice that is not streamed.
+        self._content = [choice_request.echo]
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[str, list[str]]] = {}
+        self._logprobs: list[TokenLogprob] = []
+        self._token_ids: list[int] = []
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._finish: str | None = None
+
+    # --- complete ------------------------------------------------------------------------------------------
+
+    def push(self, delta: ChoiceDelta) -> None:
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        self._logprobs.extend(delta.logprobs)
+        self._token_ids.extend(delta.token_ids)
+        if delta.prompt_logprobs:
+            self._prompt_logprobs = delta.prompt_logprobs
+        for call in delta.tool_calls:
+            if call.name is not None:
+                self._calls[call.index] = (call.name, [])
+            self._calls[call.index][1].append(call.arguments)
+        self._finish = delta.finish
+
+    def body(self) -> dict[str, Any]:
+        """Return the complete choice. Called once."""
+        choice = {"index": self._index, **self._output(), "finish_reason": self._finish}
+        around = choice if self._has_prompt else self._base
+        if self._request.options.returns_token_ids:
+            choice["token_ids"] = self._token_ids
+        around.update(self._first)
+        if self._prompt_logprobs:
+            around["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs, self._renderer)
+        return choice
+
+    def _output(self) -> dict[str, Any]:
+        logprobs = text_logprobs(self._logprobs, self._renderer, 0)[0] if self._logprobs else None
+        return {"text": "".join(self._content), "logprobs": logprobs}
+
+    # --- streamed ------------------------------------------------------------------------------------------
 
     def start(self) -> bytes:
-        first, self._first = self._first, {}
-        return event(self._chunk(self._echo, **first)) if self._echo or first else b""
+        """Return the events before the first delta, and build the constant part of those that follow."""
+        self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        echo = self._request.echo
+        return event(self._chunk(echo, **self._first)) if echo or self._first else b""
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         data = self._delta(delta)
@@ -220,21 +191,40 @@ class _TextChoice:
 
     def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
         choice = {"index": self._index, self._key: delta, "logprobs": logprobs, "finish_reason": finish}
-        return self._wrap(choice | more)
+        return {**self._base, "choices": [choice | more], **self._end}
+
+
+def _split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
+    """Return the parts of the event before and after its only `PLACEHOLDER`."""
+    before, after = event(value).split(b'"\\u0000"')
+    return before, after
 
 
 class _ChatChoice(_TextChoice):
+    kind, event_kind = "chat.completion", "chat.completion.chunk"
+    _has_prompt = False
     _key, _last = "delta", {}
 
-    def __init__(self, index: int, choice_request: ChoiceRequest, wrap: _Wrap, plan: GenerationPlan) -> None:
-        super().__init__(index, choice_request, wrap, plan)
-        before, after = self._around_delta
-        self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
-        self._after_text = b"}" + after
+    def _output(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
+        if reasoning := "".join(self._reasoning):
+            message |= _reasoning(reasoning)
+        if self._calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [
+                {"id": tool_call_id(), "type": "function", "function": {"name": name, "arguments": "".join(arguments)}}
+                for name, arguments in self._calls.values()
+            ]
+        return {
+            "message": message,
+            "logprobs": chat_logprobs(self._logprobs, self._renderer) if self._logprobs else None,
+        }
 
     def start(self) -> bytes:
-        first, self._first = self._first, {}
-        return event(self._chunk({"role": "assistant", "content": "", "refusal": None}) | first)
+        before, after = self._around_delta = _split_at_placeholder(self._chunk(PLACEHOLDER))
+        self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
+        self._after_text = b"}" + after
+        return event(self._chunk({"role": "assistant", "content": "", "refusal": None}) | self._first)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
         if delta.content and not (
@@ -291,24 +281,6 @@ def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": tool_call_id(), "type": "function", "function": function}
 
 
-def _chat_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(output.content), "refusal": None}
-    if reasoning := "".join(output.reasoning):
-        message |= _reasoning(reasoning)
-    if output.calls:
-        message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {"id": tool_call_id(), "type": "function", "function": {"name": name, "arguments": "".join(arguments)}}
-            for name, arguments in output.calls.values()
-        ]
-    return {"message": message, "logprobs": chat_logprobs(output.logprobs, renderer) if output.logprobs else None}
-
-
-def _text_choice(output: _Output, renderer: Renderer) -> dict[str, Any]:
-    logprobs = text_logprobs(output.logprobs, renderer, 0)[0] if output.logprobs else None
-    return {"text": "".join(output.content), "logprobs": logprobs}
-
-
 def tool_call_id() -> str:
     """Return a new id. It is unique, because clients send it back in later turns together with other ids."""
     return f"call-{secrets.token_hex(8)}"
@@ -323,13 +295,15 @@ class CompletionAdapter(Generic[B]):
     body: type[B]
     prompt: frozenset[str]
     prepare: Callable[[B, ServedModel, str, float], GenerationPlan]
-    encoder: Callable[[ResponseMeta, B, GenerationPlan], CompletionSseEncoder]
-    aggregator: Callable[[ResponseMeta, B, GenerationPlan], CompletionAggregator]
+    choice: type[_TextChoice]
 
     async def resolve(
         self, body: B, served: ServedModel, request_id: str, deadline: float
     ) -> tuple[Callable[[], GenerationPlan], int]:
         return functools.partial(self.prepare, body, served, request_id, deadline), 0
+
+    def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> CompletionBuilder:
+        return CompletionBuilder(self.choice, meta, body, plan)
 
     async def on_complete(self, answer: object) -> None:
         pass
@@ -341,8 +315,7 @@ CHAT = CompletionAdapter(
     body=ChatRequest,
     prompt=frozenset({"messages", "tools"}),
     prepare=prepare_chat,
-    encoder=functools.partial(CompletionSseEncoder, "chat.completion.chunk", _ChatChoice),
-    aggregator=functools.partial(CompletionAggregator, CHAT_COMPLETION, _chat_choice),
+    choice=_ChatChoice,
 )
 TEXT = CompletionAdapter(
     endpoint="completions",
@@ -350,6 +323,5 @@ TEXT = CompletionAdapter(
     body=CompletionRequest,
     prompt=frozenset({"prompt"}),
     prepare=prepare_text,
-    encoder=functools.partial(CompletionSseEncoder, "text_completion", _TextChoice),
-    aggregator=functools.partial(CompletionAggregator, "text_completion", _text_choice),
+    choice=_TextChoice,
 )

@@ -77,6 +77,7 @@ class GenerationPlan:
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
+    items: tuple[dict[str, Any], ...] = ()  # of `/v1/responses`: those of earlier turns, then those of the request
 
     @property
     def renderer(self) -> Renderer:

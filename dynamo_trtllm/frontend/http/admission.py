@@ -235,26 +235,23 @@ class PlanningTime:
 
 
 class InFlight:
-    """The generations in progress, by response id."""
+    """The generations in progress, by response id: the builder of the response and the task."""
 
     def __init__(self) -> None:
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, tuple[object, asyncio.Task[None]]] = {}
         self._cancelled: set[str] = set()
 
-    def __contains__(self, answer_id: str) -> bool:
-        return answer_id in self._tasks
+    def builder(self, answer_id: str) -> object:
+        """Return the builder of a response; None if no generation has this id."""
+        return self._running.get(answer_id, (None, None))[0]
 
-    def cancel(self, answer_id: str) -> bool:
-        """Cancel a generation, which then fails with `Cancelled`. Return False if no generation has this id."""
-        task = self._tasks.get(answer_id)
-        if task is None:
-            return False
+    def cancel(self, answer_id: str) -> None:
+        """Cancel a generation in progress, which then fails with `Cancelled`."""
         self._cancelled.add(answer_id)
-        task.cancel()
-        return True
+        self._running[answer_id][1].cancel()
 
     @contextmanager
-    def track(self, answer_id: str) -> Iterator[None]:
+    def track(self, answer_id: str, builder: object) -> Iterator[None]:
         """Register the current task as the generation of this id while the context is open.
 
         Raises:
@@ -262,7 +259,7 @@ class InFlight:
         """
         task = asyncio.current_task()
         assert task is not None
-        self._tasks[answer_id] = task
+        self._running[answer_id] = builder, task
         try:
             yield
         except asyncio.CancelledError:
@@ -270,7 +267,7 @@ class InFlight:
                 raise errors.Cancelled(f"{answer_id} was cancelled on request") from None
             raise
         finally:
-            del self._tasks[answer_id]
+            del self._running[answer_id]
             self._cancelled.discard(answer_id)
 
 

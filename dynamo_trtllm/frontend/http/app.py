@@ -163,7 +163,6 @@ class ResponseRoutes:
     Responses in progress are known only to their own frontend, stored ones to all frontends that share a store.
     """
 
-    _responses: ResponsesAdapter
     _store: ResponseStore
     _running: InFlight
 
@@ -192,9 +191,10 @@ class ResponseRoutes:
     async def cancel(self, request: HttpRequest, response: HttpResponse) -> None:
         """Cancel a response in progress, prefill and decode. A response that has ended is returned unchanged."""
         builder = self._running_builder(request)
-        if builder is None or not self._running.cancel(builder.id):
+        if builder is None:
             response.send_json(200, (await self._store.get(_id(request))).response)
             return
+        self._running.cancel(builder.id)
         cancelled = builder.cancelled()
         if (packed := builder.pack(cancelled)) is not None:
             await self._store.put(builder.id, packed, builder.client)
@@ -206,8 +206,8 @@ class ResponseRoutes:
         return builder if builder is not None and builder.stored else None
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
-        response_id = _id(request)
-        return self._responses.builders.get(response_id) if response_id in self._running else None
+        builder = self._running.builder(_id(request))
+        return builder if isinstance(builder, ResponseBuilder) else None
 
 
 def _id(request: HttpRequest) -> str:
@@ -268,7 +268,6 @@ class FrontendApp(NamedTuple):
     """The app of a frontend: the handler of its requests, and what belongs to it."""
 
     router: Router
-    running: InFlight
     traces: TraceExporter | None  # sends nothing before its `run`
     close_responses: Callable[[], Awaitable[None]]
 
@@ -311,12 +310,11 @@ def build_app(
         max_bytes=limits.max_value_bytes,
         on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
     )
-    responses = ResponsesAdapter(response_store)
-    stored = ResponseRoutes(responses, response_store, app_state.running)
+    stored = ResponseRoutes(response_store, app_state.running)
     routes = [
         Route("POST", "/v1/chat/completions", GenerateEndpoint(CHAT, app_state)),
         Route("POST", "/v1/completions", GenerateEndpoint(TEXT, app_state)),
-        Route("POST", "/v1/responses", GenerateEndpoint(responses, app_state)),
+        Route("POST", "/v1/responses", GenerateEndpoint(ResponsesAdapter(response_store), app_state)),
         Route("GET", "/v1/responses/{id}", stored.retrieve),
         Route("DELETE", "/v1/responses/{id}", stored.delete),
         Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
@@ -332,7 +330,7 @@ def build_app(
         Route("GET", "/docs", docs),
     ]
     router = Router(routes, "; see /docs for the API", config.allowed_origins)
-    return FrontendApp(router, app_state.running, app_state.traces, response_store.aclose)
+    return FrontendApp(router, app_state.traces, response_store.aclose)
 
 
 def _watch(metrics: FrontendMetrics, limiter: ConcurrencyLimiter, budget: BodyBudget, pipeline: Pipeline) -> None:

@@ -29,7 +29,7 @@ from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.frontend.http.request_handler import SseEncoder
+    from dynamo_trtllm.frontend.http.request_handler import AnswerBuilder
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class RequestContext:
         self._ignored = ""  # names of ignored fields, for the response header
         self.extra_fields: frozenset[str] = frozenset()  # of `nvext`, in the response
         self.answer_id = ""  # the id in the response; "" until it is known
-        self.encoder: SseEncoder | None = None  # of a streamed response
+        self.encoder: AnswerBuilder | None = None  # of a streamed response
         self.choices: list[ChoiceState] = []
         self._app_state = app_state
         self._endpoint = endpoint

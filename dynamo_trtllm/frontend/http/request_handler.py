@@ -15,7 +15,7 @@ from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
-from dynamo_trtllm.frontend.generation.completions import CompletionAggregator, CompletionSseEncoder
+from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.http.admission import check_json
@@ -37,8 +37,7 @@ _SAMPLED = 61  # one byte of so many is looked at
 _BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
-SseEncoder: TypeAlias = CompletionSseEncoder | ResponseBuilder
-Aggregator: TypeAlias = CompletionAggregator | ResponseBuilder
+AnswerBuilder: TypeAlias = CompletionBuilder | ResponseBuilder
 
 
 class ApiAdapter(Protocol[B]):
@@ -59,12 +58,11 @@ class ApiAdapter(Protocol[B]):
             is safe in a thread, and raises RequestError if the request is wrong or not supported.
         """
 
-    def encoder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> SseEncoder: ...
-
-    def aggregator(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> Aggregator: ...
+    def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> AnswerBuilder:
+        """Return the encoder of the response's events if it is streamed, otherwise its aggregator."""
 
     async def on_complete(self, answer: Any) -> None:
-        """Handle a complete response before its last part is sent. `answer`: what `encoder` or `aggregator` gave."""
+        """Handle a complete response before its last part is sent. `answer`: what `builder` returned."""
 
 
 def _session_id(request: HttpRequest) -> str:
@@ -132,13 +130,13 @@ class GenerateEndpoint(Generic[B]):
         response.deadline = context.deadline
         await context.begin(plan, adapter.id_prefix)
         meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()), client=context.client)
-        if body.stream:
-            context.encoder = adapter.encoder(meta, body, plan)
-        with self._app_state.running.track(context.answer_id):
-            if context.encoder is not None:
-                await self._stream(context, response, context.encoder)
+        builder = adapter.builder(meta, body, plan)
+        with self._app_state.running.track(context.answer_id, builder):
+            if body.stream:
+                context.encoder = builder
+                await self._stream(context, response, builder)
             else:
-                await self._aggregate(context, response, plan, adapter.aggregator(meta, body, plan))
+                await self._aggregate(context, response, plan, builder)
 
     async def _plan(self, context: RequestContext, request: HttpRequest) -> tuple[B, GenerationPlan]:
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
@@ -240,7 +238,7 @@ class GenerateEndpoint(Generic[B]):
             while not arrived.empty():
                 arrived.get_nowait()
 
-    async def _stream(self, context: RequestContext, response: HttpResponse, encoder: SseEncoder) -> None:
+    async def _stream(self, context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
         num_unfinished = len(context.choices)  # all are returned: `best_of` is rejected with `stream`
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
@@ -256,7 +254,7 @@ class GenerateEndpoint(Generic[B]):
                     await response.send_events(data, last=not num_unfinished)
 
     async def _aggregate(
-        self, context: RequestContext, response: HttpResponse, plan: GenerationPlan, aggregator: Aggregator
+        self, context: RequestContext, response: HttpResponse, plan: GenerationPlan, aggregator: AnswerBuilder
     ) -> None:
         candidates: list[ChoiceDelta] = []
         add = aggregator.push if plan.candidates == plan.keep else candidates.append
@@ -280,7 +278,7 @@ class GenerateEndpoint(Generic[B]):
             response.send_error(error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S)
 
 
-def _start(context: RequestContext, response: HttpResponse, encoder: SseEncoder) -> None:
+def _start(context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
     """Send what precedes the first delta."""
     response.start_events(context.served_by())
     if data := encoder.start():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from typing import Any
 
 import httpx
@@ -275,19 +274,6 @@ async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_o
     assert f'dynamo_trtllm_itl_seconds_count{{model="{MODEL}"}} 4.0' in text
     assert f'dynamo_trtllm_prompt_tokens_total{{model="{MODEL}"}} 2.0' in text
     assert f'dynamo_trtllm_output_tokens_total{{model="{MODEL}"}} 8.0' in text
-
-
-async def test_cancel_by_id_then_an_error_ends_the_answer_and_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "token_hex", lambda nbytes: "7" * nbytes)
-    served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()])
-    asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
-    await asyncio.gather(*(one.begun.wait() for one in served.pipeline.each))
-    running, answer_id = served.built.running, "chatcmpl-" + "7" * 16
-    assert not running.cancel("chatcmpl-other")
-    assert running.cancel(answer_id)
-    assert events(await asking)[-1]["error"]["code"] == "cancelled"
-    assert served.pipeline.running == 0
-    assert not running.cancel(answer_id)
 
 
 # --- the parts -----------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import orjson
 
@@ -44,13 +43,6 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsePlan(GenerationPlan):
-    """A generation plan with the items of its conversation."""
-
-    items: tuple[Item, ...]  # those of earlier turns, then those of the request
 
 
 def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
@@ -92,7 +84,7 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 class ResponseBuilder:
     """One response in progress: the encoder of its numbered events if it is streamed, otherwise its aggregator."""
 
-    def __init__(self, meta: ResponseMeta, body: ResponseRequest, plan: ResponsePlan, max_stored_bytes: int) -> None:
+    def __init__(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan, max_stored_bytes: int) -> None:
         self.id = meta.id
         self.client = meta.client
         self.stored = body.store
@@ -256,7 +248,7 @@ def _format(body: ResponseRequest) -> dict[str, Any]:
 
 
 class ResponsesAdapter:
-    """The adapter of `/v1/responses`. `builders` has the responses in progress, by id, until their requests end."""
+    """The adapter of `/v1/responses`."""
 
     endpoint = "responses"
     body = ResponseRequest
@@ -265,11 +257,10 @@ class ResponsesAdapter:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self.id_prefix = store.id_prefix
-        self.builders: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
 
     async def resolve(
         self, body: ResponseRequest, served: ServedModel, request_id: str, deadline: float
-    ) -> tuple[Callable[[], ResponsePlan], int]:
+    ) -> tuple[Callable[[], GenerationPlan], int]:
         """Read all items that the request refers to, and return the work that plans it.
 
         Raises:
@@ -294,19 +285,15 @@ class ResponsesAdapter:
                 field="store",
             )
 
-        def prepare() -> ResponsePlan:
+        def prepare() -> GenerationPlan:
             conversation, options = _conversation(body, items), _options(body, served.card)
             plan = prepare_conversation(conversation, options, served, request_id, deadline)
-            return ResponsePlan(choices=plan.choices, items=tuple(items))
+            return replace(plan, items=tuple(items))
 
         return prepare, size
 
-    def encoder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
-        assert isinstance(plan, ResponsePlan)
-        builder = self.builders[meta.id] = ResponseBuilder(meta, body, plan, self._store.max_bytes)
-        return builder
-
-    aggregator = encoder
+    def builder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
+        return ResponseBuilder(meta, body, plan, self._store.max_bytes)
 
     async def on_complete(self, answer: ResponseBuilder) -> None:
         if answer.packed is not None:
