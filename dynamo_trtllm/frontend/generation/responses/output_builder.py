@@ -42,46 +42,48 @@ def formatted_head(event: Event) -> bytes:
 OutputEvent: TypeAlias = Event | TextDelta
 
 
-class _TextKind(NamedTuple):
-    """The differences between reasoning items and messages on the wire."""
+class _Kind(NamedTuple):
+    """What distinguishes a kind of items on the wire."""
 
-    prefix: str
+    prefix: str  # of the id
     head: Mapping[str, Any]
-    part: Mapping[str, Any]
-    has_logprobs: bool
-
-    @property
-    def event(self) -> str:
-        kind: str = self.part["type"]
-        return kind
+    event: str  # the name of the events of its text
+    part: Mapping[str, Any] | None = None  # the content part that has the text; None: the text is a call's arguments
 
 
-_REASONING: Final = _TextKind("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text"}, False)
-_MESSAGE: Final = _TextKind(
-    "msg", {"type": "message", "role": "assistant"}, {"type": "output_text", "annotations": []}, True
+_REASONING: Final = _Kind("rs", {"type": "reasoning", "summary": []}, "reasoning_text", {"type": "reasoning_text"})
+_MESSAGE: Final = _Kind(
+    "msg", {"type": "message", "role": "assistant"}, "output_text", {"type": "output_text", "annotations": []}
 )
+_CALL: Final = _Kind("fc", {"type": "function_call"}, "function_call_arguments")
 
 
-class _TextItem:
-    """A reasoning item or a message: one content part of text, built delta by delta."""
+class _Item:
+    """An item whose text is built delta by delta. `call`: the fields of a function call before its arguments."""
 
-    def __init__(self, kind: _TextKind, item_id: str, index: int) -> None:
+    def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
         self.kind = kind
-        self._id = item_id
+        self._id = output_id(kind.prefix, response_id, index)
         self._index = index
+        self._call = call
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._delta = _text_delta(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
 
     def item(self, status: str) -> Item:
-        return {"id": self._id, **self.kind.head, "status": status, "content": [self._part("".join(self._texts))]}
+        text = "".join(self._texts)
+        body = {**self._call, "arguments": text} if self.kind.part is None else {"content": [self._part(text)]}
+        return {"id": self._id, **self.kind.head, "status": status, **body}
 
     def start(self) -> Iterator[Event]:
-        empty = {"id": self._id, **self.kind.head, "status": "in_progress", "content": []}
-        yield _event("output_item.added", self._index, item=empty)
-        yield self._event("content_part.added", part=self._part(""))
+        item = self.item("in_progress")
+        if self.kind.part is None:
+            yield _event("output_item.added", self._index, item=item)
+        else:
+            yield _event("output_item.added", self._index, item=item | {"content": []})
+            yield self._event("content_part.added", part=self._part(""))
 
-    def text(self, text: str, logprobs: list[dict[str, Any]]) -> OutputEvent:
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent:
         self._texts.append(text)
         if not logprobs:
             return TextDelta(self._delta.template, self._delta.prefix, text)
@@ -90,46 +92,21 @@ class _TextItem:
 
     def finish(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
-        yield self._event(f"{self.kind.event}.done", text=text, **self._with_logprobs(_without_bytes(self._logprobs)))
-        yield self._event("content_part.done", part=self._part(text))
+        field = {"arguments" if self.kind.part is None else "text": text}
+        yield self._event(f"{self.kind.event}.done", **field, **self._with_logprobs(_without_bytes(self._logprobs)))
+        if self.kind.part is not None:
+            yield self._event("content_part.done", part=self._part(text))
         yield _event("output_item.done", self._index, item=self.item(status))
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return _event(kind, self._index, item_id=self._id, content_index=0, **fields)
+        content = {} if self.kind.part is None else {"content_index": 0}
+        return _event(kind, self._index, item_id=self._id, **content, **fields)
 
     def _part(self, text: str) -> dict[str, Any]:
-        return {**self.kind.part, "text": text, **self._with_logprobs(list(self._logprobs))}
+        return {**(self.kind.part or {}), "text": text, **self._with_logprobs(list(self._logprobs))}
 
     def _with_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"logprobs": logprobs} if self.kind.has_logprobs else {}
-
-
-class _CallItem:
-    """A function call whose arguments are built delta by delta."""
-
-    def __init__(self, response_id: str, index: int, name: str) -> None:
-        self._id = output_id("fc", response_id, index)
-        self._index = index
-        self._name = name
-        self._call_id = tool_call_id()
-        self._arguments: list[str] = []
-        self._delta = _text_delta(_event("function_call_arguments.delta", index, item_id=self._id))
-
-    def item(self, status: str) -> Item:
-        head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._call_id}
-        return head | {"name": self._name, "arguments": "".join(self._arguments)}
-
-    def start(self) -> Iterator[Event]:
-        yield _event("output_item.added", self._index, item=self.item("in_progress"))
-
-    def arguments(self, text: str) -> TextDelta:
-        self._arguments.append(text)
-        return TextDelta(self._delta.template, self._delta.prefix, text)
-
-    def finish(self, status: str) -> Iterator[Event]:
-        arguments = "".join(self._arguments)
-        yield _event("function_call_arguments.done", self._index, item_id=self._id, arguments=arguments)
-        yield _event("output_item.done", self._index, item=self.item(status))
+        return {"logprobs": logprobs} if self.kind is _MESSAGE else {}
 
 
 class OutputBuilder:
@@ -139,7 +116,7 @@ class OutputBuilder:
         self._response_id = response_id
         self._renderer = renderer
         self._done: list[Item] = []
-        self._open: _TextItem | _CallItem | None = None
+        self._open: _Item | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not arrived yet
 
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
@@ -159,7 +136,7 @@ class OutputBuilder:
         if self._open is None:
             return []
         events: list[OutputEvent] = []
-        if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
+        if self._logprobs and self._open.kind is _MESSAGE:
             events.append(self._open.text("", self._take_logprobs()))
         finish_events = list(self._open.finish(status))
         events += finish_events
@@ -171,26 +148,27 @@ class OutputBuilder:
         """Return all items so far. An open item gets `status`."""
         return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
 
-    def _text(self, kind: _TextKind, text: str) -> list[OutputEvent]:
-        opened, events = self._open, []
-        if not isinstance(opened, _TextItem) or opened.kind is not kind:
-            events = self.finish("completed")
-            index = len(self._done)
-            opened = self._open = _TextItem(kind, output_id(kind.prefix, self._response_id, index), index)
-            events += opened.start()
-        events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
+    def _text(self, kind: _Kind, text: str) -> list[OutputEvent]:
+        events = [] if self._open is not None and self._open.kind is kind else self._start(kind)
+        assert self._open is not None
+        events.append(self._open.text(text, self._take_logprobs() if kind is _MESSAGE else ()))
         return events
 
     def _call(self, delta: ToolCallDelta) -> list[OutputEvent]:
         events = []
         if delta.name is not None:
-            events = self.finish("completed")
-            self._open = _CallItem(self._response_id, len(self._done), delta.name)
-            events += self._open.start()
-        assert isinstance(self._open, _CallItem)  # the deltas of a call are consecutive
+            events = self._start(_CALL, call_id=tool_call_id(), name=delta.name)
+        assert self._open is not None
+        assert self._open.kind is _CALL  # the deltas of a call are consecutive
         if delta.arguments:
-            events.append(self._open.arguments(delta.arguments))
+            events.append(self._open.text(delta.arguments))
         return events
+
+    def _start(self, kind: _Kind, **call: Any) -> list[OutputEvent]:
+        """Close the open item and open one."""
+        events = self.finish("completed")
+        self._open = _Item(kind, self._response_id, len(self._done), **call)
+        return [*events, *self._open.start()]
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         """Return the waiting log-probabilities as in chat, but with [] for unknown bytes: null is not allowed here."""
