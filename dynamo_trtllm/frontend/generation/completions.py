@@ -6,10 +6,11 @@ Each engine step gives one event. The constant part of a choice's events is buil
 from __future__ import annotations
 
 import functools
+import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import orjson
 
@@ -20,13 +21,14 @@ from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
-from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.base import ServedModel, ToolCallDelta
+from dynamo_trtllm.messages import TokenLogprob, token_ids
+from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
+HALF_CHARACTER: Final = "\ufffd"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 _END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
 _NO_USAGE = b'"usage":null' + _END
@@ -279,6 +281,62 @@ def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": tool_call_id(), "type": "function", "function": function}
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:
+    """Return the `logprobs` object of a choice of a chat completion."""
+    content = []
+    for each in logprobs:
+        top = [_token(token_id, logprob, renderer) for token_id, logprob in each.top]
+        content.append(_token(each.token_id, each.logprob, renderer) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
+    text = renderer.decode(token_ids((token_id,)))
+    octets = None if HALF_CHARACTER in text else list(text.encode())  # null: the token is only part of a character
+    return {"token": text, "logprob": _finite(logprob), "bytes": octets}
+
+
+def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int) -> tuple[dict[str, Any], int]:
+    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response.
+
+    The first token of a prompt has none: null, as with OpenAI.
+    """
+    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for each in logprobs:
+        text, has_value = text_of(each.token_id), not math.isnan(each.logprob)
+        top = {text_of(token_id): _finite(logprob) for token_id, logprob in each.top}
+        found["tokens"].append(text)
+        found["token_logprobs"].append(_finite(each.logprob) if has_value else None)
+        found["top_logprobs"].append(top if has_value else None)
+        found["text_offset"].append(offset)
+        offset += len(text)
+    return found, offset
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: by token id, each token of the prompt and its alternatives.
+
+    The first token has none. A rank is known for the alternatives.
+    """
+    text_of = functools.cache(lambda token_id: renderer.decode(token_ids((token_id,))))
+    found: list[dict[str, Any] | None] = []
+    for each in logprobs:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, start=1)}
+        values = {each.token_id: each.logprob} | dict(each.top)
+        entries = {
+            str(token_id): {"logprob": _finite(value), "rank": ranks.get(token_id), "decoded_token": text_of(token_id)}
+            for token_id, value in values.items()
+        }
+        found.append(None if math.isnan(each.logprob) else entries)
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can express."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
 
 
 def tool_call_id() -> str:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
-from dynamo_trtllm.frontend.generation.responses.items import messages_of
-from dynamo_trtllm.frontend.generation.responses.output_builder import OutputBuilder, TextDelta
+from dynamo_trtllm.frontend.generation.responses.items import OutputBuilder, TextDelta, messages_of
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import ToolCallDelta
 from tests.unit.frontend.app_helpers import CharacterRenderer

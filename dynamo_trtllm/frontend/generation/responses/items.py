@@ -1,20 +1,28 @@
-"""Convert items of the Responses API to the conversation that a renderer takes. Pure.
+"""Convert items of the Responses API to a conversation, and build output items from deltas. Pure.
 
-A normalized item is the JSON object that `input_items` lists.
+A normalized item is the JSON object that `input_items` lists. Each change of the output gives one event: a JSON object
+without its sequence number. Events that occur per token are formatted from a template. Streamed and aggregated
+responses share this code.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import orjson
 
 from dynamo_trtllm.api.responses import FunctionCallItem, FunctionOutputItem, MessageItem, ReasoningItem
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.generation.responses.response_store import input_id
-from dynamo_trtllm.tokenization.base import Message, ToolCall
+from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
+from dynamo_trtllm.frontend.generation.completions import chat_logprobs, tool_call_id
+from dynamo_trtllm.frontend.generation.responses.response_store import input_id, output_id
+from dynamo_trtllm.messages import TokenLogprob
+from dynamo_trtllm.tokenization.base import Message, Renderer, ToolCall, ToolCallDelta
 
 Item: TypeAlias = dict[str, Any]
+Event: TypeAlias = dict[str, Any]
 
 _TURN_ORDER: Final = {"reasoning": 0, "message": 1, "function_call": 2}  # Harmony's, within an assistant's turn
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
@@ -102,3 +110,182 @@ def _result(item: Item, called: set[str]) -> Message:
             field="input",
         )
     return Message(role="tool", content=item["output"], tool_call_id=item["call_id"])
+
+
+# --- output ----------------------------------------------------------------------------------------------
+
+
+class TextDelta(NamedTuple):
+    """An event that only adds text to the open item."""
+
+    template: Event  # the event without its text
+    prefix: bytes  # the beginning of its bytes
+    text: str = ""
+
+
+def _text_delta(event: Event) -> TextDelta:
+    """Return the constant part of an item's text deltas."""
+    return TextDelta(event, formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":')
+
+
+def formatted_head(event: Event) -> bytes:
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: "
+
+
+OutputEvent: TypeAlias = Event | TextDelta
+
+
+class _Kind(NamedTuple):
+    """What distinguishes a kind of items on the wire."""
+
+    head: Mapping[str, Any]
+    event: str  # the name of the events of its text
+    part: Mapping[str, Any] | None = None  # the content part that has the text; None: the text is a call's arguments
+
+
+_REASONING: Final = _Kind({"type": "reasoning", "summary": []}, "reasoning_text", {"type": "reasoning_text"})
+_MESSAGE: Final = _Kind(
+    {"type": "message", "role": "assistant"}, "output_text", {"type": "output_text", "annotations": []}
+)
+_CALL: Final = _Kind({"type": "function_call"}, "function_call_arguments")
+
+
+class _Item:
+    """An item whose text is built delta by delta. `call`: the fields of a function call before its arguments."""
+
+    def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
+        self.kind = kind
+        self._id = output_id(_PREFIXES[kind.head["type"]], response_id, index)
+        self._index = index
+        self._call = call
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._delta = _text_delta(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
+
+    def item(self, status: str) -> Item:
+        text = "".join(self._texts)
+        body = {**self._call, "arguments": text} if self.kind.part is None else {"content": [self._part(text)]}
+        return {"id": self._id, **self.kind.head, "status": status, **body}
+
+    def start(self) -> Iterator[Event]:
+        item = self.item("in_progress")
+        if self.kind.part is None:
+            yield _event("output_item.added", self._index, item=item)
+        else:
+            yield _event("output_item.added", self._index, item=item | {"content": []})
+            yield self._event("content_part.added", part=self._part(""))
+
+    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> OutputEvent:
+        self._texts.append(text)
+        if not logprobs:
+            return TextDelta(self._delta.template, self._delta.prefix, text)
+        self._logprobs.extend(logprobs)
+        return self._delta.template | {"delta": text, "logprobs": _without_bytes(logprobs)}
+
+    def finish(self, status: str) -> Iterator[Event]:
+        text = "".join(self._texts)
+        field = {"arguments" if self.kind.part is None else "text": text}
+        yield self._event(f"{self.kind.event}.done", **field, **self._with_logprobs(_without_bytes(self._logprobs)))
+        if self.kind.part is not None:
+            yield self._event("content_part.done", part=self._part(text))
+        yield _event("output_item.done", self._index, item=self.item(status))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        content = {} if self.kind.part is None else {"content_index": 0}
+        return _event(kind, self._index, item_id=self._id, **content, **fields)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {**(self.kind.part or {}), "text": text, **self._with_logprobs(list(self._logprobs))}
+
+    def _with_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"logprobs": logprobs} if self.kind is _MESSAGE else {}
+
+
+class OutputBuilder:
+    """The output of one response, built delta by delta. At most one item is open, the last one."""
+
+    def __init__(self, response_id: str, renderer: Renderer) -> None:
+        self._response_id = response_id
+        self._renderer = renderer
+        self._done: list[Item] = []
+        self._open: _Item | None = None
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not arrived yet
+
+    def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        if delta.reasoning:
+            events += self._text(_REASONING, delta.reasoning)
+        if delta.logprobs:
+            self._logprobs.extend(delta.logprobs)
+        if delta.content:
+            events += self._text(_MESSAGE, delta.content)
+        for call in delta.tool_calls:
+            events += self._call(call)
+        return events
+
+    def finish(self, status: str) -> list[OutputEvent]:
+        """Close the open item with `status`: "completed", or "incomplete" if it was cut off."""
+        if self._open is None:
+            return []
+        events: list[OutputEvent] = []
+        if self._logprobs and self._open.kind is _MESSAGE:
+            events.append(self._open.text("", self._take_logprobs()))
+        finish_events = list(self._open.finish(status))
+        events += finish_events
+        self._done.append(finish_events[-1]["item"])
+        self._open = None
+        return events
+
+    def items(self, status: str) -> list[Item]:
+        """Return all items so far. An open item gets `status`."""
+        return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
+
+    def _text(self, kind: _Kind, text: str) -> list[OutputEvent]:
+        events = [] if self._open is not None and self._open.kind is kind else self._start(kind)
+        assert self._open is not None
+        events.append(self._open.text(text, self._take_logprobs() if kind is _MESSAGE else ()))
+        return events
+
+    def _call(self, delta: ToolCallDelta) -> list[OutputEvent]:
+        events = []
+        if delta.name is not None:
+            events = self._start(_CALL, call_id=tool_call_id(), name=delta.name)
+        assert self._open is not None
+        assert self._open.kind is _CALL  # the deltas of a call are consecutive
+        if delta.arguments:
+            events.append(self._open.text(delta.arguments))
+        return events
+
+    def _start(self, kind: _Kind, **call: Any) -> list[OutputEvent]:
+        """Close the open item and open one."""
+        events = self.finish("completed")
+        self._open = _Item(kind, self._response_id, len(self._done), **call)
+        return [*events, *self._open.start()]
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Return the waiting log-probabilities as in chat, but with [] for unknown bytes: null is not allowed here."""
+        if not self._logprobs:
+            return []
+        tokens: list[dict[str, Any]] = chat_logprobs(self._logprobs, self._renderer)["content"]
+        for token in tokens:
+            for each in (token, *token["top_logprobs"]):
+                each["bytes"] = each["bytes"] or []
+        self._logprobs.clear()
+        return tokens
+
+
+def _event(kind: str, index: int, **fields: Any) -> Event:
+    return {"type": f"response.{kind}", "output_index": index, **fields}
+
+
+def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return log-probabilities without bytes, for events. The finished text has the bytes."""
+    return [
+        {
+            "token": each["token"],
+            "logprob": each["logprob"],
+            "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]],
+        }
+        for each in logprobs
+    ]

@@ -26,12 +26,16 @@ from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.conversation import sampling_of
 from dynamo_trtllm.frontend.generation.options import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_conversation
-from dynamo_trtllm.frontend.generation.responses.items import Item, characters, messages_of, named, normalized
-from dynamo_trtllm.frontend.generation.responses.output_builder import (
+from dynamo_trtllm.frontend.generation.responses.items import (
+    Item,
     OutputBuilder,
     OutputEvent,
     TextDelta,
+    characters,
     formatted_head,
+    messages_of,
+    named,
+    normalized,
 )
 from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
 from dynamo_trtllm.messages import ModelDeploymentCard, encode
