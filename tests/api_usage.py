@@ -35,7 +35,8 @@ def record_usage(package: Any, uses: Uses) -> Iterator[None]:
         for owner, cls in classes.items():
             _note_attributes(patched, cls, owner, uses)
             _note_keywords(patched, cls, "__init__", "TorchLlmArgs" if owner == "LLM" else owner, uses)
-        for method in ("generate_async", "get_stats", "get_kv_cache_events", "shutdown"):
+        reads = [f"{name}{form}" for name in ("get_stats", "get_kv_cache_events") for form in ("", "_async")]
+        for method in ("generate_async", *reads, "shutdown"):
             _note_keywords(patched, package.llmapi.LLM, method, f"LLM.{method}", uses)
         yield
 

@@ -27,7 +27,9 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "RequestPerfMetrics": ("timing_metrics",),
     "LLM": ("_check_health", "_collective_rpc", "_executor"),
     "LLM.get_stats": ("timeout",),
+    "LLM.get_stats_async": ("timeout",),
     "LLM.get_kv_cache_events": ("timeout",),
+    "LLM.get_kv_cache_events_async": ("timeout",),
 }
 
 _HEAD = """# TensorRT-LLM: names that could not be checked

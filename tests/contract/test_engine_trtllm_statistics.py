@@ -26,27 +26,37 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
     version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_tensorrt_llm(version) as package:
-        ended, get_stats = asyncio.Event(), package.LLM.get_stats
-        loop = asyncio.get_running_loop()
+        ended, executor_class = asyncio.Event(), package.executor.executor.GenerationExecutor
+        loop, get_stats = asyncio.get_running_loop(), executor_class.get_stats
 
-        def watched(llm: Any, timeout: float) -> Any:
+        def watched(executor: Any, *args: Any) -> Any:
             rows: list[Any] = []
             try:
-                rows = get_stats(llm, timeout)
+                rows = get_stats(executor, *args)
             finally:
                 if not rows:  # it raised, or there were none
                     loop.call_soon_threadsafe(ended.set)
             return rows
 
-        monkeypatch.setattr(package.LLM, "get_stats", watched)
+        monkeypatch.setattr(executor_class, "get_stats", watched)
         engine = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=60.0)
         async with started(engine):
-            for held, traps in enumerate([(), ("stats_fail",), ("stats_rpc_fails",), ("no_stats_raise",)], 1):
+            for held, traps in enumerate([(), ("stats_fail",), ("stats_rpc_fails",)], 1):
                 with package.standin.traps.turned(*traps):
                     ended.clear()
                     await asyncio.wait_for(ended.wait(), SOON_S)
                 await prefill_params(engine, PROMPT)
                 await check_stats(engine, tickets_held=held, kv_blocks_used=3 * held)
+
+
+@pytest.mark.parametrize("version", RELEASES[:2])
+async def test_statistics_when_new_ones_come_all_the_time_then_they_are_read(version: str, gpt_oss: Path) -> None:
+    with fake_tensorrt_llm(version):
+        engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
+        async with started(engine), asyncio.timeout(SOON_S):
+            while not stats(engine).kv_blocks_total:
+                engine._llm._executor.note_step()
+                await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(("stages", "num_steps"), [(1, 4), (2, 0)])

@@ -87,8 +87,10 @@ async def record(version: str, folder: Path) -> Uses:
             await whole.check()
             stats(whole)
             await check_stats(whole, running=0)
+            form = "" if version >= "1.2" else "_async"
+            reads = {(f"LLM.{name}{form}", "timeout") for name in ("get_stats", "get_kv_cache_events")}
             async with asyncio.timeout(SOON_S):
-                while not {("LLM.get_stats", "timeout"), ("LLM.get_kv_cache_events", "timeout")} <= uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
+                while not reads <= uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
                     await asyncio.sleep(0.01)
     return uses
 

@@ -10,7 +10,8 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ _PARAMS: Mapping[str, tuple[str, str]] = {
     "SchedulingParams": ("scheduling_params", "tensorrt_llm.scheduling_params"),
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
 }
+
+_READ_S = 0.3  # time of one read of 1.0 and 1.1, which queue what they report about as often
 
 # Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
 # dictionary with it fails, and without it the first class that fits is taken (DecodingBaseConfig and
@@ -76,6 +79,34 @@ class TrtllmBindings:
         if executor is not None:
             executor.shutdown = _off_event_loop(executor.shutdown)
         return llm
+
+    def reader(self, llm: Any, name: str) -> Callable[..., Sequence[Mapping[str, Any]]]:
+        """Return a blocking function that reads what the LLM has reported since the last call.
+
+        The functions of 1.0 and 1.1 read until nothing comes within the timeout, so they do not return under load. Then
+        they lose what they read: at the end, their queue returns None, which is parsed as JSON (`get_results` in
+        executor/result.py and `_SyncQueue.get` in llmapi/utils.py). So their asynchronous forms are read for a limited
+        time, and only these: a queue that was read otherwise refuses them (`AsyncQueue.get`).
+
+        Args:
+            llm: the LLM, whose calls are made on the running event loop.
+            name: `get_stats` or `get_kv_cache_events`.
+        """
+        if self.is_since_1_2:
+            read: Callable[..., Sequence[Mapping[str, Any]]] = getattr(llm, name)
+            return read
+        loop, iterate = asyncio.get_running_loop(), getattr(llm, f"{name}_async")
+
+        async def rows(timeout: float) -> list[Mapping[str, Any]]:
+            found, until = [], time.monotonic() + _READ_S
+            async for row in iterate(timeout=timeout):
+                found.append(row)
+                if time.monotonic() > until:
+                    break
+                await asyncio.sleep(0)  # rows that are there do not wait, and others need the event loop, too
+            return found
+
+        return lambda timeout: asyncio.run_coroutine_threadsafe(rows(timeout), loop).result()
 
     def engine_arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `LLM`, with objects in place of dictionaries that the release can't take.

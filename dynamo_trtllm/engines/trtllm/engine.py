@@ -56,6 +56,8 @@ _SEED_SINCE = 27
 class TrtllmEngine(ExternalEngine):
     """An `Engine` that runs TensorRT-LLM."""
 
+    library: TrtllmLibrary
+
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Merge and check the arguments.
 
@@ -125,7 +127,8 @@ class TrtllmEngine(ExternalEngine):
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `Engine.start_kv_events`."""
-        self._kv_events = KvEventPoller(self._llm.get_kv_cache_events, self._facts.block_tokens)
+        get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
+        self._kv_events = KvEventPoller(get_events, self._facts.block_tokens)
         self._kv_events.start(on_events)
 
     # --- start and stop ------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class TrtllmLibrary:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        self._stats_poller = StatsPoller(self.llm.get_stats, self.num_kv_ranks)
+        self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), self.num_kv_ranks)
         self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)  # all KV blocks may belong to transfers
 
     def poll_stats(self, step_reader: StepReader | None = None) -> None:

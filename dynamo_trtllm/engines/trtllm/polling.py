@@ -64,13 +64,10 @@ class Poller:
             try:
                 poll()
             except Exception as exc:  # noqa: BLE001 - logged, and tried again
-                # 1.0 and 1.1 raise TypeError when there is nothing: their queue returns None, which is parsed as JSON
-                # (llmapi/utils.py, _SyncQueue.get). Remote calls raise RPCError (executor/rpc/rpc_common.py), a plain
-                # Exception.
+                # Remote calls raise RPCError (executor/rpc/rpc_common.py), a plain Exception.
                 failure = f"{type(exc).__name__}: {exc}"
                 if failure != self._failure and not self._stop.is_set():
-                    level = logging.INFO if isinstance(exc, TypeError) else logging.WARNING
-                    _log.log(level, "%s: %s", self._failure_text, failure)
+                    _log.warning("%s: %s", self._failure_text, failure)
                 self._failure = failure
 
 
@@ -84,7 +81,7 @@ class StatsPoller(Poller):
         """Initialize without a thread.
 
         Args:
-            get_stats: `LLM.get_stats`.
+            get_stats: `LLM.get_stats`, see `TrtllmBindings.reader`.
             num_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
         """
         super().__init__(
@@ -181,7 +178,6 @@ class _Iteration(NamedTuple):
 
 
 _EPOCH = datetime(2020, 1, 1)  # in local time, as the rows: only differences count
-_CLOCK_CHANGE_S = 3600.0  # summer time begins
 _SLACK_S = 0.002  # which an iteration may take to fetch requests without having waited for one
 
 
@@ -232,7 +228,7 @@ class StepReader:
         self._num_ranks = num_ranks
         self._full_step = full_step or math.inf
         self._cut = 0.0  # tokens computed of the prompt that the last step cut, if rows do not report them
-        self._overlaps = True  # the overlap scheduler is on, until a row shows that it is off
+        self._overlaps = True  # the overlap scheduler is on, by the last two rows that show it
         self._context = 0.0  # the last mean
         self._longest = self._longest_now = 0  # prompt, of the last two polls and of the last one
         self._pending: list[_Iteration] = []  # the oldest is the next one to become a sample
@@ -265,8 +261,10 @@ class StepReader:
             return
         if last is not None and (new.number != last.number + 1 or new.begun <= last.begun):
             self._restart()
-        elif last is not None and last.read < new.begun < last.begun + _CLOCK_CHANGE_S:
-            self._overlaps = False  # else the new iteration would have read the results of the last one
+        elif last is not None and (overlaps := self._overlap(last, new)) is not self._overlaps:
+            self._overlaps = overlaps
+            if len(self._pending) > 1:  # or the executor's first two rows told it
+                self._restart()
         self._pending.append(new)
         while len(self._pending) > (3 if self._overlaps else 1):
             seconds = self._overlapped_s() if self._overlaps else self._seconds()
@@ -276,6 +274,16 @@ class StepReader:
             cached = self._cached(step)
             if seconds > 0:
                 self._take(step, seconds, cached)
+
+    def _overlap(self, last: _Iteration, new: _Iteration) -> bool:
+        """Return whether the overlap scheduler is on. With it, an iteration reads the results of the one before.
+
+        A change of the clock can look like the other scheduler, until the next two rows.
+        """
+        if last.read < new.begun:
+            return False
+        # The latency of an iteration that has waited for requests says nothing: it includes the wait.
+        return self._overlaps or (not last.was_idle and last.read - new.begun > _SLACK_S)
 
     def _seconds(self) -> float:
         """Return how long the oldest pending step took, without the overlap scheduler. 0: not known."""
@@ -328,7 +336,7 @@ class KvEventPoller(Poller):
     """Polls the buffer of KV events, and passes them to the event loop.
 
     Args:
-        get_events: `LLM.get_kv_cache_events`.
+        get_events: `LLM.get_kv_cache_events`, see `TrtllmBindings.reader`.
         block_tokens: tokens in a full block.
     """
 

@@ -216,16 +216,11 @@ class IterationResult:
     def __init__(self, get: Any, timeout: float) -> None:
         self._get = get
         self._timeout = timeout
-        self._rows: list[Any] = []
-        self._is_asked = False
 
     def __aiter__(self) -> IterationResult:
         return self
 
     async def __anext__(self) -> Any:
-        if not self._is_asked:
-            self._is_asked = True
-            self._rows = await asyncio.to_thread(self._get, self._timeout)
-        if not self._rows:
-            raise StopAsyncIteration
-        return self._rows.pop(0)
+        if rows := await asyncio.to_thread(self._get, self._timeout, 1):
+            return rows[0]
+        raise StopAsyncIteration

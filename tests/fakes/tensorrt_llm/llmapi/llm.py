@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -148,21 +149,22 @@ class LLM:
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Blocks up to the time-out when there is nothing new."""
-        if self._executor is None:
-            raise RuntimeError("LLM is shutting down")
-        return self._executor.get_stats(timeout or 0)
+        return _read(self._running_executor().get_stats, timeout or 0)
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        return IterationResult(self.get_stats, timeout or 0)
+        return IterationResult(self._running_executor().get_stats, timeout or 0)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Blocks up to the time-out when there is nothing new."""
-        if self._executor is None:
-            raise RuntimeError("LLM is shutting down")
-        return self._executor.kv_events.take(timeout or 0)
+        return _read(self._running_executor().kv_events.take, timeout or 0)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        return IterationResult(self.get_kv_cache_events, timeout or 0)
+        return IterationResult(self._running_executor().kv_events.take, timeout or 0)
+
+    def _running_executor(self) -> GenerationExecutor:
+        if self._executor is None:
+            raise RuntimeError("LLM is shutting down")
+        return self._executor
 
     def _collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[None]:
         """On every rank: `sleep` releases the memory of these tags, and `wakeup` restores it."""
@@ -190,6 +192,15 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+def _read(take: Any, timeout: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = take(timeout)
+    if traps.is_on("sync_reads_lose"):
+        while take(timeout):
+            pass
+        json.loads(None)  # type: ignore[arg-type]
+    return rows
 
 
 def _copy(sampling: Any) -> Any:

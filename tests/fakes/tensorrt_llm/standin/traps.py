@@ -71,7 +71,9 @@ TRAPS = {
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises RuntimeError"),
     "stats_rpc_fails": Trap(False, "get_stats is a remote call that fails, with an error of the package"),
-    "no_stats_raise": Trap(LINE < (1, 2), "get_stats raises TypeError when there are no statistics"),
+    "sync_reads_lose": Trap(
+        LINE < (1, 2), "get_stats and get_kv_cache_events read until nothing comes, and then raise TypeError"
+    ),
     "wakeup_fails": Trap(False, "waking up fails: the GPU memory was taken by another process"),
     "start_fails": Trap(False, "the constructor raises"),
     "error_shuts_down": Trap(True, "an error that ends the executor shuts it down in the thread that reads a result"),

@@ -290,6 +290,25 @@ def test_rows_when_the_clock_is_changed_then_no_step_takes_an_hour() -> None:
         assert max(step.seconds for step in steps) < 0.02
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_rows_when_the_clock_steps_forward_then_the_steps_after_it_are_those_without(overlaps: bool) -> None:
+    def samples(rows: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+        steps = deque[StepSample]()
+        reader = StepReader(steps, lambda: (80.0, 60))
+        for row in rows:
+            reader.read([row])
+        return [(round(step.seconds, 6), *step[1:]) for step in steps]
+
+    rows = Executor(load(), overlaps).run()[:400]
+    whole = samples(rows)
+    for row in rows[200:]:
+        at = datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") + timedelta(seconds=5)
+        row["timestamp"] = at.strftime("%m-%d-%Y %H:%M:%S.%f")
+    left = samples(rows)
+    assert set(left) <= set(whole)
+    assert len(left) >= len(whole) - 8
+
+
 @pytest.mark.parametrize("reporting", [4, 3, 1])
 def test_rows_when_ranks_have_their_own_then_a_step_has_all_requests_also_of_silent_ranks(reporting: int) -> None:
     rows = Executor([Request(0.1, 60, 40)], is_new=True).run()
