@@ -87,7 +87,7 @@ PLANTS = (
         "KV that is never fetched",
         "a prefill call whose first token is a stop word ends with `stop`",
         "dynamo_trtllm.engines.external.runner",
-        "if output.token_ids and output.token_ids[-1] in call.stop_ids:",
+        "if chunk.token_ids and chunk.token_ids[-1] in call.stop_ids:",
         "if False:",
         "contract/test_engine_trtllm_cancellation.py::"
         "test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout",
@@ -130,7 +130,7 @@ PLANTS = (
         "ignore_eos",
         "with it the request's own stop tokens still stop",
         f"{_TRTLLM}.requests",
-        'values |= {"end_id": _NO_END, "ignore_eos": False}',
+        'values |= {"end_id": NO_END, "ignore_eos": False}',
         "pass",
         "contract/test_engine_trtllm_sampling.py::"
         "test_stop_token_when_the_models_own_are_ignored_then_it_still_stops[1.3.0rc29]",
@@ -213,7 +213,7 @@ PLANTS = (
     Plant(
         "Smaller ones",
         "a stop token that is the last allowed one ends the output with `stop`",
-        f"{_TRTLLM}.requests",
+        f"{_TRTLLM}.library",
         'if finish == "length" and self._last in self.stop_ids:',
         "if False:",
         "contract/test_engine_trtllm_sampling.py::"
@@ -230,15 +230,15 @@ PLANTS = (
     Plant(
         "Results",
         "`token_ids` has only the tokens of the last step",
-        f"{_TRTLLM}.requests",
-        "new = list(output.token_ids[self.seen :])",
+        f"{_TRTLLM}.library",
+        "new = list(output.token_ids[start:])",
         "new = list(output.token_ids)",
         f"{_ANSWERS}[1.2.1-UCX]",
     ),
     Plant(
         "Results",
         "the token that ended an output is always in `token_ids`",
-        f"{_TRTLLM}.requests",
+        f"{_TRTLLM}.library",
         'if output.finish_reason == "stop":',
         "if False:",
         "contract/test_engine_trtllm.py::test_answers_when_a_trap_is_turned_then_the_same",

@@ -17,7 +17,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import Engine, EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts, EngineOutput
+from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, KvTransferParams, Limits, Phase, token_ids
@@ -46,7 +46,7 @@ class SimulatedCall:
         self._library = library
         self._last = 1 if self.exports_kv else request.sampling.max_tokens
         self._first = () if kv_params is None else kv_params.first_token_ids
-        self.num_generated = 0
+        self.num_generated = self.cached_tokens = 0
         self._receiver: ExternalCall | None = None
 
     async def run(self, receiver: ExternalCall) -> None:
@@ -71,15 +71,15 @@ class SimulatedCall:
             self._library.remove(self)
         receiver.on_result(SimulatedResult((SimulatedOutput(token, finish),)))
 
-    def read(self, result: Any) -> EngineOutput:
+    def read(self, result: Any) -> tuple[Chunk, str | None]:
         output = result.outputs[0]
-        return EngineOutput(token_ids=[output.token], logprobs=(), finish=output.finish_reason)
+        return Chunk(token_ids=token_ids([output.token])), output.finish_reason
 
     def phases(self, result: Any) -> dict[str, float]:
         return {}
 
-    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
-        return Chunk(token_ids=token_ids(output.token_ids)), b""
+    def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
+        return chunk, b""
 
     def abort(self) -> None:
         self._give(0, "abort")

@@ -6,15 +6,13 @@ Engines ask NVML. `list_gpus` asks nvidia-smi, which needs no Python package and
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dynamo_trtllm.config.load import process_environment
-
-T = TypeVar("T")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.total,memory.free,name", "--format=csv,noheader,nounits")
@@ -29,6 +27,7 @@ class Gpu:
     name: str
     sm: int  # compute capability times ten: 90 Hopper, 100 Blackwell, 120 RTX Blackwell
     memory_bytes: int  # total
+    free_bytes: int = field(default=0, compare=False)  # at this moment; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,34 +68,6 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
         environment: variables that CUDA_VISIBLE_DEVICES is read from; default: this process's. If the variable is not
             set, all GPUs are returned in the driver's order.
     """
-    return _query(_gpu, environment)
-
-
-def count_visible(environment: Mapping[str, str]) -> int | None:
-    """Return how many GPUs a process with this environment may use; None if the driver does not respond."""
-    if gpus := visible_gpus(environment):
-        return len(gpus)
-    is_known = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
-    return 0 if is_known else None
-
-
-def memory_free_bytes() -> list[tuple[int, int]]:
-    """Return the free and total bytes of each visible GPU; [] without a driver or NVML. Thread-safe."""
-
-    def query(nvml: Any, handle: Any) -> tuple[int, int]:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return int(memory.free), int(memory.total)
-
-    return _query(query, None)
-
-
-def memory_used_bytes() -> int | None:
-    """Return the bytes that all processes use on the first visible GPU; None without a driver or NVML. Thread-safe."""
-    return next((total - free for free, total in memory_free_bytes()), None)
-
-
-def _query(question: Callable[[Any, Any], T], environment: Mapping[str, str] | None) -> list[T]:
-    """Call `question` with NVML and the handle of each visible GPU, and return the results."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -109,12 +80,30 @@ def _query(question: Callable[[Any, Any], T], environment: Mapping[str, str] | N
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         env = process_environment() if environment is None else environment
         chosen = _chosen(env.get(VISIBLE), [pynvml.nvmlDeviceGetUUID(handle) for handle in handles])
-        return [question(pynvml, handles[index]) for index in chosen]
+        return [_gpu(pynvml, handles[index]) for index in chosen]
     except pynvml.NVMLError:
         return []
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def count_visible(environment: Mapping[str, str]) -> int | None:
+    """Return how many GPUs a process with this environment may use; None if the driver does not respond."""
+    if gpus := visible_gpus(environment):
+        return len(gpus)
+    is_known = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
+    return 0 if is_known else None
+
+
+def memory_free_bytes() -> list[tuple[int, int]]:
+    """Return the free and total bytes of each visible GPU; [] without a driver or NVML. Thread-safe."""
+    return [(gpu.free_bytes, gpu.memory_bytes) for gpu in visible_gpus()]
+
+
+def memory_used_bytes() -> int | None:
+    """Return the bytes that all processes use on the first visible GPU; None without a driver or NVML. Thread-safe."""
+    return next((total - free for free, total in memory_free_bytes()), None)
 
 
 def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
@@ -139,8 +128,10 @@ def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),
         sm=major * 10 + minor,
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=int(memory.total),
+        free_bytes=int(memory.free),
     )

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import msgspec
-
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.errors import ConfigError, RequestRejected
 from dynamo_trtllm.messages import (
@@ -20,10 +18,8 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     KvTransferParams,
     OutputFormat,
-    PhaseTimings,
     StructuredOutput,
     TokenLogprob,
-    token_ids,
 )
 
 if TYPE_CHECKING:
@@ -31,21 +27,6 @@ if TYPE_CHECKING:
 
 # Finish reasons of the libraries that are successful ends.
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-
-
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The tokens that one result of the library added."""
-
-    token_ids: list[int]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None  # the library's finish reason
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-
-    def chunk(self, stats: PhaseTimings | None = None) -> Chunk:
-        """Convert an output whose `finish` is None or in ENDS. The last one of a call needs its `stats`."""
-        finish = None if self.finish is None else ENDS[self.finish]
-        return Chunk(token_ids=token_ids(self.token_ids), logprobs=self.logprobs, finish_reason=finish, stats=stats)
 
 
 class Counts(NamedTuple):
@@ -61,6 +42,8 @@ class LibraryCall(Protocol):
 
     exports_kv: bool  # a prefill call whose KV stays allocated for a decode worker
     stop_ids: frozenset[int]  # token ids that end the output
+    num_generated: int  # output tokens so far
+    cached_tokens: int  # prompt tokens that came from the prefix cache, as far as the library has reported them
 
     async def run(self, receiver: ExternalCall) -> None:
         """Submit the call and pass its results to the receiver, in this coroutine or in callbacks.
@@ -70,12 +53,11 @@ class LibraryCall(Protocol):
                 `ExternalCall.on_error`.
         """
 
-    def read(self, result: Any) -> EngineOutput:
-        """Convert a result. The runner calls it once per result, in order."""
+    def read(self, result: Any) -> tuple[Chunk, str | None]:
+        """Return the tokens that a result adds, and the finish reason. The runner calls it once per result, in order.
 
-    @property
-    def num_generated(self) -> int:
-        """Output tokens so far."""
+        A chunk may also have the log-probabilities of the whole prompt. It has no finish reason and no timings.
+        """
 
     def phases(self, result: Any) -> dict[str, float]:
         """Return the seconds that the library reports of the phases of this call until its first token.
@@ -83,7 +65,7 @@ class LibraryCall(Protocol):
         The runner calls it at the first tokens and at the end. Empty: the library does not report them.
         """
 
-    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+    def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
         """Return the first token, and what the decode worker needs for the KV of this prefill call, which has ended.
 
         Raises:

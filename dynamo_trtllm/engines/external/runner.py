@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from dynamo_trtllm.engines.base import client_request
-from dynamo_trtllm.engines.external.library import ENDS, EngineOutput, LibraryCall
+from dynamo_trtllm.engines.external.library import ENDS, LibraryCall
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -171,32 +171,31 @@ class ExternalCall(Stream):
             self._due_at_deadline()
 
     def _event_of(self, call: LibraryCall, result: Any) -> StreamEvent | None:
-        output = call.read(result)
-        for begin in range(0, len(output.prompt_logprobs), _PROMPT_PIECE):  # a message has a limited size
-            self._pass_on(Chunk(prompt_logprobs=output.prompt_logprobs[begin : begin + _PROMPT_PIECE]))
-        finish = output.finish
+        chunk, finish = call.read(result)
+        if chunk.prompt_logprobs:
+            for begin in range(0, len(chunk.prompt_logprobs), _PROMPT_PIECE):  # a message has a limited size
+                self._pass_on(Chunk(prompt_logprobs=chunk.prompt_logprobs[begin : begin + _PROMPT_PIECE]))
+            chunk = replace(chunk, prompt_logprobs=())
         if finish is None:
-            if not output.token_ids:
+            if not chunk.token_ids:
                 return None
             if self._has_tokens:
-                return output.chunk()
+                return chunk
             self._has_tokens = True
-            return output.chunk(self._timings(call, result, output))
+            return replace(chunk, stats=self._timings(call, result))
         if call.exports_kv and finish in _CONTINUES:
-            if output.token_ids and output.token_ids[-1] in call.stop_ids:
-                output = msgspec.structs.replace(output, finish="stop")
-                return output.chunk(self._timings(call, result, output))
-            return self._transfer_chunk(call, result, output)
+            if chunk.token_ids and chunk.token_ids[-1] in call.stop_ids:
+                finish = "stop"
+            else:
+                return self._transfer_chunk(call, result, chunk)
         if finish not in ENDS:
-            self._has_tokens = self._has_tokens or bool(output.token_ids)
+            self._has_tokens = self._has_tokens or bool(chunk.token_ids)
             return self._broken(finish)
-        return output.chunk(self._timings(call, result, output))
+        return replace(chunk, finish_reason=ENDS[finish], stats=self._timings(call, result))
 
-    def _transfer_chunk(self, call: LibraryCall, result: Any, output: EngineOutput) -> Chunk:
-        kv_params = self._engine.transfers.create(self._request, call, *call.export(result, output))
-        timings = msgspec.structs.replace(
-            self._timings(call, result, output), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport
-        )
+    def _transfer_chunk(self, call: LibraryCall, result: Any, chunk: Chunk) -> Chunk:
+        kv_params = self._engine.transfers.create(self._request, call, *call.export(result, chunk))
+        timings = replace(self._timings(call, result), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)
 
     def _broken(self, finish: str) -> DynamoError:
@@ -209,7 +208,7 @@ class ExternalCall(Stream):
             return DeadlineExceeded(f"the request timed out in {name}")
         return MigrationFailed(f"{name} ended request {self._request.request_id} with {finish!r}")
 
-    def _timings(self, call: LibraryCall, result: Any, output: EngineOutput) -> PhaseTimings:
+    def _timings(self, call: LibraryCall, result: Any) -> PhaseTimings:
         """Return the timings. The phases that the library does not report are one, measured outside the library."""
         first_s, kv_params = self._started_at - self.created_at, self._request.kv_params
         if phases := call.phases(result):
@@ -217,7 +216,7 @@ class ExternalCall(Stream):
             phases["submit"] = max(0.0, first_s - inside_s)
         else:
             phases = {"prefill" if kv_params is None else "handoff": first_s}
-        cached_tokens = output.cached_tokens if kv_params is None else 0
+        cached_tokens = call.cached_tokens if kv_params is None else 0
         return phase_timings(phases, kv_params, cached_tokens=cached_tokens)
 
     # --- ends ----------------------------------------------------------------------------------------------

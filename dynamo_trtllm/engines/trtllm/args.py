@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ValidationError
+
 from dynamo_trtllm.config import environ, layers
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
@@ -32,26 +34,18 @@ _log = logging.getLogger(__name__)
 FOLDER = Path("kernels_config")
 BY_GPU = ("blackwell", "blackwell-rtx", "hopper")  # profiles with a list of architectures
 FALLBACK = "fallback"
-_KINDS: Mapping[str, type] = {
-    "sm": list,
-    "quantization": dict,
-    "engine_args": dict,
-    "mxfp4_args": dict,
-    "environment": dict,
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelProfile:
+class KernelProfile(BaseModel, frozen=True):
     """One file of `kernels_config/`."""
 
     name: str
-    sm: tuple[int, ...]  # compute capabilities times ten
+    sm: list[int] = []  # compute capabilities times ten
     # MoE backend -> algorithm for MXFP4 weights; the first is the default, the others are allowed.
-    quantization: Mapping[str, str]
-    engine_args: Mapping[str, Any]
-    mxfp4_args: Mapping[str, Any]  # additional arguments for models with MXFP4 weights
-    environment: Mapping[str, str]
+    quantization: dict[str, str] = {}
+    engine_args: dict[str, Any] = {}
+    mxfp4_args: dict[str, Any] = {}  # additional arguments for models with MXFP4 weights
+    environment: dict[str, str] = {}
 
     @property
     def source(self) -> str:
@@ -102,18 +96,15 @@ def load_profile(name: str) -> KernelProfile:
             f"Unknown --kernels-profile {name}. Choose one of {known}, or pass a YAML file.", field="kernels_profile"
         )
     data = layers.read_yaml(found)
-    layers.check_keys(data, _KINDS, str(path))
-    values = {key: data.get(key, kind()) for key, kind in _KINDS.items()}
-    for key, kind in _KINDS.items():
-        if not isinstance(values[key], kind):
-            raise ConfigError(f"{path}: {key} is {data[key]!r}: expected a {kind.__name__}", field=key)
-    for key in ("quantization", "environment"):
-        for entry, value in values[key].items():
-            if not isinstance(value, str):
-                raise ConfigError(
-                    f"{path}: {key}.{entry} is {value!r}: expected a string. Put it in quotes.", field=key
-                )
-    return KernelProfile(name=path.stem, **{**values, "sm": tuple(values["sm"])})
+    layers.check_keys(data, KernelProfile.model_fields.keys() - {"name"}, str(path))
+    try:
+        return KernelProfile(name=path.stem, **data)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        expected = first["msg"].replace("Input should be a valid", "expected a")
+        fix = ". Put it in quotes." if first["type"] == "string_type" else ""
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {key} is {first['input']!r}: {expected}{fix}", field=str(first["loc"][0])) from exc
 
 
 def apply_profile(profile: KernelProfile) -> None:

@@ -8,25 +8,25 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo_trtllm.engines.external.library import Counts, EngineOutput
+from dynamo_trtllm.engines.external.library import Counts, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.polling import StatsPoller, StepReader
 from dynamo_trtllm.engines.trtllm.requests import (
+    NO_END,
     TrtllmModelLimits,
-    TrtllmOutputCursor,
     TrtllmRequest,
     build_request,
     reported_phases,
 )
 from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, token_ids
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
 
 _log = logging.getLogger(__name__)
 
@@ -147,18 +147,17 @@ class TrtllmCall:
     ) -> None:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
+        self.num_generated = self.cached_tokens = 0
         self._library = library
         self._converted = converted
         self._disagg = disagg
         self._fetches_kv = request.kv_params is not None
         self._result: Any = None
         self._ended_at = math.inf
-        self._cursor = TrtllmOutputCursor(
-            stop_ids=converted.stop_ids,
-            end_id=converted.sampling["end_id"],
-            logprobs=request.sampling.logprobs,
-            first=() if request.kv_params is None else request.kv_params.first_logprobs,
-        )
+        self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
+        self._first = () if request.kv_params is None else request.kv_params.first_logprobs  # of the first tokens
+        self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
+        self._last: int | None = None  # output token
 
     async def run(self, receiver: ExternalCall) -> None:
         """See `LibraryCall.run`. Returns at the end of the call."""
@@ -189,16 +188,45 @@ class TrtllmCall:
         if result.outputs[0].finish_reason is None:
             raise MigrationFailed("TensorRT-LLM ended the request without a finish reason")
 
-    def read(self, result: Any) -> EngineOutput:
-        """See `LibraryCall.read`."""
-        output = result.outputs[0]
-        is_reported = self._library.bindings.is_since_1_2
-        return self._cursor.read(output, cached_tokens=int(result.cached_tokens or 0) if is_reported else 0)
+    def read(self, result: Any) -> tuple[Chunk, str | None]:
+        """See `LibraryCall.read`. Results are cumulative."""
+        output, start = result.outputs[0], self.num_generated
+        if self._library.bindings.is_since_1_2:
+            self.cached_tokens = int(result.cached_tokens or 0)
+        new = list(output.token_ids[start:])
+        if start == 0 and new and output.logprobs is not None:
+            self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
+        if output.finish_reason == "stop":
+            new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
+        self.num_generated += len(new)
+        self._last = new[-1] if new else self._last
+        finish = output.finish_reason
+        if finish == "length" and self._last in self.stop_ids:
+            # The samplers look for the length before they look for stop words (_handle_stop_criteria in
+            # _torch/pyexecutor/sampler.py, main at 00043967).
+            finish = "stop"
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self._alternatives is not None:
+            reported = output.logprobs or ()
+            logprobs = tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
+        return Chunk(token_ids=token_ids(new), logprobs=logprobs), finish
 
-    @property
-    def num_generated(self) -> int:
-        """See `LibraryCall.num_generated`."""
-        return self._cursor.seen
+    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
+        """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
+        if last is not None and last in self.stop_ids:
+            return []
+        end_id = stop_reason if isinstance(stop_reason, int) else self._converted.sampling["end_id"]
+        return [] if end_id == NO_END else [end_id]
+
+    def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
+        if position < len(self._first):
+            return self._first[position]
+        index = position - self._unreported
+        if 0 <= index < len(reported):
+            return token_logprob("TensorRT-LLM", token, reported[index], self._alternatives or 0)
+        if token in self.stop_ids:
+            return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
+        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
 
     def phases(self, result: Any) -> dict[str, float]:
         """See `LibraryCall.phases`. The executor reports its times if the argument `return_perf_metrics` is true."""
@@ -206,7 +234,7 @@ class TrtllmCall:
         times = getattr(metrics, "timing_metrics", None)
         return {} if times is None else reported_phases(times, fetches_kv=self._fetches_kv)
 
-    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+    def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
         params = result.outputs[0].disaggregated_params
         if params is None:
@@ -222,7 +250,7 @@ class TrtllmCall:
         if not values.get("disagg_request_id") and self._disagg is not None:  # the id that this call was given
             values |= {name: self._disagg[name] for name in ("disagg_request_id",) if name in self._disagg}
         state = pack(values, release=bindings.release)
-        return Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=output.logprobs), state
+        return Chunk(token_ids=token_ids(values["first_gen_tokens"][:1]), logprobs=chunk.logprobs), state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A stopped executor is not an error."""

@@ -1,22 +1,21 @@
-"""Convert a prefill, decode or aggregated call to plain arguments of `LLM.generate_async`, and its results to outputs.
+"""Convert a prefill, decode or aggregated call to plain arguments of `LLM.generate_async`.
 
 Requests with unsupported fields are rejected before TensorRT-LLM receives them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
-from dynamo_trtllm.engines.external.library import EngineOutput, guided_params, is_plain, token_logprob
+from dynamo_trtllm.engines.external.library import guided_params, is_plain
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
-from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, TokenLogprob
+from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
-_NO_END = -1  # TensorRT-LLM's own value for "no end token"
+NO_END = -1  # TensorRT-LLM's own value for "no end token"
 
 
 class PromptLimit(NamedTuple):
@@ -145,7 +144,7 @@ def _sampling(
 ) -> dict[str, Any]:
     # Without an end id TensorRT-LLM would look for a tokenizer, and some releases would add the checkpoint's stop
     # tokens to this object.
-    end_id = next(iter(model_limits.info.eos_token_ids), _NO_END)
+    end_id = next(iter(model_limits.info.eos_token_ids), NO_END)
     values: dict[str, Any] = {
         "end_id": end_id,
         "ignore_eos": sampling.ignore_eos,
@@ -159,7 +158,7 @@ def _sampling(
     }
     if sampling.ignore_eos and stop_ids:
         # From 1.3 on, ignore_eos drops all stop tokens (`_enqueue_request` in executor/base_worker.py).
-        values |= {"end_id": _NO_END, "ignore_eos": False}
+        values |= {"end_id": NO_END, "ignore_eos": False}
     if sampling.min_tokens > 0 and not sampling.ignore_eos:
         # It suppresses only the end id: other stop tokens still end the output, and without an end id nothing is left.
         values["min_tokens"] = sampling.min_tokens
@@ -194,72 +193,3 @@ def reported_phases(times: object, *, fetches_kv: bool) -> dict[str, float]:
     if at[0] <= 0 or at != sorted(at):  # zero: it has not happened
         return {}
     return {phase: end - begin for phase, begin, end in zip(ends, at, at[1:], strict=False)}
-
-
-class TrtllmCompletion(Protocol):
-    """The fields of TensorRT-LLM's `CompletionOutput` that the engine reads."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass(slots=True, kw_only=True)
-class TrtllmOutputCursor:
-    """Converts the cumulative results of one call to outputs with the new tokens."""
-
-    stop_ids: frozenset[int]  # token ids that end the output
-    end_id: int  # the model's own stop token, which TensorRT-LLM strips from the output; _NO_END without one
-    logprobs: int | None  # number of alternatives per token; None: no log-probabilities
-    first: tuple[TokenLogprob, ...] = ()  # log-probabilities of the first tokens, from the KV transfer parameters
-    seen: int = 0  # output tokens so far
-    _last: int | None = None
-    _unreported: int = 0  # tokens at the start without a log-probability from TensorRT-LLM
-
-    def read(self, output: TrtllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
-        """Return what is new since the last call. Call it once per result.
-
-        Args:
-            output: the output.
-            cached_tokens: prompt tokens that came from the prefix cache.
-        """
-        new = list(output.token_ids[self.seen :])
-        start = self.seen
-        if self.seen == 0 and new and output.logprobs is not None:
-            self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
-        if output.finish_reason == "stop":
-            new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
-        self.seen += len(new)
-        self._last = new[-1] if new else self._last
-        finish = output.finish_reason
-        if finish == "length" and self._last in self.stop_ids:
-            # The samplers look for the length before they look for stop words (_handle_stop_criteria in
-            # _torch/pyexecutor/sampler.py, main at 00043967).
-            finish = "stop"
-        logprobs = self._logprobs(output, start, new)
-        return EngineOutput(token_ids=new, logprobs=logprobs, finish=finish, cached_tokens=cached_tokens)
-
-    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
-        """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
-        if last is not None and last in self.stop_ids:
-            return []
-        if isinstance(stop_reason, int):
-            return [stop_reason]
-        return [] if self.end_id == _NO_END else [self.end_id]
-
-    def _logprobs(self, output: TrtllmCompletion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
-        if self.logprobs is None:
-            return ()
-        reported = output.logprobs or ()
-        return tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
-
-    def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
-        if position < len(self.first):
-            return self.first[position]
-        index = position - self._unreported
-        if 0 <= index < len(reported):
-            return token_logprob("TensorRT-LLM", token, reported[index], self.logprobs or 0)
-        if token in self.stop_ids:
-            return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
-        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")

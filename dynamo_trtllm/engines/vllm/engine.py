@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
@@ -32,23 +32,15 @@ from dynamo_trtllm.messages import Instance, KvLayout, Limits, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 
-class SchedulerStats(Protocol):
-    """The fields that are read of vLLM's class of that name."""
-
-    num_waiting_reqs: int
-    num_skipped_waiting_reqs: int  # waiting for KV or for a compiled grammar
-    kv_cache_usage: float  # 0 to 1
-
-
 class StepStats:
     """The statistics of the last step of each rank. Used on the event loop only."""
 
     def __init__(self) -> None:
-        self._last: dict[int, SchedulerStats] = {}
+        self._last: dict[int, Any] = {}  # vLLM's `SchedulerStats`
         self.times: deque[StepSample] = deque(maxlen=MOST_STEPS)
         self.blocks_per_rank = 0  # set once the engine is built
 
-    def record(self, rank: int, stats: SchedulerStats) -> None:
+    def record(self, rank: int, stats: Any) -> None:
         self._last[rank] = stats
         if (step := step_of(stats)) is not None:
             self.times.append(step)
@@ -57,6 +49,7 @@ class StepStats:
         """Return the sums over all data-parallel ranks. `ranks`: their number."""
         usable = max(0, self.blocks_per_rank - 1)  # one is vLLM's null block, which no request gets
         return Counts(
+            # Skipped requests wait for KV or for a compiled grammar.
             waiting=sum(each.num_waiting_reqs + each.num_skipped_waiting_reqs for each in self._last.values()),
             kv_blocks_used=sum(round(each.kv_cache_usage * usable) for each in self._last.values()),
             kv_blocks_total=usable * ranks,

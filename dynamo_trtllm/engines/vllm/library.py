@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-
-from dynamo_trtllm.engines.external.library import ENDS, Counts, EngineOutput, token_logprob
+from dynamo_trtllm.engines.external.library import ENDS, Counts, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
@@ -115,17 +113,17 @@ class VllmCall:
     def __init__(self, library: VllmLibrary, request: GenerateRequest, converted: VllmRequest, call_id: str) -> None:
         self.exports_kv = converted.exports_kv
         self.stop_ids = converted.stop_ids
+        self.num_generated = self.cached_tokens = 0
         self._library = library
         self._converted: VllmRequest | None = converted  # until it is submitted
         self._seed = converted.seed if request.sampling.seed is None else None  # for the decode call
         self._call_id = call_id
         self._fetches_kv = request.kv_params is not None
         self._is_aborted = self._is_submitted = False
-        self._cursor = VllmOutputCursor(
-            alternatives=request.sampling.logprobs,
-            first=converted.first,
-            first_logprobs=() if request.kv_params is None else request.kv_params.first_logprobs,
-        )
+        self._alternatives = request.sampling.logprobs  # per token; None: no log-probabilities
+        self._first = converted.first
+        # Of the first output token, from the prefill engine.
+        self._first_logprobs = () if request.kv_params is None else request.kv_params.first_logprobs
         scores_prompt = request.sampling.prompt_logprobs is not None and request.kv_params is None
         self._unscored = request if scores_prompt else None  # until its prompt's log-probabilities are returned
 
@@ -167,19 +165,37 @@ class VllmCall:
             return RequestRejected(f"vLLM rejected the request: {exc}")
         return MigrationFailed(f"vLLM did not accept request {self._call_id}: {type(exc).__name__}: {exc}")
 
-    def read(self, result: Any) -> EngineOutput:
-        """See `LibraryCall.read`."""
+    def read(self, result: Any) -> tuple[Chunk, str | None]:
+        """See `LibraryCall.read`. Outputs have the new tokens only."""
         output = result.outputs[0]
-        read = self._cursor.read(output, cached_tokens=int(result.num_cached_tokens or 0))
-        if self._unscored is None or not result.prompt_logprobs:
-            return read
-        request, self._unscored = self._unscored, None
-        return msgspec.structs.replace(read, prompt_logprobs=prompt_logprobs(request, result.prompt_logprobs))
+        self.cached_tokens = int(result.num_cached_tokens or 0)
+        tokens = list(output.token_ids)
+        logprobs = self._logprobs(tokens, output.logprobs or ())
+        if self.num_generated == 0 and (tokens or output.finish_reason in ENDS):
+            tokens = [*self._first, *tokens]
+            logprobs = self._with_first(tokens, logprobs)
+        self.num_generated += len(tokens)
+        scores: tuple[TokenLogprob, ...] = ()
+        if self._unscored is not None and result.prompt_logprobs:
+            request, self._unscored = self._unscored, None
+            scores = prompt_logprobs(request, result.prompt_logprobs)
+        return Chunk(token_ids=token_ids(tokens), logprobs=logprobs, prompt_logprobs=scores), output.finish_reason
 
-    @property
-    def num_generated(self) -> int:
-        """See `LibraryCall.num_generated`."""
-        return self._cursor.seen
+    def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """Return the log-probabilities, with the prefill engine's for the first token if both engines agree on it."""
+        reported = self._first_logprobs
+        if self._alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
+            return logprobs
+        return (reported[0], *logprobs[0 if self._first else 1 :])
+
+    def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
+        if self._alternatives is None:
+            return ()
+        if len(reported) < len(tokens):
+            raise RequestRejected(
+                "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
+            )
+        return tuple(token_logprob("vLLM", token, reported[n], self._alternatives) for n, token in enumerate(tokens))
 
     def phases(self, result: Any) -> dict[str, float]:
         """See `LibraryCall.phases`. vLLM reports times of its engine process, from a `RequestStateStats`.
@@ -196,10 +212,10 @@ class VllmCall:
             return {"handoff": waited_s, "first_token": computed_s, **parts}
         return {"queue": waited_s, "prefill": computed_s}
 
-    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
+    def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
         """See `LibraryCall.export`."""
         state = pack(result.kv_transfer_params, release=self._library.bindings.version, seed=self._seed)
-        return Chunk(token_ids=token_ids(output.token_ids[:1]), logprobs=output.logprobs[:1]), state
+        return Chunk(token_ids=chunk.token_ids[:1], logprobs=chunk.logprobs[:1]), state
 
     def abort(self) -> None:
         """See `LibraryCall.abort`. A call that is being submitted is aborted after that."""
@@ -218,56 +234,6 @@ class VllmCall:
         """See `LibraryCall.release_kv`."""
         if self._is_submitted:
             self._library.kv_releaser.post(self._call_id, has_expired=has_expired)
-
-
-class VllmCompletion(Protocol):
-    """The fields that are read of vLLM's `CompletionOutput`."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[Any] | None
-    finish_reason: str | None
-
-
-@dataclass(slots=True, kw_only=True)
-class VllmOutputCursor:
-    """The conversion of one call's outputs to `EngineOutput`."""
-
-    alternatives: int | None  # the number of log-probabilities per token; None: none
-    first: tuple[int, ...] = ()  # tokens to emit before the engine's own, in its first step
-    first_logprobs: tuple[TokenLogprob, ...] = ()  # of the first output token, from the prefill engine
-    seen: int = 0  # output tokens so far
-
-    def read(self, output: VllmCompletion, *, cached_tokens: int = 0) -> EngineOutput:
-        """Convert the call's next output. Call it once per output, in order.
-
-        Args:
-            output: The output.
-            cached_tokens: Prompt tokens that came from the prefix cache.
-        """
-        tokens = list(output.token_ids)
-        logprobs = () if self.alternatives is None else self._logprobs(tokens, output.logprobs or ())
-        if self.seen == 0 and (tokens or output.finish_reason in ENDS):
-            tokens = [*self.first, *tokens]
-            logprobs = self._with_first(tokens, logprobs)
-        self.seen += len(tokens)
-        return EngineOutput(
-            token_ids=tokens, logprobs=logprobs, finish=output.finish_reason, cached_tokens=cached_tokens
-        )
-
-    def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """Return the log-probabilities, with the prefill engine's for the first token if both engines agree on it."""
-        reported = self.first_logprobs
-        if self.alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
-            return logprobs
-        return (reported[0], *logprobs[0 if self.first else 1 :])
-
-    def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
-        assert self.alternatives is not None
-        if len(reported) < len(tokens):
-            raise RequestRejected(
-                "vLLM returned no log-probability for a token; retry without logprobs", field="logprobs"
-            )
-        return tuple(token_logprob("vLLM", token, reported[n], self.alternatives) for n, token in enumerate(tokens))
 
 
 def prompt_logprobs(request: GenerateRequest, reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:

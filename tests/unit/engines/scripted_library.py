@@ -10,7 +10,7 @@ from typing import Any
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.external.engine import ExternalEngine
-from dynamo_trtllm.engines.external.library import Counts, EngineOutput
+from dynamo_trtllm.engines.external.library import Counts
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.errors import (
     RequestRejected,
@@ -57,23 +57,23 @@ class Call:
         self.releases: list[bool] = []  # has_expired of each
         self.receiver: Any = None
         self.reported: dict[str, float] = {}  # phases
-        self.num_generated = 0
+        self.num_generated, self.cached_tokens = 0, 3
 
     async def run(self, receiver: ExternalCall) -> None:
         self.receiver = receiver
 
-    def read(self, result: Any) -> EngineOutput:
+    def read(self, result: Any) -> tuple[Chunk, str | None]:
         if isinstance(result.error, Exception):
             raise result.error
         (output,) = result.outputs
         logprobs = tuple(TokenLogprob(token, -1.0) for token in output.token_ids)
-        return EngineOutput(token_ids=output.token_ids, logprobs=logprobs, finish=output.finish_reason, cached_tokens=3)
+        return Chunk(token_ids=token_ids(output.token_ids), logprobs=logprobs), output.finish_reason
 
     def phases(self, result: Any) -> dict[str, float]:
         return dict(self.reported)
 
-    def export(self, result: Any, output: EngineOutput) -> tuple[Chunk, bytes]:
-        return Chunk(token_ids=token_ids(output.token_ids), logprobs=output.logprobs), b"state"
+    def export(self, result: Any, chunk: Chunk) -> tuple[Chunk, bytes]:
+        return chunk, b"state"
 
     def abort(self) -> None:
         self.aborts += 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from dynamo_trtllm.engines.external.library import EngineOutput
-from dynamo_trtllm.engines.trtllm.requests import TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.library import TrtllmCall
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 
@@ -20,8 +19,30 @@ def output(*ids: int, finish: str | None = None, stop: int | None = None, logpro
     return SimpleNamespace(token_ids=list(ids), finish_reason=finish, stop_reason=stop, logprobs=logprobs)
 
 
-def reader(logprobs: int | None = None, first: tuple[TokenLogprob, ...] = ()) -> TrtllmOutputCursor:
-    return TrtllmOutputCursor(stop_ids=STOPS, end_id=90, logprobs=logprobs, first=first)
+class Step(NamedTuple):
+    token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str | None
+
+
+class Reader:
+    """A call of which only the results matter."""
+
+    def __init__(self, logprobs: int | None, first: tuple[TokenLogprob, ...]) -> None:
+        library: Any = SimpleNamespace(bindings=SimpleNamespace(is_since_1_2=True))
+        request: Any = SimpleNamespace(
+            sampling=SimpleNamespace(logprobs=logprobs), kv_params=SimpleNamespace(first_logprobs=first)
+        )
+        converted: Any = SimpleNamespace(exports_kv=False, stop_ids=STOPS, sampling={"end_id": 90})
+        self.call = TrtllmCall(library, request, converted, None)
+
+    def read(self, completion: Any) -> Step:
+        chunk, finish = self.call.read(SimpleNamespace(outputs=[completion], cached_tokens=None))
+        return Step(chunk.token_ids.tolist(), chunk.logprobs, finish)
+
+
+def reader(logprobs: int | None = None, first: tuple[TokenLogprob, ...] = ()) -> Reader:
+    return Reader(logprobs, first)
 
 
 def entry(**values: float) -> dict[int, Any]:
@@ -75,7 +96,7 @@ def test_read_when_nothing_but_the_end_comes_then_it_is_the_only_token() -> None
 
 def test_read_when_finished_by_length_then_nothing_is_added() -> None:
     step = reader().read(output(1, finish="length"))
-    assert step == EngineOutput(token_ids=[1], logprobs=(), finish="length")
+    assert step == ([1], (), "length")
 
 
 def test_logprobs_when_not_asked_then_none_are_read() -> None:

@@ -23,7 +23,7 @@ from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import PEER_RULES, WORKER_RULES, VllmFacts, findings, vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
-from dynamo_trtllm.engines.vllm.library import VllmOutputCursor
+from dynamo_trtllm.engines.vllm.library import VllmCall
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser
 from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import (
@@ -68,29 +68,42 @@ def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() ->
 
 def output(*tokens: int, finish: str | None = None, told: bool = False) -> Any:
     entries = [{t: SimpleNamespace(logprob=-1.0), t + 1: SimpleNamespace(logprob=-0.5)} for t in tokens]
-    return SimpleNamespace(token_ids=list(tokens), logprobs=entries if told else None, finish_reason=finish)
+    completion = SimpleNamespace(token_ids=list(tokens), logprobs=entries if told else None, finish_reason=finish)
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=None, prompt_logprobs=None)
+
+
+def call_of(
+    alternatives: int | None, *, first: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
+) -> VllmCall:
+    converted: Any = SimpleNamespace(exports_kv=False, stop_ids=frozenset(), seed=None, first=first)
+    request: Any = SimpleNamespace(
+        sampling=SimpleNamespace(logprobs=alternatives, prompt_logprobs=None, seed=None),
+        kv_params=SimpleNamespace(first_logprobs=first_logprobs),
+    )
+    library: Any = None
+    return VllmCall(library, request, converted, "r.1")
 
 
 def test_reader_when_a_token_came_with_the_prompt_then_it_is_emitted_with_the_first_step() -> None:
-    reader = VllmOutputCursor(alternatives=None, first=(7,))
-    assert reader.read(output(8)).token_ids == [7, 8]
-    last = reader.read(output(9, finish="length"))
-    assert (last.token_ids, last.finish) == ([9], "length")
+    call = call_of(None, first=(7,))
+    assert call.read(output(8))[0].token_ids.tolist() == [7, 8]
+    last, finish = call.read(output(9, finish="length"))
+    assert (last.token_ids.tolist(), finish) == ([9], "length")
 
 
 def test_reader_when_log_probabilities_are_asked_then_the_first_is_the_prefill_engines() -> None:
     brought = (TokenLogprob(7, -0.1, ()),)
-    step = VllmOutputCursor(alternatives=1, first=(7,), first_logprobs=brought).read(output(8, told=True))
+    step, _ = call_of(1, first=(7,), first_logprobs=brought).read(output(8, told=True))
     assert step.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
-    again = VllmOutputCursor(alternatives=1, first_logprobs=brought).read(output(7, 8, told=True))
+    again, _ = call_of(1, first_logprobs=brought).read(output(7, 8, told=True))
     assert again.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
-    other = VllmOutputCursor(alternatives=0, first_logprobs=brought).read(output(6, told=True))
+    other, _ = call_of(0, first_logprobs=brought).read(output(6, told=True))
     assert other.logprobs == (TokenLogprob(6, -1.0, ()),)
 
 
 def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
     with pytest.raises(RequestRejected):
-        VllmOutputCursor(alternatives=1).read(output(8))
+        call_of(1).read(output(8))
 
 
 # --- tickets -----------------------------------------------------------------------------------------------
