@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from dynamo_trtllm.engines.mock import engine
-from dynamo_trtllm.engines.prefix_cache import PrefixCache, ReservedBlocks
+from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.frontend.process import main as frontend
 from dynamo_trtllm.frontend.process import run_app
 from dynamo_trtllm.kv_events import KvCacheUpdate
@@ -29,16 +29,16 @@ _LOST = 20  # one of so many updates
 _MESSAGE = 200008  # <|message|> of the Harmony format: the token after it is the first one with text
 
 
-class WritingCache(PrefixCache):
-    """A prefix cache that writes down what it reuses."""
+class WritingManager(BlockManager):
+    """A block manager that writes down what it reuses."""
 
-    def reserve(self, prompt: TokenIds, salt: str | None, num_blocks: int, num_free: int) -> ReservedBlocks | None:
-        """See `PrefixCache.reserve`."""
-        reserved = super().reserve(prompt, salt, num_blocks, num_free)
-        if reserved is not None:
+    def reserve(self, table: BlockTable, prompt: TokenIds | None, salt: str | None, num_blocks: int) -> bool:
+        """See `BlockManager.reserve`."""
+        is_reserved = super().reserve(table, prompt, salt, num_blocks)
+        if is_reserved:
             with Path(os.environ[REUSED_FILE]).open("a", encoding="ascii") as file:
-                file.write(f"{len(prompt)} {len(reserved.reused) * self._block_tokens}\n")
-        return reserved
+                file.write(f"{len(prompt or ())} {len(table.chain) * self._block_tokens}\n")
+        return is_reserved
 
 
 class LossyPrefixes(KnownPrefixes):
@@ -52,7 +52,7 @@ class LossyPrefixes(KnownPrefixes):
 
 if __name__ == "__main__":
     # For measurements, so no flags name these
-    engine.PrefixCache = WritingCache  # type: ignore[attr-defined]
+    engine.BlockManager = WritingManager  # type: ignore[attr-defined]
     engine._OPENING = (_MESSAGE,)  # type: ignore[assignment]
     run_app.KnownPrefixes = LossyPrefixes  # type: ignore[attr-defined]
     {"worker": worker.main, "frontend": frontend.main}[sys.argv.pop(1)]()

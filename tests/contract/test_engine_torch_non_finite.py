@@ -157,7 +157,7 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
 
         async def partial(*args: Any, on_region: Callable[[int], None], **kwargs: Any) -> None:
             pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.inf
-            arrived.append(pool.num_blocks - pool.num_free)
+            arrived.append(decode.stats().kv_blocks_used)
             raise RuntimeError("it broke off")
 
         monkeypatch.setattr(decode._kv_connector, "fetch", partial)
@@ -190,7 +190,9 @@ class Poison:
 
     def _before(self, engine: TorchEngine, step: Callable[[], None]) -> None:
         pool = pool_of(engine)
-        free = torch.tensor(self._random.sample(pool._free, min(4, len(pool._free))), dtype=torch.long)
+        assert engine._scheduler is not None
+        numbers = engine._scheduler.blocks.manager._free
+        free = torch.tensor(self._random.sample(numbers, min(4, len(numbers))), dtype=torch.long)
         pool.keys[:, free], pool.values[:, free] = self._random.choice(BAD), self._random.choice(BAD)
         step()
 

@@ -16,14 +16,13 @@ import zlib
 from array import array
 from bisect import insort
 from collections import deque
-from itertools import repeat
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import MOST_STEPS, Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
-from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
@@ -53,9 +52,9 @@ class MockStream(TaskStream):
         prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
         self._engine = engine
         self.request = request
-        most_new = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens
-        self.blocks = engine.num_blocks(len(request.token_ids) + most_new)  # without those of `chain`, once admitted
-        self.chain: list[CachedBlock] = []  # its first blocks, as far as the prefix cache has them
+        most_new = 0 if request.phase is Phase.PREFILL else request.sampling.max_tokens
+        self.num_blocks = engine.num_blocks(len(request.token_ids) + most_new)
+        self.block_table = BlockTable()
         self.seed = zlib.crc32(prompt) & _MAX_SEED
         self.prefill_left = 0 if request.kv_params else len(request.token_ids)
         self.num_output = 0
@@ -125,8 +124,9 @@ class MockEngine(Engine):
         self.queue_clock = QueueClock()
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}
-        self._free_blocks = args.kv_cache_blocks  # without those that the prefix cache could evict
-        self._cache = PrefixCache(args.kv_block_size) if args.enable_prefix_caching else None
+        self._blocks = BlockManager(
+            args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
+        )
         self.work = asyncio.Event()  # set when the next step has work
         self._num_published = 0  # prompts whose KV is held
         self._idle = asyncio.Event()
@@ -151,8 +151,7 @@ class MockEngine(Engine):
 
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `Engine.start_kv_events`."""
-        if self._cache is not None:
-            self._cache.on_events = on_events
+        self._blocks.on_events = on_events
 
     # --- called by streams -------------------------------------------------------------------------------
 
@@ -162,8 +161,10 @@ class MockEngine(Engine):
         total = len(stream.request.token_ids) + stream.request.sampling.max_tokens
         if total > args.max_seq_len:
             raise ContextTooLong(f"{total} prompt and output tokens exceed the context of {args.max_seq_len}")
-        if stream.blocks > args.kv_cache_blocks:
-            raise RequestRejected(f"the request needs {stream.blocks} KV blocks; the engine has {args.kv_cache_blocks}")
+        if stream.num_blocks > args.kv_cache_blocks:
+            raise RequestRejected(
+                f"the request needs {stream.num_blocks} KV blocks; the engine has {args.kv_cache_blocks}"
+            )
         if len(self._waiting) >= args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
         insort(self._waiting, stream, key=lambda each: each.request.priority)  # after those of equal priority
@@ -177,7 +178,7 @@ class MockEngine(Engine):
             del self._running[stream]
             if stream.num_output > 1:
                 self.store(stream)
-            self._free(stream.blocks, stream.chain)
+            self._free(stream.block_table)
         elif stream in self._waiting:
             self._waiting.remove(stream)
         self._note_idle()
@@ -186,17 +187,15 @@ class MockEngine(Engine):
         """Return the number of KV blocks for a number of tokens."""
         return -(-num_tokens // self._args.kv_block_size)
 
-    def _free(self, blocks: int, chain: list[CachedBlock]) -> None:
-        self._free_blocks += blocks
-        if self._cache is not None:
-            self._cache.release(chain)
+    def _free(self, block_table: BlockTable) -> None:
+        self._blocks.free(block_table)
         self.work.set()
 
     def store(self, stream: MockStream) -> None:
         """Let the prefix cache have the full blocks of a stream. Its last output token has no KV yet."""
-        if self._cache is not None:
+        if self._args.enable_prefix_caching:
             ids = stream.request.token_ids + token_ids(map(stream.token, range(stream.num_output - 1)))
-            stream.blocks -= self._cache.store(ids, stream.request.cache_salt, stream.chain, repeat(0))
+            self._blocks.store(stream.block_table, ids, stream.request.cache_salt)
 
     async def import_kv(self, stream: MockStream, kv_params: KvTransferParams) -> Chunk:
         """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters. The rest follows."""
@@ -218,15 +217,12 @@ class MockEngine(Engine):
 
     async def export_kv(self, stream: MockStream, first: int) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        tokens = len(stream.request.token_ids)
-        kv = _kv_of(stream.seed, self.num_blocks(tokens))
-        more = self.num_blocks(tokens + 1) - self.num_blocks(tokens)  # for the first output token
-        blocks, stream.blocks = stream.blocks - more, more  # those of the prompt stay reserved until `unpublished`
-        chain, stream.chain = stream.chain, []
+        kv = _kv_of(stream.seed, stream.num_blocks)
+        block_table, stream.block_table = stream.block_table, BlockTable()  # stays reserved until `unpublished`
 
         def unpublished(_: array[int] = kv) -> None:  # keeps the memory alive until then
             self._num_published -= 1
-            self._free(blocks, chain)
+            self._free(block_table)
             self._note_idle()
 
         self._num_published += 1
@@ -250,8 +246,7 @@ class MockEngine(Engine):
 
     def stats(self) -> EngineStats:
         pending = self._transfers.prompt_tokens
-        free = self._free_blocks if self._cache is None else self._free_blocks + self._cache.num_unused
-        used = self._args.kv_cache_blocks - free
+        used = self._blocks.used
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -306,25 +301,13 @@ class MockEngine(Engine):
         """Reserve what the first waiting request needs. Return what it lacks; "" if it can start."""
         if len(self._running) >= self._args.max_batch_size:
             return "slots"
-        return "" if self._reserve(self._waiting[0]) else "kv_blocks"
-
-    def _reserve(self, stream: MockStream) -> bool:
-        """Reserve the KV blocks of a request that the prefix cache does not have. Return False if too few are free."""
-        if self._cache is not None:
-            request = stream.request
-            prompt = token_ids() if request.kv_params else request.token_ids
-            reserved = self._cache.reserve(prompt, request.cache_salt, stream.blocks, self._free_blocks)
-            if reserved is None:
-                return False
-            self._free_blocks += len(reserved.evicted)
-            stream.chain = reserved.reused
-            stream.blocks -= len(stream.chain)
-            stream.phases.cached_tokens = len(stream.chain) * self._args.kv_block_size
-            stream.prefill_left -= stream.phases.cached_tokens
-        if stream.blocks > self._free_blocks:
-            return False
-        self._free_blocks -= stream.blocks
-        return True
+        stream, request = self._waiting[0], self._waiting[0].request
+        prompt = None if request.kv_params else request.token_ids
+        if not self._blocks.reserve(stream.block_table, prompt, request.cache_salt, stream.num_blocks):
+            return "kv_blocks"
+        stream.phases.cached_tokens = len(stream.block_table.chain) * self._args.kv_block_size
+        stream.prefill_left -= stream.phases.cached_tokens
+        return ""
 
     def _step(self, seconds: float) -> None:
         budget = prefill_budget = self._args.prefill_tokens_per_step
@@ -355,8 +338,7 @@ class MockEngine(Engine):
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        if self._cache is not None:
-            self._cache.on_events = None
+        self._blocks.on_events = None
         if self._step_task is not None:
             self._step_task.cancel()
             await asyncio.gather(self._step_task, return_exceptions=True)

@@ -264,7 +264,7 @@ class TorchEngine(Engine):
         """See `Engine.start_kv_events`."""
         scheduler, _ = self._ready()
         report = partial(_call_soon, asyncio.get_running_loop(), on_events)
-        scheduler.post(partial(scheduler.blocks.report_to, report))
+        scheduler.post(partial(setattr, scheduler.blocks.manager, "on_events", report))
 
     def retire(self, seq: TorchSequence) -> None:
         """End a sequence in any state and free its blocks. One that was rejected has none."""

@@ -232,8 +232,6 @@ class KvPool:
     Its shape is [layers, 2, blocks, block_tokens, kv_heads, head_dim]; the second dimension has keys at index 0 and
     values at index 1. A row is one block of the keys, or of the values, of one layer: `row_bytes` bytes. `all_rows`
     views the same memory as [layers * 2 * blocks, elements], with elements of type `width`.
-
-    The most recently freed block is allocated first, so that the operating system maps no more memory than was used.
     """
 
     def __init__(
@@ -253,24 +251,10 @@ class KvPool:
         self.width = next(wide for wide in _WIDTHS if self.row_bytes % wide.itemsize == 0)
         self.all_rows = memory.view(self.width).view(-1, self.row_bytes // self.width.itemsize)
         self._groups = _groups(windows, num_blocks, device)
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Return the number of blocks that are not reserved."""
-        return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
-
-    def reserve(self, count: int) -> list[int]:
-        """Reserve that many of the free blocks, and return their numbers."""
-        return [self._free.pop() for _ in range(count)]
-
-    def free(self, numbers: Sequence[int]) -> None:
-        """Return reserved blocks to the pool."""
-        self._free.extend(reversed(numbers))
 
     def scrub(self, blocks: Tensor) -> None:
         """Queue a write of zeros to `blocks`, int64 [blocks], in all layers."""

@@ -210,7 +210,7 @@ class Scheduler:
         return EngineStats(
             running=self._running(),
             waiting=len(self._waiting),
-            kv_blocks_used=self.blocks.used,
+            kv_blocks_used=self.blocks.manager.used,
             kv_blocks_total=self.pool.num_blocks,
             tickets_held=len(self._awaiting_fetch),
             ticket_kv_blocks=self._awaiting_fetch.num_blocks,

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineStats
-from dynamo_trtllm.engines.prefix_cache import CachedBlock, PrefixCache
+from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool
 from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, score
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
-from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.transfers import RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,
@@ -79,9 +78,8 @@ class TorchSequence(TaskStream):
         self.logits_processor: LogitsProcessor | None = None
         self.seed = random.getrandbits(64)
         self.region_bytes = 0  # decode: region size that the prefill worker chose
-        self.block_table: Tensor | None = None  # int64 [blocks]: block numbers in the pool
-        self.block_numbers: list[int] = []  # the same
-        self.chain: list[CachedBlock] = []  # its first blocks, as far as the prefix cache has them
+        self.block_table = BlockTable()
+        self.blocks: Tensor  # int64 [blocks]: block numbers in the pool, once they are reserved
         self.allocation: Allocation | None = None  # space in the transfer buffer
         self.num_computed_tokens = 0  # tokens whose KV is in the pool
         self.finite: Tensor | None = None  # prefill: bool [1] on the device, all keys so far are finite
@@ -90,17 +88,10 @@ class TorchSequence(TaskStream):
         self.phases = RequestPhases(request)
         self.queued: dict[str, float] = {}  # the queue's clock when the sequence was queued
         self.awaits_step = False  # decode: its KV is in the pool, and it waits for its first step
-        self.refused_at = -1  # the allocator's changes when it had too few blocks for the sequence
 
     def _free(self) -> None:
         if not self.is_exported:
             self._retire(self)
-
-    @property
-    def blocks(self) -> Tensor:
-        """Return the block numbers in the pool, int64 [blocks]."""
-        assert self.block_table is not None
-        return self.block_table
 
     @property
     def prompt_tokens(self) -> int:
@@ -174,8 +165,8 @@ class AwaitingFetch:
         return len(self._blocks)
 
     def add(self, seq: TorchSequence) -> None:
-        self._counted[seq] = seq.block_numbers
-        self._blocks.update(seq.block_numbers)
+        numbers = self._counted[seq] = seq.block_table.numbers
+        self._blocks.update(numbers)
 
     def discard(self, seq: TorchSequence) -> None:
         for number in self._counted.pop(seq, ()):
@@ -233,7 +224,7 @@ class SchedulerLoad:
 
 
 class BlockAllocator:
-    """Reserves KV blocks for sequences. Blocks of a prompt that earlier sequences began with are reused.
+    """Reserves KV blocks for sequences, and writes zeros to those whose content no other sequence may read.
 
     Args:
         pool: the memory. The allocator is the only one who reserves and frees its blocks.
@@ -241,45 +232,25 @@ class BlockAllocator:
     """
 
     def __init__(self, pool: KvPool, *, has_prefix_cache: bool) -> None:
-        self.pool = pool
-        self._cache = PrefixCache(pool.block_tokens)
-        self._has_prefix_cache = has_prefix_cache
-        self._changes = 0  # after which a refused sequence may have enough blocks
-
-    @property
-    def used(self) -> int:
-        """Return the number of blocks that sequences use."""
-        return self.pool.num_blocks - self.pool.num_free - self._cache.num_unused
-
-    def report_to(self, on_events: OnKvEvents) -> None:
-        """Report the prefix cache's changes from now on."""
-        self._cache.on_events = on_events
+        self.manager = BlockManager(pool.num_blocks, pool.block_tokens, has_prefix_cache=has_prefix_cache)
+        self._pool = pool
 
     def reserve(self, seq: TorchSequence) -> bool:
         """Reserve the blocks of a sequence, which begins after the tokens that are cached.
 
-        The first waiting sequence asks before each step, so a refusal stays until blocks were freed or stored.
-
         Returns:
             False if too few blocks are free.
         """
-        if seq.refused_at == self._changes:
-            return False
-        pool, request = self.pool, seq.request
+        pool, request = self._pool, seq.request
         has_logits = request.kv_params is None and not seq.scores_prompt  # of the last prompt token only
-        prompt, needed = request.token_ids if has_logits else token_ids(), pool.blocks_for(seq.kv_tokens)
-        reserved = self._cache.reserve(prompt, request.cache_salt, needed, pool.num_free)
-        if reserved is None:
-            seq.refused_at = self._changes
+        prompt, needed = request.token_ids if has_logits else None, pool.blocks_for(seq.kv_tokens)
+        if not self.manager.reserve(seq.block_table, prompt, request.cache_salt, needed):
             return False
-        pool.free(reserved.evicted)
-        seq.chain = reserved.reused
-        reused = [block.number for block in seq.chain]
-        seq.block_numbers = reused + pool.reserve(needed - len(reused))
-        seq.block_table = torch.tensor(seq.block_numbers, dtype=torch.long, device=pool.device)
-        seq.num_computed_tokens = seq.phases.cached_tokens = len(reused) * pool.block_tokens
+        seq.blocks = torch.tensor(seq.block_table.numbers, dtype=torch.long, device=pool.device)
+        reused = len(seq.block_table.chain)
+        seq.num_computed_tokens = seq.phases.cached_tokens = reused * pool.block_tokens
         if reused:  # memory that was changed by a fault spoils one sequence, which fails, and no other
-            seq.finite = pool.keys_are_finite(seq.blocks[: len(reused)])
+            seq.finite = pool.keys_are_finite(seq.blocks[:reused])
         return True
 
     def store(self, seq: TorchSequence) -> None:
@@ -288,35 +259,25 @@ class BlockAllocator:
         KV that was fetched lacks what sliding windows hide from the next token. Such blocks are not reused, nor those
         after them.
         """
-        size, prompt_tokens = self.pool.block_tokens, seq.prompt_tokens
+        size, prompt_tokens = self._pool.block_tokens, seq.prompt_tokens
         if seq.num_computed_tokens == prompt_tokens:
-            is_whole = seq.request.kv_params is None or self.pool.holds_all(prompt_tokens)
+            is_whole = seq.request.kv_params is None or self._pool.holds_all(prompt_tokens)
         else:
-            is_whole = len(seq.chain) == prompt_tokens // size
-        if self._has_prefix_cache and is_whole:
+            is_whole = len(seq.block_table.chain) == prompt_tokens // size
+        if is_whole:
             ids = (seq.request.token_ids + seq.output_ids)[: seq.num_computed_tokens]
-            self._changes += 1
-            self._cache.store(ids, seq.request.cache_salt, seq.chain, seq.block_numbers[len(seq.chain) :])
+            self.manager.store(seq.block_table, ids, seq.request.cache_salt)
 
     def discard(self, seq: TorchSequence) -> None:
         """Let no other sequence reuse the blocks of a sequence, and queue a write of zeros to its own ones."""
-        self._cache.forget(seq.chain)
-        written = self.pool.blocks_for(max(seq.prompt_tokens, seq.num_computed_tokens))
-        self._scrub(self._own(seq, written))
+        self.manager.forget(seq.block_table)
+        written = self._pool.blocks_for(max(seq.prompt_tokens, seq.num_computed_tokens))
+        self._scrub(seq.block_table.own(written))
 
     def free(self, seq: TorchSequence) -> None:
         """End the use of a sequence's blocks. Repeated calls are allowed."""
-        own, forgotten = self._own(seq), self._cache.release(seq.chain)
-        self._scrub(forgotten)
-        self.pool.free(own + forgotten)
-        self._changes += bool(seq.block_numbers)
-        seq.block_table, seq.block_numbers, seq.chain = None, [], []
-
-    def _own(self, seq: TorchSequence, most: int | None = None) -> list[int]:
-        """Return the numbers of those of the first `most` blocks that the prefix cache does not have."""
-        cached = {block.number for block in seq.chain}
-        return [number for number in seq.block_numbers[:most] if number not in cached]
+        self._scrub(self.manager.free(seq.block_table))
 
     def _scrub(self, numbers: list[int]) -> None:
         if numbers:
-            self.pool.scrub(torch.tensor(numbers, dtype=torch.long, device=self.pool.device))
+            self._pool.scrub(torch.tensor(numbers, dtype=torch.long, device=self._pool.device))

@@ -1,15 +1,12 @@
-"""Blocks: reserved, freed, and the rows of them that move."""
+"""The memory of KV blocks, and the rows of them that move."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from dynamo_trtllm.engines.prefix_cache import PrefixCache
 from dynamo_trtllm.engines.torch.kv import KvPool, most_bytes
-from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, BlockAllocator, TorchSequence
+from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, TorchSequence
 from dynamo_trtllm.messages import KvLayout, token_ids
 from tests.engines import ask
 from tests.unit.engines.torch.sequence_helpers import sequence_of
@@ -26,24 +23,16 @@ def sequence() -> TorchSequence:
     return sequence_of(ask(token_ids(range(16))), max_new_tokens=9)
 
 
-def test_reserve_when_blocks_were_freed_then_the_same_memory_is_used_again() -> None:
-    pool = make_pool()
-    first = pool.reserve(3)
-    assert pool.num_free == 17
-    pool.free(first)
-    assert (pool.reserve(3), pool.num_free) == (first, 17)
-
-
 def test_rows_when_prompt_is_long_then_a_sliding_layer_moves_only_its_window() -> None:
     pool = make_pool()
-    blocks = torch.tensor(pool.reserve(10))
+    blocks = torch.arange(10)
     assert len(pool.rows(blocks, 40)) == pool.num_rows(40) == 2 * (2 + 10 + 2)  # at 40, a sliding layer sees 33 to 39
     assert pool.moved_bytes(40) == 2 * 14 * 4 * 2 * 3 * 4
 
 
 def test_rows_when_read_and_written_then_they_are_the_blocks_of_keys_and_values() -> None:
     pool = make_pool()
-    blocks = torch.tensor(pool.reserve(2))
+    blocks = torch.tensor([0, 1])
     pool.all_rows[pool.rows(blocks, 6)] = torch.full((16,), 1, dtype=torch.uint8).view(pool.width)
     for half in (pool.keys, pool.values):
         for layer in range(3):
@@ -79,37 +68,9 @@ def test_holds_all_when_a_window_hides_blocks_then_false(tokens: int, is_whole: 
     assert make_pool().holds_all(tokens) is is_whole
 
 
-@pytest.mark.parametrize("change", ["store", "free"])
-def test_reserve_when_blocks_are_short_then_the_prompt_is_looked_up_again_only_after_a_change(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_up: list[int] = []
-
-    def counted(cache: PrefixCache, *args: Any) -> Any:
-        looked_up.append(1)
-        return reserve(cache, *args)
-
-    reserve = PrefixCache.reserve
-    monkeypatch.setattr(PrefixCache, "reserve", counted)
-    blocks = BlockAllocator(make_pool(10), has_prefix_cache=True)
-    running, first, second = sequence(), sequence(), sequence()
-    assert blocks.reserve(running)
-    assert [blocks.reserve(first) for _ in range(3)] == [False] * 3
-    assert len(looked_up) == 2
-    assert not blocks.reserve(second)  # another one may need fewer blocks
-    assert len(looked_up) == 3
-    if change == "store":  # it can use blocks that are in use
-        running.num_computed_tokens = 16
-        blocks.store(running)
-    else:
-        blocks.free(running)
-    assert blocks.reserve(first)
-    assert len(looked_up) == 4
-
-
 def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_counts_once() -> None:
     awaiting, (first, second) = AwaitingFetch(), (sequence(), sequence())
-    first.block_numbers, second.block_numbers = [1, 2, 3], [1, 2, 4]
+    first.block_table.numbers, second.block_table.numbers = [1, 2, 3], [1, 2, 4]
     counts = []
     for change, seq in ((awaiting.add, first), (awaiting.add, second), (awaiting.discard, first)):
         change(seq)

@@ -32,9 +32,8 @@ def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: 
     source, target = make_pool(), make_pool(31)
     source.keys.copy_(torch.randn_like(source.keys))
     source.values.copy_(torch.randn_like(source.values))
-    target.reserve(5)  # so that block numbers differ
-    ours = torch.tensor(source.reserve(source.blocks_for(tokens)))
-    theirs = torch.tensor(target.reserve(target.blocks_for(tokens + 6)))
+    ours = torch.arange(source.blocks_for(tokens))
+    theirs = torch.arange(5, 5 + target.blocks_for(tokens + 6))
     here, there = TransferBuffer(source, 1 << 16), TransferBuffer(target, 1 << 16)
     sent, received = taken(here, tokens, region_bytes), taken(there, tokens, region_bytes)
     assert here.gather(sent, source.rows(ours, tokens)) == []

@@ -1,0 +1,202 @@
+"""Reserve the KV blocks of requests, reuse full blocks of earlier ones, and evict those that no request uses.
+
+A block is found by its tokens and the block before it, and the first one by its tokens and the cache salt. These are
+compared, not a hash of them, so KV of another prompt is never reused. The engine owns the memory, of which this module
+knows block numbers only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvBlock, OnKvEvents
+from dynamo_trtllm.messages import TokenIds
+
+_Key = tuple[int | str | None, bytes]  # hash of the block before, or the cache salt; the tokens
+
+
+class CachedBlock:
+    """A full KV block that can be reused."""
+
+    __slots__ = ("hash", "is_forgotten", "key", "number", "users")
+
+    def __init__(self, hash_: int, key: _Key, number: int) -> None:
+        self.hash = hash_
+        self.key = key
+        self.number = number
+        self.users = 1  # requests
+        self.is_forgotten = False
+
+
+class BlockTable:
+    """The KV blocks of one request. `BlockManager` changes it."""
+
+    __slots__ = ("chain", "numbers", "refused_at")
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []  # of its blocks, in the order of its tokens
+        # The blocks of the cache with the content of its first blocks, as far as it has them. If another request has
+        # stored the same content, such a block has another number.
+        self.chain: list[CachedBlock] = []
+        self.refused_at = -1  # the manager's changes when it had too few blocks for the request
+
+    def own(self, most: int | None = None) -> list[int]:
+        """Return the numbers of those of the first `most` blocks that the cache does not have."""
+        cached = {block.number for block in self.chain}
+        return [number for number in self.numbers[:most] if number not in cached]
+
+
+class BlockManager:
+    """The KV blocks of one engine. Not thread-safe.
+
+    The most recently freed block is reserved first, so that the operating system maps no more memory than was used. The
+    hash of a full block stands for all tokens up to its end. It is a number that no other block of this engine gets.
+
+    Args:
+        num_blocks: number of blocks.
+        block_tokens: tokens in a block.
+        has_prefix_cache: False: nothing is reused.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int, *, has_prefix_cache: bool) -> None:
+        self.on_events: OnKvEvents | None = None  # called with each change of what can be reused
+        self._num_blocks = num_blocks
+        self._block_tokens = block_tokens
+        self._has_prefix_cache = has_prefix_cache
+        self._free = list(range(num_blocks - 1, -1, -1))  # the last one is reserved first
+        self._blocks: dict[_Key, CachedBlock] = {}
+        self._unused: OrderedDict[int, CachedBlock] = OrderedDict()  # by hash, the least recently used first
+        self._last_hash = 0
+        self._changes = 0  # after which a refused request may have enough blocks
+
+    @property
+    def used(self) -> int:
+        """The number of blocks that requests use."""
+        return self._num_blocks - len(self._free) - len(self._unused)
+
+    def reserve(self, table: BlockTable, prompt: TokenIds | None, salt: str | None, num_blocks: int) -> bool:
+        """Reserve the blocks of a request. Those that its prompt begins with are reused, others evicted if needed.
+
+        The first waiting request asks before each step, so a refusal stays until blocks were freed or stored.
+
+        Args:
+            table: the request's table, without blocks.
+            prompt: its tokens; None reuses nothing. The last one is never reused, because the engine needs its logits.
+            salt: blocks of requests with another salt are not reused.
+            num_blocks: blocks that the request needs, the reused ones included.
+
+        Returns:
+            False if too few blocks are free or unused. The table is unchanged then.
+        """
+        if table.refused_at == self._changes:
+            return False
+        reused = self._match(prompt, salt) if prompt is not None and self._blocks else []
+        self._use(reused)
+        num_new = num_blocks - len(reused)
+        if num_new > len(self._free) + len(self._unused):
+            self._release(reused)
+            table.refused_at = self._changes
+            return False
+        if num_new > len(self._free):
+            self._evict(num_new - len(self._free))
+        table.chain = reused
+        table.numbers = [block.number for block in reused] + [self._free.pop() for _ in range(num_new)]
+        return True
+
+    def store(self, table: BlockTable, tokens: TokenIds, salt: str | None) -> None:
+        """Let later requests reuse the full blocks of a request, which continues to use them.
+
+        If a block with the same content is cached, the request uses that one, too, and its own one stays its own.
+
+        Args:
+            table: the request's table.
+            tokens: its first tokens, whose KV is in its blocks.
+            salt: its cache salt.
+        """
+        if not self._has_prefix_cache:
+            return
+        self._changes += 1
+        size, width, data = self._block_tokens, tokens.itemsize, tokens.tobytes()
+        chain, parent = table.chain, table.chain[-1].hash if table.chain else None
+        numbers = table.numbers[len(chain) :]
+        runs: list[tuple[int | None, list[KvBlock]]] = []  # new blocks that follow each other, and the one before
+        for begin, number in zip(range(len(chain) * size, len(tokens) - size + 1, size), numbers, strict=False):
+            key = (salt if parent is None else parent, data[begin * width : (begin + size) * width])
+            block = self._blocks.get(key)
+            if block is None:
+                self._last_hash += 1
+                block = self._blocks[key] = CachedBlock(self._last_hash, key, number)
+                if self.on_events is not None:
+                    if not runs or runs[-1][1][-1].hash != parent:
+                        runs.append((parent, []))
+                    runs[-1][1].append(KvBlock(block.hash, tokens[begin : begin + size]))
+            else:
+                self._use((block,))
+            chain.append(block)
+            parent = block.hash
+        if self.on_events is not None and runs:
+            self.on_events([BlocksStored(blocks=tuple(run), parent=first, cache_salt=salt) for first, run in runs])
+
+    def forget(self, table: BlockTable) -> None:
+        """Let no further request reuse the blocks of a request, which it uses itself."""
+        known = [block for block in table.chain if not block.is_forgotten]
+        for block in known:
+            block.is_forgotten = True
+            del self._blocks[block.key]
+        self._report_removed(known)
+
+    def free(self, table: BlockTable) -> list[int]:
+        """End the use of a request's blocks. Repeated calls are allowed.
+
+        Returns:
+            The numbers of forgotten blocks that are free now.
+        """
+        own, forgotten = table.own(), self._release(table.chain)
+        self._free += reversed(own + forgotten)
+        self._changes += bool(table.numbers)
+        table.numbers, table.chain = [], []
+        return forgotten
+
+    def _match(self, prompt: TokenIds, salt: str | None) -> list[CachedBlock]:
+        found: list[CachedBlock] = []
+        size, data = self._block_tokens * prompt.itemsize, prompt.tobytes()
+        before: int | str | None = salt
+        for begin in range(0, len(data) - size, size):
+            block = self._blocks.get((before, data[begin : begin + size]))
+            if block is None:
+                break
+            found.append(block)
+            before = block.hash
+        return found
+
+    def _use(self, blocks: Iterable[CachedBlock]) -> None:
+        for block in blocks:
+            if not block.users:
+                del self._unused[block.hash]
+            block.users += 1
+
+    def _release(self, chain: Sequence[CachedBlock]) -> list[int]:
+        """End the use of cached blocks. Return the numbers of those that are free, because they were forgotten."""
+        free = []
+        for block in reversed(chain):  # so that the last ones are evicted first: nothing finds them without the others
+            block.users -= 1
+            if block.users:
+                continue
+            if block.is_forgotten:
+                free.append(block.number)
+            else:
+                self._unused[block.hash] = block
+        return free
+
+    def _evict(self, count: int) -> None:
+        """Free the least recently used blocks of the cache."""
+        evicted = [self._unused.popitem(last=False)[1] for _ in range(count)]
+        for block in evicted:
+            del self._blocks[block.key]
+        self._free += reversed([block.number for block in evicted])
+        self._report_removed(evicted)
+
+    def _report_removed(self, blocks: Sequence[CachedBlock]) -> None:
+        if self.on_events is not None and blocks:
+            self.on_events([BlocksRemoved(hashes=tuple(block.hash for block in blocks))])
