@@ -1,4 +1,4 @@
-"""Create the KV transfer backend of an engine, the named one or the best that is installed, and its transfers."""
+"""Create the KV transfer backend of an engine: the named one, or the best that is installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import logging
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_transfer.base import TransferBackend, TransferIdentity
+from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
-from dynamo_trtllm.messages import KvLayout
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -43,14 +41,6 @@ def create_backend(
     if name is None:
         log.info("KV transfer backend: %s", backend.name)
     return backend
-
-
-def create_transfers(
-    backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int, layout: KvLayout
-) -> KvTransfers:
-    """Create the KV transfers of a worker's engine over a backend."""
-    identity = TransferIdentity(engine, instance_id, config.model_name, layout, kv_compat={}, transport=backend.name)
-    return KvTransfers(backend, identity, ttl_s=config.ticket_ttl_s, timeout_s=config.handoff_timeout_s)
 
 
 def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpBackend:

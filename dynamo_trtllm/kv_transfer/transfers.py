@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import DynamoError, RequestRejected, TransferExpired, TransferMismatch, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import (
     TRANSFER_PARAMS_VERSION,
@@ -28,6 +29,7 @@ from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
+    KvLayout,
     KvTransferParams,
     PhaseTimings,
     ReleaseOutcome,
@@ -163,15 +165,19 @@ class KvTransfers(PendingTransfers):
 
     Args:
         backend: moves the KV.
-        identity: as for `PendingTransfers`.
-        ttl_s: seconds until a transfer expires.
-        timeout_s: longest fetch in seconds. The request's deadline and the expiry may be earlier.
+        config: of the worker.
+        engine: name of the engine.
+        instance_id: id of the worker.
+        layout: of the engine's KV.
     """
 
-    def __init__(self, backend: TransferBackend, identity: TransferIdentity, *, ttl_s: float, timeout_s: float) -> None:
-        super().__init__(identity, ttl_s=ttl_s)
+    def __init__(
+        self, backend: TransferBackend, config: WorkerConfig, *, engine: str, instance_id: int, layout: KvLayout
+    ) -> None:
+        identity = TransferIdentity(engine, instance_id, config.model_name, layout, {}, transport=backend.name)
+        super().__init__(identity, ttl_s=config.ticket_ttl_s)
         self.backend = backend
-        self._timeout_s = timeout_s
+        self._timeout_s = config.handoff_timeout_s
         self._unpublishing: set[asyncio.Task[None]] = set()
 
     async def publish(self, request: GenerateRequest, first: Chunk, kv: PublishedKv) -> Chunk:
@@ -198,8 +204,8 @@ class KvTransfers(PendingTransfers):
         stats = msgspec.structs.replace(kv.timings(), kv_bytes=kv_bytes, transport=kv_params.transport)
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
 
-    async def fetch(self, request: GenerateRequest, kv_params: KvTransferParams, offer: bytes, to: Destination) -> None:
-        """Read the KV of a prompt within the time limits.
+    async def fetch(self, request: GenerateRequest, offer: bytes, to: Destination) -> None:
+        """Read the KV of a decode call's prompt within the time limits: its deadline, the expiry and the longest fetch.
 
         Raises:
             DeadlineExceeded: the request's deadline passed.
@@ -207,8 +213,9 @@ class KvTransfers(PendingTransfers):
             TransferExpired: the transfer expired before the fetch could start.
             TransferFailed: the read failed.
         """
-        name, holder = request.request_id, kv_params.prefill_instance_id
-        RECORDER.record(name, RecordedEvent.KV_FETCH_STARTED, holder, kv_params.kv_bytes)
+        name, kv_params = request.request_id, request.kv_params
+        assert kv_params is not None
+        RECORDER.record(name, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id, kv_params.kv_bytes)
         first = first_deadline(kv_params, request.deadline, self._timeout_s)
         if first.left_s <= 0:
             # TransferTimeout would blame the pair. Before the read begins, the wait for space is to blame.

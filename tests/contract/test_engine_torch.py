@@ -14,7 +14,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.torch.engine import TorchEngine
-from dynamo_trtllm.engines.torch.sequence import Delivery, PrefillDone
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.errors import (
     ConfigError,
     EngineFailed,
@@ -28,7 +28,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.streams import StreamEvent, StreamHandle, as_stream
+from dynamo_trtllm.streams import StreamEvent, as_stream
 from tests.engines import (
     answer,
     ask,
@@ -270,18 +270,17 @@ async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then
 async def test_prefill_when_cancelled_as_its_kv_is_ready_then_nothing_is_left(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive, handles = TorchEngine._receive, list[StreamHandle]()
+    on_prefilled = TorchSequence.on_prefilled
 
-    def receive_and_cancel(engine: TorchEngine, delivery: Delivery) -> None:
-        receive(engine, delivery)
-        if any(isinstance(event, PrefillDone) for _, event in delivery):
-            handles[-1].cancel()  # before the task that exports the KV has begun
+    def export_and_cancel(seq: TorchSequence, *args: Any) -> None:
+        on_prefilled(seq, *args)
+        seq.cancel()  # before the task that exports the KV has begun
 
-    monkeypatch.setattr(TorchEngine, "_receive", receive_and_cancel)
+    monkeypatch.setattr(TorchSequence, "on_prefilled", export_and_cancel)
     engine = make("torch", gpt_oss, Role.PREFILL)
     async with started(engine):
         events: list[StreamEvent] = []
-        handles.append(engine.generate(ask(prompt_of(20), phase=Phase.PREFILL), events.append))
+        engine.generate(ask(prompt_of(20), phase=Phase.PREFILL), events.append)
         await check_nothing_left(engine)
         assert events == []
 

@@ -155,12 +155,12 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
     async with started(prefill, decode):
         pool, arrived = pool_of(decode), []
 
-        async def partial(*args: Any, on_region: Callable[[int], None], **kwargs: Any) -> None:
+        async def partial(*args: Any) -> None:
             pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.inf
             arrived.append(decode.stats().kv_blocks_used)
             raise RuntimeError("it broke off")
 
-        monkeypatch.setattr(decode._kv_connector, "fetch", partial)
+        monkeypatch.setattr(decode._kv_connector, "import_kv", partial)
         kv_params = await prefill_params(prefill, prompt(20))
         with pytest.raises(InternalError, match="RuntimeError"):
             await collect(decode, ask(prompt(20), phase=Phase.DECODE, kv_params=kv_params))

@@ -26,8 +26,8 @@ from dynamo_trtllm.engines.mock.args import KV_WORDS, MockArgs, mock_info
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
-from dynamo_trtllm.kv_transfer.transfers import PublishedKv, RequestPhases
+from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv, RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -118,7 +118,7 @@ class MockEngine(Engine):
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._transfers = create_transfers(
+        self._transfers = KvTransfers(
             self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
         )
         self.queue_clock = QueueClock()
@@ -207,7 +207,7 @@ class MockEngine(Engine):
             )
         kv = array("I", bytes(kv_bytes))
         region = MemoryRegion(kv.buffer_info()[0], kv_bytes)
-        await self._transfers.fetch(stream.request, kv_params, kv_params.engine_state, Destination([region]))
+        await self._transfers.fetch(stream.request, kv_params.engine_state, Destination([region]))
         stream.seed = _seed_of(kv)
         stream.num_output = len(kv_params.first_token_ids)
         stream.phases.end("handoff")

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +24,20 @@ from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
 from dynamo_trtllm.engines.torch.sampler import logits_processor_for
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
-from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Freed, PrefillDone, TorchSequence
-from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
+from dynamo_trtllm.engines.torch.sequence import Delivery, TorchSequence
+from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
 from dynamo_trtllm.engines.warm_up import WarmUp, first_request, variants
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import TransferBackend
-from dynamo_trtllm.kv_transfer.create import create_backend, create_transfers
+from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, StructuredOutput
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from dynamo_trtllm.engines.torch.load import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class TorchEngine(Engine):
             name = None if args.transfer_backend == "auto" else args.transfer_backend
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
         self._backend = backend
-        self._create_transfers = partial(create_transfers, config=config, engine="torch", instance_id=instance_id)
+        self._create_connector = partial(KvConnector, config=config, instance_id=instance_id)
         self._kv_connector: KvConnector | None = None  # None for an aggregated worker
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
@@ -75,8 +78,7 @@ class TorchEngine(Engine):
         info, scheduler = self._prepare(model)
         self._info, self._scheduler = info, scheduler
         if self._backend is not None and scheduler.transfer_buffer is not None:
-            transfers = self._create_transfers(self._backend, layout=info.layout)
-            self._kv_connector = KvConnector(transfers, retire=self.retire)
+            self._kv_connector = self._create_connector(self._backend, layout=info.layout)
             await self._kv_connector.start(scheduler.transfer_buffer)
         scheduler.thread.start()
         await self._warm_up(info, is_gpu=model.device.type == "cuda")
@@ -113,6 +115,7 @@ class TorchEngine(Engine):
             args,
             num_threads=args.num_threads or (1 if model.device.type == "cpu" else None),
             deliver=partial(_call_soon, loop, self._receive),
+            on_freed=self._sequences.discard,
             on_end=partial(_call_soon, loop, self._end),
         )
         info = EngineInfo(
@@ -215,8 +218,8 @@ class TorchEngine(Engine):
             seq.seed = sampling.seed & _MASK_64
         if request.phase is Phase.DECODE and self._kv_connector is not None:
             kv_bytes = scheduler.pool.moved_bytes(prompt_tokens)
-            state = self._kv_connector.validate(request, kv_bytes=kv_bytes)
-            seq.seed, seq.region_bytes = state.seed, state.region_bytes
+            state = self._kv_connector.engine_state(request, kv_bytes=kv_bytes)
+            seq.offer, seq.seed, seq.region_bytes = state.offer, state.seed, state.region_bytes
         self._sequences.add(seq)
         self._idle.clear()
         if sampling.guided is not None:
@@ -242,21 +245,23 @@ class TorchEngine(Engine):
         seq.logits_processor = logits_processor_for(seq.request, matcher)
         scheduler.submit(seq)
 
-    async def _export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
+    async def export_kv(
+        self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event], first: Chunk
+    ) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         self._ready()
         assert self._kv_connector is not None
-        seq.is_exported = True
-        return await self._kv_connector.export_kv(seq, prefill_done)
+        return await self._kv_connector.export_kv(seq, allocation, copied, first)
 
-    async def _fetch_and_install(self, seq: TorchSequence, reserved: BlocksReserved) -> None:
+    async def fetch_and_install(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
-        request, (scheduler, _) = seq.request, self._ready()
+        scheduler, _ = self._ready()
         assert self._kv_connector is not None
         assert scheduler.transfer_buffer is not None
-        scatter = partial(scheduler.transfer_buffer.scatter, reserved.allocation, reserved.rows)
         begun_s = time.monotonic()
-        await self._kv_connector.fetch(request, reserved.allocation, on_region=scatter)
+        await self._kv_connector.import_kv(
+            seq, allocation, partial(scheduler.transfer_buffer.scatter, allocation, rows)
+        )
         seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 
@@ -275,11 +280,11 @@ class TorchEngine(Engine):
         """End a KV transfer. See `KvHolder.release`."""
         log.debug("KV transfer %s: %s", transfer_id, outcome)
         if self._kv_connector is not None:
-            self._kv_connector.transfers.release(transfer_id)
+            self._kv_connector.release(transfer_id)
 
     def is_pending(self, transfer_id: str) -> bool:
         """See `KvHolder.is_pending`."""
-        return self._kv_connector is not None and self._kv_connector.transfers.is_pending(transfer_id)
+        return self._kv_connector is not None and self._kv_connector.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:
@@ -295,18 +300,9 @@ class TorchEngine(Engine):
     # --- called by the scheduler, on the loop ------------------------------------------------------------
 
     def _receive(self, delivery: Delivery) -> None:
-        for index, (seq, event) in enumerate(delivery):
+        for index, event in enumerate(delivery):
             try:
-                if isinstance(event, (Chunk, DynamoError)):
-                    seq.emit(event)
-                elif isinstance(event, Freed):
-                    self._sequences.discard(seq)
-                elif seq.has_ended:
-                    continue
-                elif isinstance(event, PrefillDone):
-                    seq.run(self._export_kv(seq, event), f"torch-export-{seq.request.request_id}")
-                else:
-                    seq.run(self._fetch_and_install(seq, event), f"torch-fetch-{seq.request.request_id}")
+                event()
             except BaseException:  # a bug of one receiver: the events of the others are delivered all the same
                 asyncio.get_running_loop().call_soon(self._receive, delivery[index + 1 :])
                 raise
@@ -317,7 +313,8 @@ class TorchEngine(Engine):
         """End every stream with `reason`, because no further step will run."""
         if self._ended is None:
             self._ended = reason
-        sequences, self._sequences = self._sequences, set()
+        sequences = list(self._sequences)
+        self._sequences.clear()
         for seq in sequences:
             seq.emit(EngineFailed(reason.message))
         self._idle.set()

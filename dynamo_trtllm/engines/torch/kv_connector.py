@@ -9,17 +9,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
 from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, decode, encode
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, decode, encode
 
 if TYPE_CHECKING:
     import torch
@@ -36,16 +36,11 @@ class TorchState(msgspec.Struct, frozen=True):
     region_bytes: int = msgspec.field(name="piece_bytes")
 
 
-class KvConnector:
-    """The KV transfers of one engine, whose KV goes through the transfer buffer.
+class KvConnector(KvTransfers):
+    """The KV transfers of one engine, whose KV goes through the transfer buffer."""
 
-    `retire` is called with the sequence of each transfer once its memory is no longer published.
-    """
-
-    def __init__(self, transfers: KvTransfers, *, retire: Callable[[TorchSequence], None]) -> None:
-        self.transfers = transfers
-        self._backend = transfers.backend
-        self._retire = retire
+    def __init__(self, backend: TransferBackend, config: WorkerConfig, *, instance_id: int, layout: KvLayout) -> None:
+        super().__init__(backend, config, engine="torch", instance_id=instance_id, layout=layout)
         self._copying = ThreadPoolExecutor(1, "torch-copied")
 
     async def start(self, transfer_buffer: TransferBuffer) -> None:
@@ -57,33 +52,40 @@ class KvConnector:
             ConfigError: The backend can't start with this configuration.
             TransferFailed: The backend can't transfer KV of this device.
         """
-        self._backend.checksums.device_checksum = transfer_buffer.checksum
-        await self._backend.start(self.transfers.release)
+        self.backend.checksums.device_checksum = transfer_buffer.checksum
+        await self.backend.start(self.release)
         try:
-            await self._backend.register(_region(transfer_buffer.memory))
+            await self.backend.register(_region(transfer_buffer.memory))
         except TransferFailed as exc:
             if transfer_buffer.memory.device.type == "cpu":
                 raise
             log.warning("KV transfer uses pinned host memory, which is slower: %s", exc.message)
             await asyncio.to_thread(transfer_buffer.move_to_host)
-            await self._backend.register(_region(transfer_buffer.memory))
-        log.info("KV transfer over %s: transfer buffer of %d MiB", self._backend.name, transfer_buffer.num_bytes >> 20)
+            await self.backend.register(_region(transfer_buffer.memory))
+        log.info("KV transfer over %s: transfer buffer of %d MiB", self.backend.name, transfer_buffer.num_bytes >> 20)
 
-    async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone) -> Chunk:
+    async def export_kv(
+        self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event], first: Chunk
+    ) -> Chunk:
         """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
 
-        From this call on the connector retires the sequence, also if the call fails.
+        The sequence is retired once its memory is no longer published, also if the call fails.
+
+        Args:
+            allocation: has the KV.
+            copied: on a GPU, one event per region: its copy is done.
+            first: the first output token.
         """
-        copied = prefill_done.copied
+        seq.is_exported = True
         region_bytes = REGION_BYTES["cuda" if copied else "cpu"]
         kv = PublishedKv(
-            [_region(region) for region in prefill_done.allocation.regions],
+            [_region(region) for region in allocation.regions],
             lambda offer: encode(TorchState(offer, seq.seed, region_bytes)),
-            partial(self._retire, seq),
+            seq.retire,
             seq.phases.exported,
             ready=0 if copied else None,
         )
-        chunk = await self.transfers.publish(seq.request, prefill_done.first, kv)
+        chunk = await self.publish(seq.request, first, kv)
         assert chunk.kv_params is not None
         self._follow(chunk.kv_params.transfer_id, copied)
         return chunk
@@ -96,11 +98,11 @@ class KvConnector:
             def follow() -> None:
                 for ready, event in enumerate(copied, start=1):
                     event.synchronize()
-                    loop.call_soon_threadsafe(self._backend.mark_ready, transfer_id, ready)
+                    loop.call_soon_threadsafe(self.backend.mark_ready, transfer_id, ready)
 
             self._copying.submit(follow).add_done_callback(_log_copy_error)
 
-    def validate(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
+    def engine_state(self, request: GenerateRequest, *, kv_bytes: int) -> TorchState:
         """Check the request's KV transfer parameters against this engine, and return the engine's part of them.
 
         Raises:
@@ -108,46 +110,33 @@ class KvConnector:
             TransferExpired: They have expired.
             RequestRejected: The request has none.
         """
-        kv_params = self.transfers.validate(request, kv_bytes=kv_bytes)
-        engine_state = _engine_state(kv_params)
+        kv_params = self.validate(request, kv_bytes=kv_bytes)
+        try:
+            engine_state = decode(kv_params.engine_state, TorchState)
+        except BadFrame as exc:
+            raise TransferMismatch(
+                f"KV transfer {kv_params.transfer_id} was not created by a torch engine", field="opaque"
+            ) from exc
         if not 0 < engine_state.region_bytes <= max(REGION_BYTES.values()):
             raise TransferMismatch(
                 f"KV transfer {kv_params.transfer_id} has regions of {engine_state.region_bytes} bytes", field="opaque"
             )
         return engine_state
 
-    async def fetch(
-        self, request: GenerateRequest, allocation: Allocation, *, on_region: Callable[[int], None]
-    ) -> None:
-        """Read the KV of a validated request into `allocation`. `on_region`: see `TransferBackend.read`.
-
-        Raises:
-            KvTransferError: The KV can't be read.
-            DeadlineExceeded: The request's deadline passed first.
-        """
-        kv_params = request.kv_params
-        assert kv_params is not None
+    async def import_kv(self, seq: TorchSequence, allocation: Allocation, on_region: Callable[[int], None]) -> None:
+        """Read the KV of a prompt into `allocation`. See `fetch` and, for `on_region`, `TransferBackend.read`."""
         to = Destination([_region(region) for region in allocation.regions], on_region)
-        await self.transfers.fetch(request, kv_params, _engine_state(kv_params).offer, to)
+        await self.fetch(seq.request, seq.offer, to)
 
     async def aclose(self) -> None:
         """End all KV transfers, then close the backend."""
-        await self.transfers.aclose()
+        await super().aclose()
         await asyncio.to_thread(self._copying.shutdown)
 
 
 def _log_copy_error(copying: Future[None]) -> None:
     if (exc := copying.exception()) is not None:
         log.error("copying KV to the transfer buffer failed on the GPU: %s", exc)
-
-
-def _engine_state(kv_params: KvTransferParams) -> TorchState:
-    try:
-        return decode(kv_params.engine_state, TorchState)
-    except BadFrame as exc:
-        raise TransferMismatch(
-            f"KV transfer {kv_params.transfer_id} was not created by a torch engine", field="opaque"
-        ) from exc
 
 
 def _region(memory: torch.Tensor) -> MemoryRegion:

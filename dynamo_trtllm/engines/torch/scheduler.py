@@ -26,16 +26,7 @@ from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.grammar import LEFT_FORMAT
 from dynamo_trtllm.engines.torch.kv import ForwardBatch, KvPool, SequenceSlice
 from dynamo_trtllm.engines.torch.sampler import SampledToken, sample
-from dynamo_trtllm.engines.torch.sequence import (
-    AwaitingFetch,
-    BlockAllocator,
-    BlocksReserved,
-    Delivery,
-    Freed,
-    PrefillDone,
-    SchedulerLoad,
-    TorchSequence,
-)
+from dynamo_trtllm.engines.torch.sequence import AwaitingFetch, BlockAllocator, Delivery, SchedulerLoad, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
@@ -57,6 +48,7 @@ class Scheduler:
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
+    on_freed: Callable[[TorchSequence], None]  # an event: the sequence was dropped, and its blocks are free
     on_end: Callable[[EngineFailed], None]  # called on the thread with why no step follows
 
     def __post_init__(self) -> None:
@@ -95,7 +87,8 @@ class Scheduler:
     def _take(self, seq: TorchSequence) -> None:
         self.load.take(seq)
         if len(self._waiting) >= self.args.max_queue:
-            self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
+            rejected = Overloaded(f"{len(self._waiting)} requests are queued; try again later")
+            self._events.append(partial(seq.emit, rejected))
         else:
             seq.queued = self._queue_clock.read()
             insort(self._waiting, seq, key=lambda each: each.queue_order)  # after those of equal priority
@@ -109,7 +102,7 @@ class Scheduler:
             self._drop(seq)
             worker = kv_params.prefill_instance_id
             text = f"KV transfer {kv_params.transfer_id}: the KV has NaN or infinity; check prefill worker {worker:x}"
-            self._events.append((seq, NonFiniteKv(text)))
+            self._events.append(partial(seq.emit, NonFiniteKv(text)))
             return
         self._reserved.remove(seq)
         self._free_allocation(seq)
@@ -129,12 +122,12 @@ class Scheduler:
         else:  # the decode call has a lower token limit than the prefill call
             first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH)
             self._drop(seq)
-        self._events.append((seq, first))
+        self._events.append(partial(seq.emit, first))
 
     def retire(self, seq: TorchSequence) -> None:
-        """End a sequence in any state, free its blocks and send `Freed`. Repeated calls are allowed."""
+        """End a sequence in any state, free its blocks and call `on_freed` with it. Repeated calls are allowed."""
         self._drop(seq)
-        self._events.append((seq, Freed()))
+        self._events.append(partial(self.on_freed, seq))
 
     def _drop(self, seq: TorchSequence) -> None:
         if seq in self._reserved:  # parts of its KV may have been written
@@ -228,7 +221,7 @@ class Scheduler:
             if seq.allocation is not None:
                 self._reserved.add(seq)
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
-                self._events.append((seq, BlocksReserved(seq.allocation, rows)))
+                self._events.append(partial(seq.on_reserved, seq.allocation, rows))
             else:
                 self._prefilling.append(seq)
         self._queue_clock.lack(lacking if self._waiting else "")
@@ -260,7 +253,7 @@ class Scheduler:
             seq.phases.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
             copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens))
-            self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
+            self._events.append(partial(seq.on_prefilled, seq.allocation, copied, first))
 
     def _step(self) -> None:
         begun_s = time.monotonic()
@@ -287,7 +280,7 @@ class Scheduler:
                 rows.append(at - 1)
         logits, at = self._forward(ids, step, rows + scored_rows), len(rows)
         for seq, count in scored:
-            self._events.append((seq, seq.prompt_chunk(logits[at : at + count])))
+            self._events.append(partial(seq.emit, seq.prompt_chunk(logits[at : at + count])))
             at += count
         finite = self._finite(step, decoding, chunks)
         if sampled:
@@ -357,7 +350,7 @@ class Scheduler:
         self._decoding.remove(seq)
         self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"
-        self._events.append((seq, NonFinite(text)))
+        self._events.append(partial(seq.emit, NonFinite(text)))
         now = time.monotonic()
         recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
         self._non_finite = recent | {client_request(seq.request): now}
@@ -371,7 +364,7 @@ class Scheduler:
             seq.logits_processor.accept_token(choice.token_id)
             if (failure := seq.logits_processor.failure) is not None:
                 log.warning("request %s: structured output failed: %s", seq.request.request_id, failure)
-                self._events.append((seq, RequestRejected(LEFT_FORMAT, field="guided")))
+                self._events.append(partial(seq.emit, RequestRejected(LEFT_FORMAT, field="guided")))
                 self._drop(seq)
                 return
         ids, reason = token_ids([choice.token_id]), seq.finish_reason()
@@ -382,6 +375,7 @@ class Scheduler:
             self._export_prefilled()
             return
         stats = seq.phases.timings() if reason is not None or seq.num_output_tokens == 1 else None
-        self._events.append((seq, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
+        chunk = Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)
+        self._events.append(partial(seq.emit, chunk))
         if reason is not None:
             self._drop(seq)

@@ -1,13 +1,13 @@
-"""Define one request inside the torch engine, the scheduler's events about it, its KV blocks, and the load."""
+"""Define one request inside the torch engine, its KV blocks, and the load."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,38 +28,14 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.streams import OnEvent, StreamEvent, TaskStream
+from dynamo_trtllm.streams import OnEvent, TaskStream
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.engine import TorchEngine
 
 
-class BlocksReserved(NamedTuple):
-    """The event that a decode sequence has KV blocks and transfer-buffer space, so its KV can be fetched.
-
-    `rows` are the rows of `KvPool.all_rows` that the fetched KV goes to, int64 [rows].
-    """
-
-    allocation: Allocation
-    rows: Tensor
-
-
-class PrefillDone(NamedTuple):
-    """The event that a prefill sequence is done and its KV can be transferred.
-
-    Its blocks stay reserved until the sequence is retired.
-    """
-
-    allocation: Allocation
-    copied: list[torch.cuda.Event]  # on a GPU, one event per region: its copy is done
-    first: Chunk
-
-
-class Freed(NamedTuple):
-    """The event that the blocks of a sequence are free and the scheduler has dropped the sequence."""
-
-
-Delivery: TypeAlias = list[tuple["TorchSequence", StreamEvent | BlocksReserved | PrefillDone | Freed]]
+Delivery: TypeAlias = list[Callable[[], None]]
+"""The events of one step, in order: calls to make on the event loop."""
 
 
 class TorchSequence(TaskStream):
@@ -70,13 +46,14 @@ class TorchSequence(TaskStream):
 
     def __init__(self, request: GenerateRequest, on_event: OnEvent, engine: TorchEngine) -> None:
         super().__init__(on_event, engine.tasks, engine)
+        self._engine = engine
         self.request = request
         self.is_exported = False  # the KV connector retires the sequence
-        self._retire = engine.retire
         self.max_new_tokens = 0
         self.stop_ids: tuple[int, ...] = ()
         self.logits_processor: LogitsProcessor | None = None
         self.seed = random.getrandbits(64)
+        self.offer = b""  # decode: of the prefill worker's transfer backend
         self.region_bytes = 0  # decode: region size that the prefill worker chose
         self.block_table = BlockTable()
         self.blocks: Tensor  # int64 [blocks]: block numbers in the pool, once they are reserved
@@ -89,9 +66,36 @@ class TorchSequence(TaskStream):
         self.queued: dict[str, float] = {}  # the queue's clock when the sequence was queued
         self.awaits_step = False  # decode: its KV is in the pool, and it waits for its first step
 
+    def retire(self) -> None:
+        """End the sequence in any state and free its blocks."""
+        self._engine.retire(self)
+
     def _free(self) -> None:
         if not self.is_exported:
-            self._retire(self)
+            self.retire()
+
+    # --- events of the scheduler, on the loop --------------------------------------------------------------
+
+    def on_reserved(self, allocation: Allocation, rows: Tensor) -> None:
+        """Fetch the KV of a decode call, for which blocks and transfer-buffer space are reserved.
+
+        Args:
+            rows: the rows of `KvPool.all_rows` that the fetched KV goes to, int64 [rows].
+        """
+        if not self.has_ended:
+            self.run(self._engine.fetch_and_install(self, allocation, rows), f"torch-fetch-{self.request.request_id}")
+
+    def on_prefilled(self, allocation: Allocation, copied: list[torch.cuda.Event], first: Chunk) -> None:
+        """Export the KV of a prefill call. Its blocks stay reserved until the sequence is retired.
+
+        Args:
+            copied: on a GPU, one event per region: its copy is done.
+        """
+        if not self.has_ended:
+            work = self._engine.export_kv(self, allocation, copied, first)
+            self.run(work, f"torch-export-{self.request.request_id}")
+
+    # --- state ---------------------------------------------------------------------------------------------
 
     @property
     def prompt_tokens(self) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferIdentity, first_deadline
+from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, first_deadline
 from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, Sampling, token_ids
 from tests.instances import make_transfer_params
@@ -54,9 +55,9 @@ async def fetch(backend: Any, expires_in_s: float, *, deadline_in_s: float, time
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids(), sampling=sampling, deadline=deadline, kv_params=params
     )
-    identity = TransferIdentity("torch", 1, "m", params.layout, {}, transport="slow")
-    transfers = KvTransfers(backend, identity, ttl_s=60, timeout_s=timeout_s)
-    await transfers.fetch(request, params, b"", Destination([]))
+    config = WorkerConfig(model_path="m", handoff_timeout_s=timeout_s)
+    transfers = KvTransfers(backend, config, engine="torch", instance_id=1, layout=params.layout)
+    await transfers.fetch(request, b"", Destination([]))
 
 
 @pytest.mark.parametrize(

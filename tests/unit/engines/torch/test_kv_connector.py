@@ -6,19 +6,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
-from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
 from dynamo_trtllm.errors import TransferFailed, TransferMismatch
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferIdentity
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
 from tests.loopback_backend import LoopbackBackend
 from tests.unit.engines.torch.sequence_helpers import sequence_of
@@ -34,18 +33,16 @@ class Copy(threading.Event):
         assert self.wait(10)
 
 
-def connector(backend: LoopbackBackend, retire: Callable[[TorchSequence], None]) -> KvConnector:
-    identity = TransferIdentity("torch", 1, "m", LAYOUT, kv_compat={}, transport=backend.name)
-    transfers = KvTransfers(backend, identity, ttl_s=60, timeout_s=10)
-    return KvConnector(transfers, retire=retire)
+def connector(backend: LoopbackBackend) -> KvConnector:
+    return KvConnector(backend, WorkerConfig(model_path="m", handoff_timeout_s=10), instance_id=1, layout=LAYOUT)
 
 
 class Side:
     def __init__(self) -> None:
         self.pool = KvPool(LAYOUT, 20, windows=(None, None), device=torch.device("cpu"))
         self.transfer_buffer = TransferBuffer(self.pool, 1 << 16)
-        self.retired: list[TorchSequence] = []
-        self.kv_connector = connector(LoopbackBackend(), self.retired.append)
+        self.retired: list[bool] = []
+        self.kv_connector = connector(LoopbackBackend())
         allocation = self.transfer_buffer.allocate(TOKENS, self.pool.row_bytes * 20)
         assert allocation is not None
         self.allocation = allocation
@@ -64,10 +61,9 @@ def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
 
 
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
-    seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7)
-    return await holder.kv_connector.export_kv(
-        seq, PrefillDone(holder.allocation, copies, Chunk(token_ids=token_ids([5])))
-    )
+    retire = partial(holder.retired.append, True)
+    seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7, retire=retire)
+    return await holder.kv_connector.export_kv(seq, holder.allocation, copies, Chunk(token_ids=token_ids([5])))
 
 
 async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> None:
@@ -79,10 +75,11 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     assert len(copies) == 2
     chunk = await handed_out(holder, copies)
     decode = request(Phase.DECODE, chunk.kv_params)
-    terms = reader.kv_connector.validate(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))
+    terms = reader.kv_connector.engine_state(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert (terms.seed, terms.region_bytes) == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
-    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, on_region=arrived.put_nowait))
+    seq = sequence_of(decode, offer=terms.offer)
+    fetch = asyncio.create_task(reader.kv_connector.import_kv(seq, reader.allocation, arrived.put_nowait))
     for number, copy in enumerate(copies):
         await asyncio.sleep(0.05)
         assert arrived.empty()
@@ -117,7 +114,8 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
     with pytest.raises(TransferMismatch, match="regions of 0 bytes"):
-        holder.kv_connector.validate(request(Phase.DECODE, chunk.kv_params), kv_bytes=holder.pool.moved_bytes(TOKENS))
+        decode = request(Phase.DECODE, chunk.kv_params)
+        holder.kv_connector.engine_state(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))
     await holder.kv_connector.aclose()
 
 
@@ -145,7 +143,7 @@ async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_mem
 
     caplog.set_level(logging.INFO)
     backend = HostOnly()
-    kv_connector = connector(backend, lambda seq: None)
+    kv_connector = connector(backend)
     transfer_buffer: Any = OnGpu()
     await kv_connector.start(transfer_buffer)
     assert backend.registered == ["cpu"]
