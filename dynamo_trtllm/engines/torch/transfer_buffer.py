@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from bisect import insort
 from collections import deque
 from typing import NamedTuple
 
@@ -75,13 +76,6 @@ class Allocation(NamedTuple):
     regions: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
 
 
-class Range(NamedTuple):
-    """A range of the buffer in bytes; `end` is exclusive."""
-
-    begin: int
-    end: int
-
-
 class TransferBuffer:
     """The transfer buffer of one engine.
 
@@ -90,8 +84,8 @@ class TransferBuffer:
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool
-        self._free = [Range(0, num_bytes)]  # in ascending order; adjacent ranges are merged
-        self._leaving: deque[tuple[Range, torch.cuda.Event]] = deque()  # freed, but in use by a copy until the event
+        self._used: list[Allocation] = []  # in the order of the buffer
+        self._leaving: deque[tuple[Allocation, torch.cuda.Event]] = deque()  # freed, but used by a copy until the event
         self.num_bytes = num_bytes
         self.memory = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
         self._bounce: Tensor | None = None  # staging memory on the GPU, if the buffer is in host memory
@@ -110,15 +104,6 @@ class TransferBuffer:
             max(REGION_BYTES["cuda"], self._pool.row_bytes), dtype=torch.uint8, device=self._pool.device
         )
 
-    @property
-    def used_bytes(self) -> int:
-        """Return the number of bytes that are allocated, or freed but still in use by a copy.
-
-        Thread-safe while no other thread allocates or frees.
-        """
-        done = [left for left, event in self._leaving if event.query()]  # type: ignore[no-untyped-call]
-        return self.num_bytes - sum(free.end - free.begin for free in [*self._free, *done])
-
     # --- places ----------------------------------------------------------------------------------------
 
     def allocate(self, tokens: int, region_bytes: int) -> Allocation | None:
@@ -134,22 +119,22 @@ class TransferBuffer:
         wanted = self._pool.moved_bytes(tokens)
         aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._reap(wait=False)
-        while (begin := self._carve(aligned)) is None:
+        while (begin := self._first_gap(aligned)) is None:
             if not self._leaving:
                 return None
             self._reap(wait=True)
         row = self._pool.row_bytes
-        return Allocation(
-            begin, aligned, torch.split(self.memory[begin : begin + wanted], max(1, region_bytes // row) * row)
-        )
+        regions = torch.split(self.memory[begin : begin + wanted], max(1, region_bytes // row) * row)
+        allocation = Allocation(begin, aligned, regions)
+        insort(self._used, allocation, key=lambda used: used.begin)
+        return allocation
 
     def free(self, allocation: Allocation) -> None:
         """Free the space. It can be allocated again once the copies that are queued so far are done."""
-        freed = Range(allocation.begin, allocation.begin + allocation.num_bytes)
         if (event := self.mark()) is None:
-            self._merge(freed)
+            self._used.remove(allocation)
         else:
-            self._leaving.append((freed, event))
+            self._leaving.append((allocation, event))
 
     def _reap(self, *, wait: bool) -> None:
         while self._leaving and (wait or self._leaving[0][1].query()):  # type: ignore[no-untyped-call]
@@ -157,26 +142,16 @@ class TransferBuffer:
             if wait:
                 event.synchronize()
                 wait = False
-            self._merge(freed)
+            self._used.remove(freed)
 
-    def _carve(self, num_bytes: int) -> int | None:
+    def _first_gap(self, num_bytes: int) -> int | None:
         """Return the offset of the first free range that fits, so that unused memory stays unmapped."""
-        for at, (begin, end) in enumerate(self._free):
-            if end - begin >= num_bytes:
-                rest = Range(begin + num_bytes, end)
-                self._free[at : at + 1] = [rest] if rest.begin < rest.end else []
+        begin = 0
+        for used in self._used:
+            if used.begin - begin >= num_bytes:
                 return begin
-        return None
-
-    def _merge(self, freed: Range) -> None:
-        merged: list[Range] = []
-        for free in sorted([*self._free, freed]):
-            if free.begin == free.end:
-                continue
-            if merged and merged[-1].end == free.begin:
-                free = Range(merged.pop().begin, free.end)
-            merged.append(free)
-        self._free = merged
+            begin = used.begin + used.num_bytes
+        return begin if self.num_bytes - begin >= num_bytes else None
 
     # --- copies ----------------------------------------------------------------------------------------
 

@@ -37,11 +37,12 @@ def make_on(site: Site, folder: Path, role: Role, number: int = 0, **args: Any) 
 
 async def check_nothing_staged(engine: Any) -> None:
     """A parcel is free once the copies that were queued before it was given back are done, which can only be asked."""
+    buffer = engine._scheduler.transfer_buffer
     for _ in range(500):
-        if engine._scheduler.transfer_buffer.used_bytes == 0:
+        if all(event.query() for _, event in buffer._leaving):
             break
         await asyncio.sleep(0.01)
-    assert engine._scheduler.transfer_buffer.used_bytes == 0
+    assert buffer._used == sorted((allocation for allocation, _ in buffer._leaving), key=lambda each: each.begin)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
