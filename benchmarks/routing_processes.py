@@ -15,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 
-from dynamo_trtllm.engines.mock import engine
 from dynamo_trtllm.engines.block_manager import BlockManager, BlockTable
+from dynamo_trtllm.engines.mock import engine
 from dynamo_trtllm.frontend.process import main as frontend
 from dynamo_trtllm.frontend.process import run_app
 from dynamo_trtllm.kv_events import KvCacheUpdate

@@ -118,9 +118,7 @@ class MockEngine(Engine):
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
-        self._transfers = KvTransfers(
-            self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout
-        )
+        self._transfers = KvTransfers(self._backend, config, engine="mock", instance_id=instance_id, layout=args.layout)
         self.queue_clock = QueueClock()
         self._waiting: deque[MockStream] = deque()
         self._running: dict[MockStream, None] = {}

@@ -245,13 +245,11 @@ class TorchEngine(Engine):
         seq.logits_processor = logits_processor_for(seq.request, matcher)
         scheduler.submit(seq)
 
-    async def export_kv(
-        self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event], first: Chunk
-    ) -> Chunk:
+    async def export_kv(self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event]) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
         self._ready()
         assert self._kv_connector is not None
-        return await self._kv_connector.export_kv(seq, allocation, copied, first)
+        return await self._kv_connector.export_kv(seq, allocation, copied)
 
     async def fetch_and_install(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""

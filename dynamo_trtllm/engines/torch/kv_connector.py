@@ -64,9 +64,7 @@ class KvConnector(KvTransfers):
             await self.backend.register(_region(transfer_buffer.memory))
         log.info("KV transfer over %s: transfer buffer of %d MiB", self.backend.name, transfer_buffer.num_bytes >> 20)
 
-    async def export_kv(
-        self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event], first: Chunk
-    ) -> Chunk:
+    async def export_kv(self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event]) -> Chunk:
         """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
 
         The sequence is retired once its memory is no longer published, also if the call fails.
@@ -74,7 +72,6 @@ class KvConnector(KvTransfers):
         Args:
             allocation: has the KV.
             copied: on a GPU, one event per region: its copy is done.
-            first: the first output token.
         """
         seq.is_exported = True
         region_bytes = REGION_BYTES["cuda" if copied else "cpu"]
@@ -85,7 +82,7 @@ class KvConnector(KvTransfers):
             seq.phases.exported,
             ready=0 if copied else None,
         )
-        chunk = await self.publish(seq.request, first, kv)
+        chunk = await self.publish(seq.request, seq.first, kv)
         assert chunk.kv_params is not None
         self._follow(chunk.kv_params.transfer_id, copied)
         return chunk

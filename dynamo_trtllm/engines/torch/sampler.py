@@ -136,8 +136,12 @@ def sample(logits: Tensor, rows: Sequence[TorchSequence], finite: Tensor | None 
     if drawn:
         picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
     ids = torch.where(finite, picked, -1).tolist()
-    logprobs = _logprobs(raw, ids, rows)
-    return [None if token < 0 else SampledToken(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+    wanted = [n for n, row in enumerate(rows) if row.request.sampling.logprobs is not None and ids[n] >= 0]
+    logprobs: dict[int, TokenLogprob] = {}
+    if wanted:
+        tops = [rows[n].request.sampling.logprobs or 0 for n in wanted]
+        logprobs = dict(zip(wanted, score(raw[wanted], [ids[n] for n in wanted], tops), strict=True))
+    return [None if token < 0 else SampledToken(token, logprobs.get(n)) for n, token in enumerate(ids)]
 
 
 def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
@@ -167,29 +171,19 @@ def _draw(logits: Tensor, rows: Sequence[TorchSequence]) -> Tensor:
     return (picked if order is None else order.gather(1, picked)).squeeze(1)
 
 
-def score(logits: Tensor, ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Return the log-probability of each of the tokens `ids`, and of its `top` alternatives.
+def score(logits: Tensor, ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Return the log-probability of one token per row, and of its likeliest alternatives.
 
     Args:
-        logits: [tokens, vocabulary].
+        logits: [rows, vocabulary].
+        ids: the token of each row.
+        tops: the number of alternatives of each row.
     """
     logs = torch.log_softmax(logits.float(), dim=-1)
-    likeliest = logs.topk(min(top, logs.shape[-1]))
-    own = logs.gather(1, torch.tensor(ids, device=logs.device)[:, None]).squeeze(1).tolist()
-    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-    return tuple(
-        TokenLogprob(token_id, logprob, tuple(zip(*alternatives, strict=True)))
-        for token_id, logprob, alternatives in zip(ids, own, pairs, strict=True)
-    )
-
-
-def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[TorchSequence]) -> list[TokenLogprob | None]:
-    wanted = [n for n, row in enumerate(rows) if row.request.sampling.logprobs is not None and ids[n] >= 0]
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
-    if wanted:
-        logs = torch.log_softmax(logits[wanted], dim=-1)
-        for log, n in zip(logs, wanted, strict=True):
-            top = log.topk(min(rows[n].request.sampling.logprobs or 0, log.shape[0]))
-            pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            logprobs[n] = TokenLogprob(ids[n], float(log[ids[n]]), pairs)
-    return logprobs
+    likeliest = logs.topk(min(max(tops, default=0), logs.shape[-1]))
+    own = logs.gather(1, torch.tensor(ids, dtype=torch.long, device=logs.device)[:, None]).squeeze(1).tolist()
+    alternatives = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    return [
+        TokenLogprob(token_id, logprob, tuple(zip(top_ids[:top], values[:top], strict=True)))
+        for token_id, logprob, top, (top_ids, values) in zip(ids, own, tops, alternatives, strict=True)
+    ]

@@ -12,9 +12,10 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -55,10 +56,17 @@ class Scheduler:
         self.blocks = BlockAllocator(self.pool, has_prefix_cache=self.args.enable_prefix_caching)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[TorchSequence] = deque()
-        self._reserved: set[TorchSequence] = set()  # decode: KV transfer in progress
+        self._reserved: list[TorchSequence] = []  # decode: KV transfer in progress
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
-        self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, no buffer space yet
+        self._awaiting_buffer: deque[TorchSequence] = deque()  # prefilled, no buffer space yet
+        self._stages: tuple[MutableSequence[TorchSequence], ...] = (
+            self._waiting,
+            self._reserved,
+            self._prefilling,
+            self._decoding,
+            self._awaiting_buffer,
+        )
         self._awaiting_fetch = AwaitingFetch()
         self._queue_clock = QueueClock()
         self._events: Delivery = []
@@ -134,12 +142,10 @@ class Scheduler:
             self.blocks.discard(seq)
         elif seq in self._decoding:
             self.blocks.store(seq)
-        self._reserved.discard(seq)
-        self._awaiting_fetch.discard(seq)
-        for seqs in (self._waiting, self._prefilling, self._decoding):
+        for seqs in self._stages:
             if seq in seqs:
                 seqs.remove(seq)
-        self._awaiting_buffer = deque(entry for entry in self._awaiting_buffer if entry[0] is not seq)
+        self._awaiting_fetch.discard(seq)
         self._free_allocation(seq)
         self.blocks.free(seq)
 
@@ -169,8 +175,7 @@ class Scheduler:
             log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         try:
-            queued = (*self._waiting, *self._reserved, *self._prefilling, *self._decoding)
-            for seq in (*queued, *(seq for seq, _ in self._awaiting_buffer), *self._awaiting_fetch):
+            for seq in [*chain(*self._stages, self._awaiting_fetch)]:
                 self._drop(seq)
             self.load.take_all()
             self._publish()
@@ -219,7 +224,7 @@ class Scheduler:
             seq.phases.end("queue")
             seq.phases.seconds |= self._queue_clock.since(seq.queued)
             if seq.allocation is not None:
-                self._reserved.add(seq)
+                self._reserved.append(seq)
                 rows = self.pool.rows(seq.blocks, seq.prompt_tokens)
                 self._events.append(partial(seq.on_reserved, seq.allocation, rows))
             else:
@@ -245,7 +250,7 @@ class Scheduler:
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
         while self._awaiting_buffer and self.transfer_buffer is not None:
-            seq, first = self._awaiting_buffer[0]
+            seq = self._awaiting_buffer[0]
             seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, REGION_BYTES[self.pool.device.type])
             if seq.allocation is None:
                 return
@@ -253,7 +258,7 @@ class Scheduler:
             seq.phases.end_part("export.transfer_buffer")
             self._awaiting_fetch.add(seq)
             copied = self.transfer_buffer.gather(seq.allocation, self.pool.rows(seq.blocks, seq.prompt_tokens))
-            self._events.append(partial(seq.on_prefilled, seq.allocation, copied, first))
+            self._events.append(partial(seq.on_prefilled, seq.allocation, copied))
 
     def _step(self) -> None:
         begun_s = time.monotonic()
@@ -371,7 +376,8 @@ class Scheduler:
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
         if reason is None and seq.request.phase is Phase.PREFILL:
             self._decoding.remove(seq)
-            self._awaiting_buffer.append((seq, Chunk(token_ids=ids, logprobs=logprobs)))
+            seq.first = Chunk(token_ids=ids, logprobs=logprobs)
+            self._awaiting_buffer.append(seq)
             self._export_prefilled()
             return
         stats = seq.phases.timings() if reason is not None or seq.num_output_tokens == 1 else None

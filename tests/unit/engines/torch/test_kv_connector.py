@@ -62,8 +62,9 @@ def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
 
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
     retire = partial(holder.retired.append, True)
-    seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7, retire=retire)
-    return await holder.kv_connector.export_kv(seq, holder.allocation, copies, Chunk(token_ids=token_ids([5])))
+    first = Chunk(token_ids=token_ids([5]))
+    seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7, first=first, retire=retire)
+    return await holder.kv_connector.export_kv(seq, holder.allocation, copies)
 
 
 async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_follow_one_by_one() -> None:
@@ -113,8 +114,8 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
     await holder.kv_connector.start(holder.transfer_buffer)
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
+    decode = request(Phase.DECODE, chunk.kv_params)
     with pytest.raises(TransferMismatch, match="regions of 0 bytes"):
-        decode = request(Phase.DECODE, chunk.kv_params)
         holder.kv_connector.engine_state(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))
     await holder.kv_connector.aclose()
 
