@@ -77,7 +77,7 @@ class TorchEngine(Engine):
         model = await asyncio.to_thread(self._load)
         info, scheduler = self._prepare(model)
         self._info, self._scheduler = info, scheduler
-        if self._backend is not None and scheduler.transfer_buffer is not None:
+        if self._backend is not None:
             self._kv_connector = self._create_connector(self._backend, layout=info.layout)
             await self._kv_connector.start(scheduler.transfer_buffer)
         scheduler.thread.start()
@@ -106,12 +106,11 @@ class TorchEngine(Engine):
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
             )
         pool = KvPool(model.layout, plan.num_blocks, windows=model.windows, device=model.device)
-        transfer_buffer = TransferBuffer(pool, plan.transfer_buffer_bytes) if self._backend is not None else None
         loop = asyncio.get_running_loop()
         scheduler = Scheduler(
             model.module,
             pool,
-            transfer_buffer,
+            TransferBuffer(pool, plan.transfer_buffer_bytes),
             args,
             num_threads=args.num_threads or (1 if model.device.type == "cpu" else None),
             deliver=partial(_call_soon, loop, self._receive),
@@ -247,19 +246,16 @@ class TorchEngine(Engine):
 
     async def export_kv(self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event]) -> Chunk:
         """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        self._ready()
         assert self._kv_connector is not None
         return await self._kv_connector.export_kv(seq, allocation, copied)
 
-    async def fetch_and_install(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
+    async def import_kv(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
         scheduler, _ = self._ready()
         assert self._kv_connector is not None
-        assert scheduler.transfer_buffer is not None
+        scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
         begun_s = time.monotonic()
-        await self._kv_connector.import_kv(
-            seq, allocation, partial(scheduler.transfer_buffer.scatter, allocation, rows)
-        )
+        await self._kv_connector.import_kv(seq, allocation, scatter)
         seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 

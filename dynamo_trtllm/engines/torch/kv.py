@@ -365,7 +365,7 @@ def zeros(num_bytes: int, device: torch.device) -> Tensor:
 
     On CPU they take no physical memory until they are written. torch.zeros (torch 2.13) would write all of them.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not num_bytes:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8)

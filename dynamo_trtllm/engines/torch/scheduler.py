@@ -45,7 +45,7 @@ class Scheduler:
 
     module: Any
     pool: KvPool
-    transfer_buffer: TransferBuffer | None  # None for an aggregated engine
+    transfer_buffer: TransferBuffer  # of no bytes for an aggregated engine
     args: TorchArgs
     num_threads: int | None  # CPU threads of the model, None for PyTorch's default
     deliver: Callable[[Delivery], None]  # called on the thread with a step's events
@@ -150,7 +150,7 @@ class Scheduler:
         self.blocks.free(seq)
 
     def _free_allocation(self, seq: TorchSequence) -> None:
-        if seq.allocation is not None and self.transfer_buffer is not None:
+        if seq.allocation is not None:
             self.transfer_buffer.free(seq.allocation)
             seq.allocation = None
 
@@ -175,7 +175,7 @@ class Scheduler:
             log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         try:
-            for seq in [*chain(*self._stages, self._awaiting_fetch)]:
+            for seq in [*chain(*self._stages, self._awaiting_fetch.sequences)]:
                 self._drop(seq)
             self.load.take_all()
             self._publish()
@@ -210,8 +210,8 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_blocks_used=self.blocks.manager.used,
             kv_blocks_total=self.pool.num_blocks,
-            tickets_held=len(self._awaiting_fetch),
-            ticket_kv_blocks=self._awaiting_fetch.num_blocks,
+            tickets_held=len(self._awaiting_fetch.sequences),
+            ticket_kv_blocks=len(self._awaiting_fetch.blocks),
             queued_prefill_tokens=sum(seq.prefill_left for seq in (*self._waiting, *self._prefilling)),
             context_tokens=sum(seq.num_computed_tokens for seq in self._decoding),
         )
@@ -237,9 +237,8 @@ class Scheduler:
         """Allocate what the first waiting sequence needs. Return what is lacking; "" if it can start."""
         if self._running() >= self.args.max_batch_size:
             return "slots"
-        buffer = self.transfer_buffer
-        if seq.request.phase is Phase.DECODE and buffer is not None and seq.allocation is None:
-            seq.allocation = buffer.allocate(seq.prompt_tokens, seq.region_bytes)
+        if seq.request.phase is Phase.DECODE and seq.allocation is None:
+            seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, seq.region_bytes)
             if seq.allocation is None:
                 return "transfer_buffer"
         return "" if self.blocks.reserve(seq) else "kv_blocks"
@@ -249,7 +248,7 @@ class Scheduler:
 
     def _export_prefilled(self) -> None:
         """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
-        while self._awaiting_buffer and self.transfer_buffer is not None:
+        while self._awaiting_buffer:
             seq = self._awaiting_buffer[0]
             seq.allocation = self.transfer_buffer.allocate(seq.prompt_tokens, REGION_BYTES[self.pool.device.type])
             if seq.allocation is None:

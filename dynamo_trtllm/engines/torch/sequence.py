@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -84,7 +84,7 @@ class TorchSequence(TaskStream):
             rows: the rows of `KvPool.all_rows` that the fetched KV goes to, int64 [rows].
         """
         if not self.has_ended:
-            self.run(self._engine.fetch_and_install(self, allocation, rows), f"torch-fetch-{self.request.request_id}")
+            self.run(self._engine.import_kv(self, allocation, rows), f"torch-fetch-{self.request.request_id}")
 
     def on_prefilled(self, allocation: Allocation, copied: list[torch.cuda.Event]) -> None:
         """Export the KV of a prefill call. Its blocks stay reserved until the sequence is retired.
@@ -156,28 +156,18 @@ class AwaitingFetch:
     """The prefilled sequences whose KV is in the transfer buffer. Their prompts may share blocks."""
 
     def __init__(self) -> None:
-        self._counted: dict[TorchSequence, list[int]] = {}  # with their blocks
-        self._blocks: Counter[int] = Counter()  # sequences by block
-
-    def __len__(self) -> int:
-        return len(self._counted)
-
-    def __iter__(self) -> Iterator[TorchSequence]:
-        return iter(self._counted)
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
+        self.sequences: dict[TorchSequence, list[int]] = {}  # with their blocks
+        self.blocks: Counter[int] = Counter()  # sequences by block
 
     def add(self, seq: TorchSequence) -> None:
-        numbers = self._counted[seq] = seq.block_table.numbers
-        self._blocks.update(numbers)
+        numbers = self.sequences[seq] = seq.block_table.numbers
+        self.blocks.update(numbers)
 
     def discard(self, seq: TorchSequence) -> None:
-        for number in self._counted.pop(seq, ()):
-            self._blocks[number] -= 1
-            if not self._blocks[number]:
-                del self._blocks[number]
+        for number in self.sequences.pop(seq, ()):
+            self.blocks[number] -= 1
+            if not self.blocks[number]:
+                del self.blocks[number]
 
 
 class SchedulerLoad:

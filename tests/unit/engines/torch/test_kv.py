@@ -74,7 +74,7 @@ def test_prompts_that_await_their_fetch_when_they_share_blocks_then_each_block_c
     counts = []
     for change, seq in ((awaiting.add, first), (awaiting.add, second), (awaiting.discard, first)):
         change(seq)
-        counts.append((len(awaiting), awaiting.num_blocks))
+        counts.append((len(awaiting.sequences), len(awaiting.blocks)))
     awaiting.discard(first)  # again
     awaiting.discard(second)
-    assert [*counts, (len(awaiting), awaiting.num_blocks)] == [(1, 3), (2, 4), (1, 3), (0, 0)]
+    assert [*counts, (len(awaiting.sequences), len(awaiting.blocks))] == [(1, 3), (2, 4), (1, 3), (0, 0)]
