@@ -80,6 +80,7 @@ class TransferEnd:
         self.transfer_buffer = TransferBuffer(self.pool, plan.transfer_buffer_bytes)
         self.backend = NixlBackend(Checksums(plan.kv_checksums))
         self.backend.checksums.device_checksum = self.transfer_buffer.checksum
+        self.backend.prepare_thread = self.transfer_buffer.use_device
 
     async def start(self, on_fetched: Any) -> None:
         await self.backend.start(on_fetched)

@@ -53,6 +53,7 @@ class KvConnector(KvTransfers):
             TransferFailed: The backend can't transfer KV of this device.
         """
         self.backend.checksums.device_checksum = transfer_buffer.checksum
+        self.backend.prepare_thread = transfer_buffer.use_device
         await self.backend.start(self.release)
         try:
             await self.backend.register(_region(transfer_buffer.memory))

@@ -104,6 +104,12 @@ class TransferBuffer:
             max(REGION_BYTES["cuda"], self._pool.row_bytes), dtype=torch.uint8, device=self._pool.device
         )
 
+    def use_device(self) -> None:
+        """Make the GPU of the pool the current one of the calling thread. On CPU there is none."""
+        if self._pool.device.type == "cuda":
+            torch.cuda.set_device(self._pool.device)
+            torch.cuda.synchronize()  # creates the thread's context, which libraries look up
+
     # --- places ----------------------------------------------------------------------------------------
 
     def allocate(self, tokens: int, region_bytes: int) -> Allocation | None:

@@ -25,7 +25,6 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     RegisteredMemory,
     descriptor_of,
     kind_of,
-    use_devices,
 )
 from dynamo_trtllm.kv_transfer.nixl.fetch import Fetch, RemoteAgents
 from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
@@ -64,6 +63,7 @@ class NixlBackend:
         self._wake = threading.Condition()
         self._closing = False
         self._ending: asyncio.Task[None] | None = None
+        self.prepare_thread: Callable[[], None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Open the NIXL agents and start the threads, see `TransferBackend.start`.
@@ -73,8 +73,10 @@ class NixlBackend:
         """
         self._loop = asyncio.get_running_loop()
         self._on_fetched = on_fetched
-        self._fetching = TransferPoller("nixl-fetch")
-        self._registering = ThreadPoolExecutor(1, "nixl-register")
+        if self.prepare_thread is not None:
+            self.prepare_thread()  # reads may begin on this thread, too
+        self._fetching = TransferPoller("nixl-fetch", self.prepare_thread)
+        self._registering = ThreadPoolExecutor(1, "nixl-register", initializer=self.prepare_thread)
         opening = self._registering.submit(self._bindings.open, self._agent_name, self._validity_slots)
         self._connection, self._validity_connection = await asyncio.wrap_future(opening)
         self._listener = threading.Thread(target=self._listen, name="nixl-notices", daemon=True)
@@ -201,6 +203,8 @@ class NixlBackend:
 
     def _listen(self) -> None:
         """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is published."""
+        if self.prepare_thread is not None:
+            self.prepare_thread()
         shortest_s, longest_s = _NOTICE_WAIT_S
         wait_s, published_at = shortest_s, 0.0
         while True:
@@ -212,7 +216,6 @@ class NixlBackend:
                 is_needed = time.monotonic() < published_at + _LINGER_S
                 woken = self._wake.wait(wait_s if is_needed else None)
             try:
-                use_devices([each.region for each in self._bindings.registered])
                 self._bindings.progress()
             except self._bindings.errors:
                 log.warning("KV transfer over nixl: making progress failed", exc_info=True)

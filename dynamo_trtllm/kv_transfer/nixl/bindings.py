@@ -1,13 +1,12 @@
 """Wrap the package NIXL: open its agents, register and describe memory, and translate its errors.
 
-This is the only module that imports NIXL. It also selects the CUDA device of a thread through the CUDA driver.
+This is the only module that imports NIXL. A thread that passes GPU memory to NIXL needs a current CUDA context, see
+`TransferBackend.prepare_thread`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,58 +16,6 @@ from dynamo_trtllm.config.environ import export
 from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
-
-_MOST_GPUS = 64
-
-
-class _Here(threading.local):
-    device: int | None = None
-
-
-_here = _Here()
-
-
-def use(device: int) -> None:
-    """Make a GPU the current device of the calling thread. Cheap if it is already.
-
-    Raises:
-        TransferFailed: The driver has no such GPU.
-    """
-    if _here.device == device:
-        return
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as exc:
-        raise TransferFailed(
-            f"transfer backend nixl can't transfer memory of cuda:{device}: no CUDA driver ({exc})"
-        ) from exc
-    handle, context = ctypes.c_int(), ctypes.c_void_p()
-    for call, arguments in (
-        (driver.cuInit, (ctypes.c_uint(0),)),
-        (driver.cuDeviceGet, (ctypes.byref(handle), ctypes.c_int(device))),
-        (driver.cuDevicePrimaryCtxRetain, (ctypes.byref(context), handle)),
-        (driver.cuCtxSetCurrent, (context,)),
-    ):
-        if status := call(*arguments):
-            raise TransferFailed(f"transfer backend nixl can't use cuda:{device}: {call.__name__} returned {status}")
-    _here.device = device
-
-
-def join() -> None:
-    """Make the first GPU that this process already uses the current device, if there is one."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    for device in range(_MOST_GPUS):
-        if driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)):  # no further GPU, or cuInit was not called
-            return
-        driver.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
-        if is_active.value:
-            use(device)
-            return
-
 
 _VARIABLES = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
 _BACKENDS = ["UCX"]
@@ -154,7 +101,6 @@ class NixlBindings:
         # readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
-        join()
         try:
             agent = self._api.nixl_agent(name, settings)
             connection: bytes = agent.get_agent_metadata()
@@ -175,7 +121,6 @@ class NixlBindings:
 
     def register(self, regions: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
         """Register regions of one kind of memory. Return the handle and the metadata for readers."""
-        use_devices(regions)
         descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, regions)]
         handle = self.agent.register_memory(descriptors, kind_of(regions))
         try:
@@ -191,7 +136,6 @@ class NixlBindings:
     @contextlib.contextmanager
     def temporarily_registered(self, regions: Sequence[MemoryRegion]) -> Iterator[None]:
         """Register regions for the time of the context, unless they are part of a registered region."""
-        use_devices(regions)
         if not regions or self.region_of(regions) is not None:
             yield
             return
@@ -236,12 +180,6 @@ def kind_of(regions: Sequence[MemoryRegion]) -> str:
             f"transfer backend nixl transfers CPU or CUDA memory, one kind per transfer, not {sorted(kinds)}"
         )
     return "VRAM" if kinds == {"cuda"} else "DRAM"
-
-
-def use_devices(regions: Sequence[MemoryRegion]) -> None:
-    """Make the GPU of the regions the current device, before the calling thread passes them to NIXL."""
-    for device in {_device(region) for region in regions if region.device.startswith("cuda")}:
-        use(device)
 
 
 def _device(region: MemoryRegion) -> int:

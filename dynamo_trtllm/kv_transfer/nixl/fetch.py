@@ -24,7 +24,6 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlOffer,
     descriptor_of,
     kind_of,
-    use_devices,
     validity_agent_of,
 )
 from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
@@ -173,7 +172,6 @@ class Fetch:
         region = self.to.regions[index]
         if not region.num_bytes:
             return None
-        use_devices([region])
         ours = self.bindings.descriptors(descriptor_of(region), kind_of([region]))
         theirs = self.bindings.descriptors(self.offer.descriptors[index], self.offer.kind)
         return self._post(self.bindings.agent, self._peer.name, "READ", ours, theirs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -48,15 +48,21 @@ class _PolledFetch:
 
 
 class TransferPoller:
-    """The polling thread. Fetches start in the order of `submit`."""
+    """The polling thread. Fetches start in the order of `submit`.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        prepare: called on the thread at its start.
+    """
+
+    def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
         self._coming: SimpleQueue[_PolledFetch | None] = SimpleQueue()
         self._waiting: deque[_PolledFetch] = deque()
         self._moving: list[_PolledFetch] = []
         self._turn = 0
         self._closing = False
         self._nothing = select.poll()
+        self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -87,6 +93,8 @@ class TransferPoller:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
         pause_s: float | None = None
         while not (self._closing and not self._moving):
             self._receive(pause_s)

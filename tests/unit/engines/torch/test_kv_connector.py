@@ -137,7 +137,7 @@ async def test_start_when_the_backend_can_not_move_the_gpus_memory_then_host_mem
         num_bytes = 1 << 20
         memory: Any = torch.empty(8, dtype=torch.uint8, device="meta")
 
-        checksum = None
+        checksum = use_device = None
 
         def move_to_host(self) -> None:
             self.memory = torch.empty(8, dtype=torch.uint8)
