@@ -13,14 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
-from dynamo_trtllm.cli.stuck import SilentProcess, StuckRequest, quarantined, silent_processes, stuck_requests
+from dynamo_trtllm.cli.stuck import StuckReport, describe
 from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
 from dynamo_trtllm.config.load import command_errors, load, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
-from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
 from dynamo_trtllm.observability.recordings import (
@@ -31,13 +30,11 @@ from dynamo_trtllm.observability.recordings import (
     RequestRecording,
     Step,
 )
-from dynamo_trtllm.router.placement import Costs
 from dynamo_trtllm.sanitize import escape_controls
 
 PROG = f"{CONSOLE} explain"
 _MOST_SHOWN = 20
 _HIDDEN = (RecordedEvent.PROMPT_HASHES,)
-_OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
 
 
 class NotExplained(Exception):
@@ -166,58 +163,6 @@ def outcome(request: RequestRecording) -> str:
     return f"not finished, its frontend was {frontends[0].state.value}" if frontends[0].is_over else "not finished"
 
 
-def describe(entry: Entry, request: RequestRecording) -> str:
-    """Return an event and its values as text."""
-    is_of_all = not entry.key or entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
-    text = f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
-    if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
-        since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
-        at, low, high = ((since_s + each) * 1e3 for each in Prediction.unpacked(entry.c))
-        text += f"; first token expected at {at:.1f} ms ({low:.1f} to {high:.1f})"
-    return text
-
-
-def _costs(number: int) -> str:
-    costs = Costs.unpacked(number)
-    return f"{costs.selected} (next {'none' if costs.second < 0 else costs.second})"
-
-
-# What the numbers and the reason of an event mean, for `str.format`.
-_MEANINGS: Final[dict[int, str]] = {
-    RecordedEvent.TOKENIZED: ": {a} prompt tokens, at most {b} output tokens",
-    RecordedEvent.RESERVING_SLOT: ": at {a:x}",
-    RecordedEvent.CALL_SENT: ": {reason} at {a:x}",
-    RecordedEvent.PROGRESS: ": {a} tokens",
-    RecordedEvent.LAST_TOKEN: ": {a} tokens, {reason}",
-    RecordedEvent.CALL_ENDED: ": {a} tokens, {reason}",
-    RecordedEvent.CALL_RECEIVED: ": {reason} of {a} prompt tokens",
-    RecordedEvent.KV_PUBLISHED: ": {a} bytes",
-    RecordedEvent.CONNECTION_LOST: ": {reason}",
-    RecordedEvent.PEER_LOST: ": {reason}",
-    RecordedEvent.CONNECTION_AWAITED: ": {reason}",
-    RecordedEvent.CONNECTED: ": {reason}",
-}
-
-
-def _values(entry: Entry) -> str:
-    a, b, reason = entry.a, entry.b, entry.reason
-    match entry.event:
-        case RecordedEvent.PLACED:
-            return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
-        case RecordedEvent.PLACED_BY_COST:
-            costs = [("prefill", a), ("decode" if a else "aggregated", b)]
-            return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
-        case RecordedEvent.WAITING_FOR_WORKERS:
-            return f": {quarantined(entry)}" if b else ""
-        case RecordedEvent.CALL_FAILED:
-            return f": {reason} at {a:x}, " + ("going on" if b else "the request ends")
-        case RecordedEvent.FINISHED:
-            return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
-        case RecordedEvent.KV_FETCH_STARTED:
-            return f": {b} bytes from {a:x}" if b else f": from {a:x}"
-    return _MEANINGS.get(entry.event, "").format(a=a, b=b, reason=reason)
-
-
 def _latest(requests: Sequence[RequestRecording]) -> str:
     """Return a table of the latest requests."""
     latest = sorted(requests, key=lambda request: request.steps[0].entry.ns)[-_MOST_SHOWN:]
@@ -320,72 +265,3 @@ def _num_tokens(request: RequestRecording, choice: int, end: Entry) -> int:
         return end.a
     own = [step.entry for step in request.steps if step.entry.choice == choice]
     return max((entry.a for entry in own if entry.event == RecordedEvent.PROGRESS), default=0)  # an error ended it
-
-
-# --- stuck requests ------------------------------------------------------------------------------------
-
-
-class StuckReport(NamedTuple):
-    """What is stuck, most silent first, and the processes that do not work."""
-
-    recordings: Recordings
-    older_than_s: float
-    processes: list[SilentProcess]
-    requests: list[StuckRequest]
-
-    @classmethod
-    def of(cls, recordings: Recordings, older_than_s: float) -> StuckReport:
-        """Look for what is stuck."""
-        requests = sorted(stuck_requests(recordings, older_than_s), key=lambda each: -each.silent_s)
-        return cls(recordings, older_than_s, silent_processes(recordings), requests)
-
-    @property
-    def exit_status(self) -> int:
-        """1 if a request is stuck, or a process does not work or answer. A process that was killed does not count."""
-        does_not_work = any(not each.process.is_over for each in self.processes)
-        return 1 if self.requests or self.recordings.unanswered or does_not_work else 0
-
-    def _processes(self) -> list[tuple[int | None, str, str]]:
-        """Return process id, title and reason of each process that does not work or answer."""
-        rows = [(each.process.header.pid, each.process.title, each.reason) for each in self.processes]
-        return [*rows, *((None, title, reason) for title, reason in self.recordings.unanswered.values())]
-
-    def text(self) -> str:
-        """Return the report as text."""
-        rows = self._processes()
-        lines = [f"process {title if pid is None else f'{pid}, {title}'}: {reason}" for pid, title, reason in rows]
-        for stuck in self.requests:
-            lines.append(
-                f"request {stuck.request.id}: silent for {stuck.silent_s:.1f} s, held by {stuck.holder}: {stuck.reason}"
-            )
-            for step in stuck.last_steps:
-                what = describe(step.entry, stuck.request)
-                lines.append(f"  {step.process.title}: {what}, {stuck.age_s(step):.1f} s ago")
-        if not self.exit_status:
-            running = sum(not process.is_over for process in self.recordings.processes)
-            silent = f"no request of {running} running processes is silent for {self.older_than_s:g} s"
-            lines.append(f"nothing is stuck: {silent}")
-        return "\n".join(lines) + "\n"
-
-    def json(self) -> str:
-        """Return the report as JSON."""
-        rows = self._processes()
-        processes = [{"process": title, "pid": pid, "reason": reason} for pid, title, reason in rows]
-        requests = [
-            {
-                "request": stuck.request.id,
-                "silent_s": stuck.silent_s,
-                "held_by": stuck.holder,
-                "reason": stuck.reason,
-                "last_events": [
-                    {
-                        "process": step.process.title,
-                        "event": describe(step.entry, stuck.request),
-                        "age_s": stuck.age_s(step),
-                    }
-                    for step in stuck.last_steps
-                ],
-            }
-            for stuck in self.requests
-        ]
-        return json.dumps({"processes": processes, "requests": requests}, indent=2) + "\n"

@@ -1,12 +1,17 @@
-"""Find the requests that are stuck and the process that holds each, from the recordings of all processes."""
+"""Find the requests that are stuck and the process that holds each, from the recordings of all processes.
+
+The module also formats events as text.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
+from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.observability.recorder import PROGRESS_PER_TICK, RecordedEvent, boot_id
 from dynamo_trtllm.observability.recordings import (
     Entry,
@@ -17,7 +22,9 @@ from dynamo_trtllm.observability.recordings import (
     RequestRecording,
     Step,
 )
+from dynamo_trtllm.router.placement import Costs
 
+_OF_ALL_CHOICES = (RecordedEvent.RECEIVED, RecordedEvent.FINISHED)
 _RECENT_S: Final = 600.0  # for which a killed process is reported
 _WRONG_DATE_S: Final = 1.0
 _SLOW_S: Final = 1.0  # without an answer of etcd
@@ -40,37 +47,87 @@ _HOLDS_KV: Final = (RecordedEvent.KV_PUBLISHED, RecordedEvent.KV_RELEASED, Recor
 
 
 class SilentProcess(NamedTuple):
-    """A process that does not work."""
+    """A process that does not work or answer."""
 
-    process: ProcessRecording
+    title: str
+    pid: int | None  # None: it has not answered
     reason: str
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LastEvent:
+    """The last event of a request in one process."""
+
+    process: str
+    event: str
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StuckRequest:
     """A request or call that has not ended and records nothing."""
 
-    request: RequestRecording
+    request: str
     silent_s: float
-    holder: str
+    held_by: str
     reason: str
-    last_steps: list[Step]  # of each process
-    now_ns: int
+    last_events: list[LastEvent]
 
-    def age_s(self, step: Step) -> float:
-        """Return how long ago a step was."""
-        return (self.now_ns - step.entry.ns) / 1e9
+
+@dataclass(frozen=True, slots=True)
+class StuckReport:
+    """What is stuck, most silent first, and the processes that do not work or answer."""
+
+    processes: list[SilentProcess]
+    requests: list[StuckRequest]
+    num_running: int
+    older_than_s: float
+
+    @classmethod
+    def of(cls, recordings: Recordings, older_than_s: float) -> StuckReport:
+        """Look for what is stuck."""
+        requests = sorted(stuck_requests(recordings, older_than_s), key=lambda each: -each.silent_s)
+        num_running = sum(not process.is_over for process in recordings.processes)
+        return cls(silent_processes(recordings), requests, num_running, older_than_s)
+
+    @property
+    def exit_status(self) -> int:
+        """1 if a request is stuck, or a process does not work or answer. A process that was killed does not count."""
+        return 1 if self.requests or any(not process.is_over for process in self.processes) else 0
+
+    def text(self) -> str:
+        """Return the report as text."""
+        lines = []
+        for process in self.processes:
+            name = process.title if process.pid is None else f"{process.pid}, {process.title}"
+            lines.append(f"process {name}: {process.reason}")
+        for stuck in self.requests:
+            silent = f"silent for {stuck.silent_s:.1f} s, held by {stuck.held_by}"
+            lines.append(f"request {stuck.request}: {silent}: {stuck.reason}")
+            lines += [f"  {last.process}: {last.event}, {last.age_s:.1f} s ago" for last in stuck.last_events]
+        if not self.exit_status:
+            silent = f"no request of {self.num_running} running processes is silent for {self.older_than_s:g} s"
+            lines.append(f"nothing is stuck: {silent}")
+        return "\n".join(lines) + "\n"
+
+    def json(self) -> str:
+        """Return the report as JSON."""
+        processes = [{"process": each.title, "pid": each.pid, "reason": each.reason} for each in self.processes]
+        requests = [asdict(each) for each in self.requests]
+        return json.dumps({"processes": processes, "requests": requests}, indent=2) + "\n"
 
 
 def silent_processes(recordings: Recordings) -> list[SilentProcess]:
-    """Return the processes that do not work, have a wrong date, or were killed a short time ago."""
+    """Return the processes that do not work or answer, have a wrong date, or were killed a short time ago."""
     silent = []
     for process in recordings.processes:
         is_recent = process.state is ProcessState.KILLED and time.time() - process.header.alive_at_s < _RECENT_S
         reasons = (_why_silent(process) or _why_unconnected(process), _why_misdated(process))
         reason = "; ".join(filter(None, reasons))
         if reason and (is_recent or not process.is_over):
-            silent.append(SilentProcess(process, reason))
+            silent.append(SilentProcess(process.title, process.header.pid, reason, process.is_over))
+    silent += [SilentProcess(title, None, reason, is_over=False) for title, reason in recordings.unanswered.values()]
     return silent
 
 
@@ -130,16 +187,18 @@ def _stuck_choices(
             continue
         holder = _holder(recordings, request, own)
         if holder is not None:
-            last_steps = list({id(step.process): step for step in own}.values())
+            last_steps = {id(step.process): step for step in own}.values()
             dates = ((step.process.title, _why_misdated(step.process)) for step in last_steps)
             beside = "".join(f"; {title}: {reason}" for title, reason in dates if reason)
             yield StuckRequest(
-                request=request,
+                request=request.id,
                 silent_s=silent_s,
-                holder=holder.title,
+                held_by=holder.title,
                 reason=holder.reason + beside,
-                last_steps=last_steps,
-                now_ns=now_ns,
+                last_events=[
+                    LastEvent(process.title, describe(entry, request), (now_ns - entry.ns) / 1e9)
+                    for process, entry in last_steps
+                ],
             )
 
 
@@ -254,3 +313,58 @@ def _open_call(steps: list[Step], *, has_finished: bool) -> Holder | None:
         if kv == RecordedEvent.KV_PUBLISHED:
             return Holder(process.title, f"it holds the KV of a call until a time-out, and {why}{silence}")
     return None
+
+
+# --- events as text ---
+
+
+def describe(entry: Entry, request: RequestRecording) -> str:
+    """Return an event and its values as text."""
+    is_of_all = not entry.key or entry.event in _OF_ALL_CHOICES or not any(step.entry.choice for step in request.steps)
+    text = f"{entry.name}{'' if is_of_all else f' (choice {entry.choice})'}{_values(entry)}"
+    if entry.event == RecordedEvent.PLACED_BY_COST and entry.c:
+        since_s = (entry.ns - request.steps[0].entry.ns) / 1e9
+        at, low, high = ((since_s + each) * 1e3 for each in Prediction.unpacked(entry.c))
+        text += f"; first token expected at {at:.1f} ms ({low:.1f} to {high:.1f})"
+    return text
+
+
+def _costs(number: int) -> str:
+    costs = Costs.unpacked(number)
+    return f"{costs.selected} (next {'none' if costs.second < 0 else costs.second})"
+
+
+# What the numbers and the reason of an event mean, for `str.format`.
+_MEANINGS: Final[dict[int, str]] = {
+    RecordedEvent.TOKENIZED: ": {a} prompt tokens, at most {b} output tokens",
+    RecordedEvent.RESERVING_SLOT: ": at {a:x}",
+    RecordedEvent.CALL_SENT: ": {reason} at {a:x}",
+    RecordedEvent.PROGRESS: ": {a} tokens",
+    RecordedEvent.LAST_TOKEN: ": {a} tokens, {reason}",
+    RecordedEvent.CALL_ENDED: ": {a} tokens, {reason}",
+    RecordedEvent.CALL_RECEIVED: ": {reason} of {a} prompt tokens",
+    RecordedEvent.KV_PUBLISHED: ": {a} bytes",
+    RecordedEvent.CONNECTION_LOST: ": {reason}",
+    RecordedEvent.PEER_LOST: ": {reason}",
+    RecordedEvent.CONNECTION_AWAITED: ": {reason}",
+    RecordedEvent.CONNECTED: ": {reason}",
+}
+
+
+def _values(entry: Entry) -> str:
+    a, b, reason = entry.a, entry.b, entry.reason
+    match entry.event:
+        case RecordedEvent.PLACED:
+            return f": prefill {a:x}, decode {b:x}" if a else f": {b:x}"
+        case RecordedEvent.PLACED_BY_COST:
+            costs = [("prefill", a), ("decode" if a else "aggregated", b)]
+            return f": {reason}, " + ", ".join(f"{role} cost {_costs(number)}" for role, number in costs if number)
+        case RecordedEvent.WAITING_FOR_WORKERS:
+            return f": {quarantined(entry)}" if b else ""
+        case RecordedEvent.CALL_FAILED:
+            return f": {reason} at {a:x}, " + ("going on" if b else "the request ends")
+        case RecordedEvent.FINISHED:
+            return f": HTTP {a}, {b} tokens, {reason}" if a else f": no response, {reason}"
+        case RecordedEvent.KV_FETCH_STARTED:
+            return f": {b} bytes from {a:x}" if b else f": from {a:x}"
+    return _MEANINGS.get(entry.event, "").format(a=a, b=b, reason=reason)

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import pytest
 
-from dynamo_trtllm.cli.explain import StuckReport, mooncake, perfetto, timeline
-from dynamo_trtllm.cli.stuck import silent_processes
+from dynamo_trtllm.cli.explain import mooncake, perfetto, timeline
+from dynamo_trtllm.cli.stuck import StuckReport, silent_processes
 from dynamo_trtllm.cost_model import Prediction
 from dynamo_trtllm.observability.recorder import MAGIC, RecordedEvent, RecordingHeader, boot_id
 from dynamo_trtllm.observability.recordings import Entry, ProcessRecording, ProcessState, Recordings
@@ -184,10 +184,10 @@ def test_stuck_when_the_date_is_wrong_and_a_process_is_frozen_then_the_frozen_on
     worker = dated(process("prefill", RECEIVED, PREFILL, S.FROZEN), wrong_ns)
     report = StuckReport.of(Recordings([frontend, worker]), 10.0)
     (request,) = report.requests
-    assert request.holder == "prefill aaa"
+    assert request.held_by == "prefill aaa"
     assert request.reason.startswith("it is frozen for 59 s")
     assert "; frontend 77: its date is 90 s ahead of" in request.reason
-    frozen = {each.process.title: each.reason for each in report.processes}["prefill aaa"]
+    frozen = {each.title: each.reason for each in report.processes}["prefill aaa"]
     assert frozen.startswith("it is frozen for 59 s")
     assert "; its date is 90 s ahead of" in frozen
 
