@@ -23,7 +23,7 @@ from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
-from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_address, with_engine, with_model
+from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
 from dynamo_trtllm.launch.readiness_checks import NotYet, request, until
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.subprocesses import RunFailed
@@ -55,12 +55,7 @@ def demo_main() -> None:
 def _launch(model: type[LaunchConfig]) -> None:
     config = load(model, prog=PROG)
     observe_logging.setup(config.log_level, "launch", config.log_format)
-    deployment = load_deployment(find_file(config.deployment), process_environment())
-    if config.model is not None:
-        deployment = with_model(deployment, config.model)
-    if config.engine is not None:
-        deployment = with_engine(deployment, config.engine)
-    deployment = with_address(deployment, host=config.host, port=config.port)
+    deployment = with_settings(load_deployment(find_file(config.deployment), process_environment()), config)
     if config.demo and deployment.frontend is None:
         raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
     asyncio.run(run(deployment, log_format=config.log_format, sends_sample=config.demo, once=config.once))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeAlias, TypeVar
 
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.load import load, to_argv
@@ -94,40 +95,30 @@ def processes(deployment: DeploymentConfig, environ: Mapping[str, str] = {}) -> 
     return specs
 
 
-def with_model(deployment: DeploymentConfig, model: str) -> DeploymentConfig:
-    """Return a copy in which every worker runs `model`, under the model's own name."""
-    return _with_flags(deployment, lambda flags: _without(flags, ("served_model_name",)) | {"model_path": model})
+def with_settings(deployment: DeploymentConfig, config: LaunchConfig) -> DeploymentConfig:
+    """Return a copy with the model, the engine and the address of the command line, where they are set.
 
-
-def with_engine(deployment: DeploymentConfig, engine: str) -> DeploymentConfig:
-    """Return a copy in which every worker runs `engine`. A worker with another engine loses its engine arguments."""
-    return _with_flags(
-        deployment,
-        lambda flags: flags if flags.get("engine") == engine else _without(flags, _OF_ENGINE) | {"engine": engine},
-    )
-
-
-def _with_flags(deployment: DeploymentConfig, change: Callable[[Flags], Flags]) -> DeploymentConfig:
-    workers = [worker.model_copy(update={"flags": change(worker.flags)}) for worker in deployment.workers]
-    return deployment.model_copy(update={"workers": workers})
-
-
-def _without(flags: Flags, names: Sequence[str]) -> Flags:
-    return {name: value for name, value in flags.items() if name not in names}
-
-
-def with_address(deployment: DeploymentConfig, *, host: str | None, port: int | None) -> DeploymentConfig:
-    """Return a copy whose frontend listens on `host` and `port`; None leaves a value unchanged.
+    A model is served under its own name. A worker with another engine loses its engine arguments.
 
     Raises:
-        ConfigError: The deployment has no frontend.
+        ConfigError: An address is set, but the deployment has no frontend.
     """
-    given = {name: value for name, value in (("http_host", host), ("http_port", port)) if value is not None}
-    if not given:
-        return deployment
-    if deployment.frontend is None:
-        raise ConfigError("--host and --port need a frontend, but the deployment starts none; remove them")
-    return deployment.model_copy(update={"frontend": deployment.frontend | given})
+    workers, frontend = [], deployment.frontend
+    for worker in deployment.workers:
+        flags = dict(worker.flags)
+        if config.model is not None:
+            flags.pop("served_model_name", None)
+            flags["model_path"] = config.model
+        if config.engine is not None and config.engine != flags.get("engine"):
+            flags = {name: value for name, value in flags.items() if name not in _OF_ENGINE}
+            flags["engine"] = config.engine
+        workers.append(worker.model_copy(update={"flags": flags}))
+    address = {"http_host": config.host, "http_port": config.port}
+    if any(value is not None for value in address.values()):
+        if frontend is None:
+            raise ConfigError("--host and --port need a frontend, but the deployment starts none; remove them")
+        frontend = frontend | {name: value for name, value in address.items() if value is not None}
+    return deployment.model_copy(update={"workers": workers, "frontend": frontend})
 
 
 def reachable(listening: str) -> str:

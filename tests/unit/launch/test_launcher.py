@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import launcher
-from dynamo_trtllm.launch.plan import with_address
+from dynamo_trtllm.launch.plan import with_settings
 from dynamo_trtllm.launch.readiness_checks import NotYet
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses import BAD_CONFIG, RunFailed
@@ -174,7 +175,7 @@ async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not
         taken = str(owner.getsockname()[1])
         flags = {"system_port": int(str(worker_port).format(taken))}
         of = deployment(worker("w", "prefill_and_decode", "cpu", "mock", flags=flags))
-        of = with_address(of, host=None, port=int(str(frontend_port).format(taken)))
+        of = with_settings(of, LaunchConfig(deployment=Path(), port=int(str(frontend_port).format(taken))))
         with pytest.raises(ConfigError, match=says.format(taken)):
             await LauncherRun(of.model_copy(update={"services": ServicesConfig()})).running
     assert not ALL
@@ -184,7 +185,7 @@ async def test_run_when_the_host_is_unknown_then_the_flag_that_changes_it_is_nam
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launcher, "bind", bind)
-    of = with_address(deployment(WORKER), host="nope.invalid", port=8000)
+    of = with_settings(deployment(WORKER), LaunchConfig(deployment=Path(), host="nope.invalid", port=8000))
     with pytest.raises(ConfigError, match=r"^frontend: --http-host nope\.invalid .*--host of this command changes it$"):
         await LauncherRun(of).running
     assert not ALL

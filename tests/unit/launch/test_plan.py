@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.plan import processes, reachable, with_address, with_engine, with_model
+from dynamo_trtllm.launch.plan import processes, reachable, with_settings
 from dynamo_trtllm.messages import Role
 
 
@@ -15,6 +16,10 @@ def deployment(**changes):
     return DeploymentConfig.model_validate(
         {"namespace": "ns", "frontend": {"http_port": 0}, "workers": [worker | changes]}
     )
+
+
+def typed(**settings):
+    return LaunchConfig(deployment="d.yaml", **settings)
 
 
 def test_processes_when_read_back_by_their_programs_then_settings_are_the_deployment_s():
@@ -87,7 +92,7 @@ def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is
 
 
 @pytest.mark.parametrize(
-    ("frontend", "environ", "typed", "wanted"),
+    ("frontend", "environ", "address", "wanted"),
     [
         ({}, {}, {}, ("127.0.0.1", 8000)),
         ({"http_host": "0.0.0.0", "http_port": 9}, {}, {}, ("0.0.0.0", 9)),
@@ -97,18 +102,18 @@ def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is
     ],
 )
 def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_frontend(
-    frontend, environ, typed, wanted
+    frontend, environ, address, wanted
 ):
-    of = with_address(deployment().model_copy(update={"frontend": frontend}), **{"host": None, "port": None} | typed)
+    of = with_settings(deployment().model_copy(update={"frontend": frontend}), typed(**address))
     spec = processes(of, environ)[0]
     assert (spec.host, spec.port) == wanted
     read = load(FrontendConfig, prog="p", argv=spec.arguments(spec.port), environ=environ)
     assert (read.http_host, read.http_port) == wanted
 
 
-def test_with_address_when_no_frontend_is_started_then_it_is_refused():
+def test_with_settings_when_no_frontend_is_started_then_it_is_refused():
     with pytest.raises(ConfigError, match="need a frontend"):
-        with_address(deployment().model_copy(update={"frontend": None}), host=None, port=7)
+        with_settings(deployment().model_copy(update={"frontend": None}), typed(port=7))
 
 
 def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_by_name():
@@ -141,17 +146,17 @@ def test_processes_when_one_logs_only_warnings_then_it_is_taken_as_its_log_is_no
     ].arguments(7)
 
 
-def test_with_model_when_given_then_every_worker_serves_it_under_its_own_name():
-    other = with_model(deployment(flags={"model_path": "m", "served_model_name": "old"}), "smollm2")
+def test_with_settings_when_a_model_is_typed_then_every_worker_serves_it_under_its_own_name():
+    other = with_settings(deployment(flags={"model_path": "m", "served_model_name": "old"}), typed(model="smollm2"))
     assert processes(other)[1].model == "smollm2"
     assert "--served-model-name" not in " ".join(processes(other)[1].argv)
 
 
-def test_with_engine_when_it_is_another_then_arguments_of_the_old_one_go():
+def test_with_settings_when_another_engine_is_typed_then_arguments_of_the_old_one_go():
     flags = {"model_path": "m", "engine": "mock", "extra_engine_args": "mock.yaml", "tensor_parallel_size": 4}
-    (changed,) = with_engine(deployment(flags=flags), "torch").workers
+    (changed,) = with_settings(deployment(flags=flags), typed(engine="torch")).workers
     assert changed.flags == {"model_path": "m", "engine": "torch"}
-    (same,) = with_engine(deployment(flags=flags), "mock").workers
+    (same,) = with_settings(deployment(flags=flags), typed(engine="mock")).workers
     assert "extra_engine_args" in same.flags
 
 
