@@ -23,7 +23,7 @@ from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.commands import ServeConfig
 from dynamo_trtllm.config.deployment import checked_deployment
 from dynamo_trtllm.config.environ import command_line
-from dynamo_trtllm.config.flags import ENV_PREFIX
+from dynamo_trtllm.config.flags import ENV_PREFIX, build_parser
 from dynamo_trtllm.config.load import command_errors, load, process_environment, program
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE, command_streams
@@ -96,6 +96,10 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
     """
     if not words:
         return {}
+    if {"-h", "--help"}.intersection(words):
+        description = f"Flags after -- are those of every worker. Flags of serve come before --: {CONSOLE} serve --help"
+        build_parser(WorkerConfig, f"{CONSOLE} worker", description).print_help()
+        raise SystemExit(0)
     if "--print-config" in words:
         raise ConfigError("--print-config can't be used after --: --dry-run prints the flags of the workers")
     environ = {f"{ENV_PREFIX}MODEL_PATH": "-"}  # it is required, but not a flag here

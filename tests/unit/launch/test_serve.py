@@ -108,13 +108,17 @@ def test_serve_when_a_setting_is_wrong_then_one_line_says_so(
     assert says in refused(capsys, *words)
 
 
-def test_serve_when_help_is_asked_after_the_dashes_then_it_is_that_of_a_worker(
+def test_serve_when_help_is_asked_after_the_dashes_then_it_is_that_of_a_worker_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         serve.main(["tiny-gpt-oss", "--", "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: dynamo-trtllm worker --model-path MODEL_PATH [flags]\n")
+    usage, _, described, *_ = capsys.readouterr().out.splitlines()
+    assert usage == "usage: dynamo-trtllm worker --model-path MODEL_PATH [flags]"
+    assert described == (
+        "Flags after -- are those of every worker. Flags of serve come before --: dynamo-trtllm serve --help"
+    )
 
 
 def test_dry_run_when_the_model_is_on_the_hub_then_only_its_config_is_downloaded(
