@@ -49,7 +49,7 @@ class ProcessStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: str
     role: str
-    state: str  # ready, registered, starting, unreachable, or the phase of a process that is not ready
+    state: str = ""  # ready, registered, starting, unreachable, or the phase of a process that is not ready
     reason: str = ""
     address: str = ""
     instance_id: str = ""
@@ -245,15 +245,7 @@ def _add_health(report: DeploymentReport, health: _Health, ended: Set[str] = fro
 
 async def _of_process(process: ProcessRecord, deadline: float) -> ProcessStatus:
     """Ask a process whether it is ready, and for its load."""
-    status = ProcessStatus(
-        name=process.name,
-        role=process.role,
-        state=_UNREACHABLE,
-        address=process.address,
-        model=process.model,
-        engine=process.engine,
-        instance_id=process.instance_id,
-    )
+    status = msgspec.convert(process, ProcessStatus, from_attributes=True)
     try:
         code, body = await _get(process.host, process.port, "/ready", deadline)
         answer = msgspec.json.decode(body, type=ReadyAnswer)

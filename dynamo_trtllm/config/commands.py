@@ -202,9 +202,7 @@ class DemoConfig(LaunchConfig):
     """
 
     deployment: Path = option("process", Path("deploy/local/demo.yaml"), positional=True)
-    """YAML file that lists services, frontend and workers."""
     demo: bool = option("process", True)
-    """Once all processes are ready, send a sample request and print which workers processed it."""
 
 
 class StatusConfig(ConnectionConfig):
