@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from dynamo_trtllm.config.commands import ChatConfig
-from dynamo_trtllm.config.load import command_errors, is_color_disabled, load
+from dynamo_trtllm.config.load import command, is_color_disabled
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import escape_controls, mask_address
 
-PROG: Final = "python -m dynamo_trtllm.chat"
 _PROMPT: Final = "> "
 HELP: Final = """\
 /reset   clear the conversation
@@ -40,16 +39,15 @@ class ChatFailed(Exception):
     """The answer is missing or incomplete. The message is one line, with advice where there is any."""
 
 
-@command_errors(PROG, ChatFailed)
-def main(argv: Sequence[str] | None = None) -> None:
+@command(ChatConfig, "python -m dynamo_trtllm.chat", ChatFailed)
+def main(config: ChatConfig) -> int:
     """Run the command.
 
     Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer, and with 2 for a
     bad command line.
     """
-    config = load(ChatConfig, prog=PROG, argv=argv)
     model = config.model or only_model(models(config.url), config.url)
-    raise SystemExit(1 if _converse(config.model_copy(update={"model": model})) else 0)
+    return 1 if _converse(config.model_copy(update={"model": model})) else 0
 
 
 def _converse(config: ChatConfig) -> int:

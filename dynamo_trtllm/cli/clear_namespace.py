@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from contextlib import aclosing
 
 from dynamo_trtllm.config.commands import ClearNamespaceConfig
-from dynamo_trtllm.config.load import command_errors, load
+from dynamo_trtllm.config.load import command
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.records import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.request_plane.jetstream import bucket_of, bucket_state, delete_bucket
 
-PROG = "python -m dynamo_trtllm.clear_namespace"
 _YES = ("y", "yes")
 
 
-@command_errors(PROG, Unreachable)
-def main(argv: Sequence[str] | None = None) -> None:
+@command(ClearNamespaceConfig, "python -m dynamo_trtllm.clear_namespace", Unreachable)
+def main(config: ClearNamespaceConfig) -> int:
     """Run the command.
 
     Exit with status 0 if the namespace is clear, 1 if records are left or a server is unreachable, and 2 for a bad
     command line.
     """
-    config = load(ClearNamespaceConfig, prog=PROG, argv=argv)
     observe_logging.setup(config.log_level, "clear", config.log_format)
-    raise SystemExit(0 if asyncio.run(clear(config)) else 1)
+    return 0 if asyncio.run(clear(config)) else 1
 
 
 async def clear(config: ClearNamespaceConfig) -> bool:

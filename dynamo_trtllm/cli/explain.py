@@ -18,7 +18,7 @@ from typing import Any
 from dynamo_trtllm.cli.stuck import StuckReport, describe
 from dynamo_trtllm.config.base import format_table, recorder_folder
 from dynamo_trtllm.config.commands import ExplainConfig
-from dynamo_trtllm.config.load import command_errors, load, process_environment
+from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability.recorder import BLOCK_TOKENS, RecordedEvent
@@ -41,17 +41,13 @@ class NotExplained(Exception):
     """There is nothing to show. The message says why, and what to do."""
 
 
-@command_errors(PROG, NotExplained)
-def main(argv: Sequence[str] | None = None) -> None:
+@command(ExplainConfig, PROG, NotExplained)
+def main(config: ExplainConfig) -> int:
     """Run the command.
 
     Exit with status 0; 1 if the request is unknown, nothing is recorded, or `--stuck` has found something; 2 for a bad
     command line.
     """
-    raise SystemExit(_run(load(ExplainConfig, prog=PROG, argv=argv)))
-
-
-def _run(config: ExplainConfig) -> int:
     recordings = _read(config)
     for problem in recordings.problems:
         sys.stderr.write(f"note: {escape_controls(problem)}\n")

@@ -14,7 +14,7 @@ from typing import Any
 from dynamo_trtllm.config.commands import PreflightConfig
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file, read_yaml
-from dynamo_trtllm.config.load import command_errors, load
+from dynamo_trtllm.config.load import command, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.engines import schema
@@ -136,16 +136,12 @@ def _concurrency(table: MemoryTable) -> str:
     return "-" if table.concurrency is None else f"{table.concurrency:,} (by {table.limited_by})"
 
 
-PROG = "python -m dynamo_trtllm.preflight"
-
-
-@command_errors(PROG)
-def main(argv: Sequence[str] | None = None) -> None:
+@command(PreflightConfig, "python -m dynamo_trtllm.preflight")
+def main(config: PreflightConfig) -> int:
     """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
-    config = load(PreflightConfig, prog=PROG, argv=argv)
     report = evaluate(config)
     sys.stdout.write(as_json(report) if config.json_output else as_text(report))
-    raise SystemExit(1 if report.count("error") else 0)
+    return 1 if report.count("error") else 0
 
 
 def evaluate(config: PreflightConfig) -> Report:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, format_table
 from dynamo_trtllm.config.commands import StatusConfig
-from dynamo_trtllm.config.load import command_errors, load
+from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
@@ -31,7 +31,6 @@ from dynamo_trtllm.sanitize import escape_controls, mask_address
 if TYPE_CHECKING:
     from rich.console import Group
 
-PROG = f"{CONSOLE} status"
 _DEFAULT_URL = "http://localhost:8000"
 _METRICS_BYTES = 8 << 20
 _MOST_WORKERS = 10_000
@@ -87,15 +86,14 @@ class _HealthInstance(msgspec.Struct):
     engine: str
 
 
-@command_errors(PROG, NothingRuns)
-def main(argv: Sequence[str] | None = None) -> None:
+@command(StatusConfig, f"{CONSOLE} status", NothingRuns)
+def main(config: StatusConfig) -> int:
     """Run the command.
 
     Exit with status 0 if all processes are ready, 1 if one is not or nothing runs, and 2 for a bad command line.
     """
-    config = load(StatusConfig, prog=PROG, argv=argv)
     reports = asyncio.run(_show(config))
-    raise SystemExit(0 if all(report.is_ready for report in reports) else 1)
+    return 0 if all(report.is_ready for report in reports) else 1
 
 
 async def _show(config: StatusConfig) -> list[DeploymentReport]:

@@ -17,12 +17,11 @@ from typing import Any
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import format_table
 from dynamo_trtllm.config.commands import VersionConfig
-from dynamo_trtllm.config.load import command_errors, load
+from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.servers import etcd_binary, nats_binary
 
-PROG = f"{CONSOLE} version"
 _PROGRAM_TIMEOUT_S = 5.0
 _GPU_FIELDS = ("index", "name", "memory.total", "driver_version")
 _NIXL = ("nixl-cu13", "nixl-cu12", "nixl")  # the packages for a CUDA release contain UCX
@@ -35,10 +34,9 @@ _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 _UNKNOWN = "unknown version"
 
 
-@command_errors(PROG)
-def main(argv: Sequence[str] | None = None) -> None:
+@command(VersionConfig, f"{CONSOLE} version")
+def main(config: VersionConfig) -> None:
     """Run the command. Exit with status 0, or 2 for a bad command line."""
-    config = load(VersionConfig, prog=PROG, argv=argv)
     found = versions()
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if config.json_output else format_table(list(_rows(found))))
 

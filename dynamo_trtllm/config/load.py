@@ -7,6 +7,7 @@ of one line. For an unknown flag it names ours, if the flag is one of another se
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -101,6 +102,32 @@ def command_errors(prog: str, *failures: type[Exception]) -> Iterator[None]:
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def command(
+    model: type[C], prog: str, *failures: type[Exception], more: Callable[[C], str] | None = None
+) -> Callable[[Callable[[C], int | None]], Callable[..., NoReturn]]:
+    """Return a decorator that makes a function of settings the `main` of a command.
+
+    `main(argv)` loads the settings, calls the function, and exits with the status that it returns, or with 0. `argv` is
+    that of `load`, and so are errors.
+
+    Args:
+        model: Class of the settings.
+        prog: Command, as for `load`.
+        failures: Errors that end it, as for `command_errors`.
+        more: Text for `--print-config`, as for `load`.
+    """
+
+    def decorate(run: Callable[[C], int | None]) -> Callable[..., NoReturn]:
+        @functools.wraps(run)
+        def main(argv: Sequence[str] | None = None) -> NoReturn:
+            with command_errors(prog, *failures):
+                raise SystemExit(run(load(model, prog=prog, argv=argv, more=more)) or 0)
+
+        return main
+
+    return decorate
 
 
 def process_environment() -> dict[str, str]:

@@ -15,7 +15,7 @@ from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file
-from dynamo_trtllm.config.load import command_errors, load, process_environment
+from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
@@ -37,28 +37,21 @@ _ANSWER_TIMEOUT_S = 120.0
 _MODEL_TIMEOUT_S = 30.0
 
 
-def main() -> None:
+def _launch(config: LaunchConfig) -> None:
     """Run the command.
 
     Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment failed or was stopped
     before `--once` was done.
     """
-    _launch(LaunchConfig)
-
-
-def demo_main() -> None:
-    """Run the command with the sample deployment, and exit like `main`."""
-    _launch(DemoConfig)
-
-
-@command_errors(PROG, RunFailed)
-def _launch(model: type[LaunchConfig]) -> None:
-    config = load(model, prog=PROG)
     observe_logging.setup(config.log_level, "launch", config.log_format)
     deployment = with_settings(load_deployment(find_file(config.deployment), process_environment()), config)
     if config.demo and deployment.frontend is None:
         raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
     asyncio.run(run(deployment, log_format=config.log_format, sends_sample=config.demo, once=config.once))
+
+
+main = command(LaunchConfig, PROG, RunFailed)(_launch)
+demo_main = command(DemoConfig, PROG, RunFailed)(_launch)
 
 
 async def run(

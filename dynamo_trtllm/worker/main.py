@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import format_table as columns
-from dynamo_trtllm.config.load import command_errors, load
+from dynamo_trtllm.config.load import command
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
@@ -78,13 +78,9 @@ def _shown(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-PROG = "python -m dynamo_trtllm"
-
-
-@command_errors(PROG)
-def main() -> None:
+@command(WorkerConfig, "python -m dynamo_trtllm", more=table)
+def main(config: WorkerConfig) -> None:
     """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
-    config = load(WorkerConfig, prog=PROG, more=table)
     observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
     if config.dump_config_to is not None:
         dump(config, config.dump_config_to)

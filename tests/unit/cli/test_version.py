@@ -29,12 +29,17 @@ def write(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit):
+        main(argv)
+    return capsys.readouterr().out
+
+
 def test_version_when_typed_then_package_engines_libraries_servers_and_gpus(
     programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(programs / "nvidia-smi", SMI)
-    main([])
-    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    rows = dict(line.split("  ", 1) for line in shown(capsys).splitlines())
     assert rows["dynamo_trtllm"].strip() == __version__
     assert rows["Python"].strip().startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert rows["engine mock"].strip() == "built in"
@@ -55,12 +60,10 @@ def test_version_when_nothing_is_installed_then_it_says_so_and_json_has_null(
     monkeypatch.setattr(version, "nats_binary", missing)
     monkeypatch.setattr(version.importlib.util, "find_spec", lambda name: None)
     write(programs / "nvidia-smi", "#!/bin/sh\necho 'No devices were found'\nexit 6\n")
-    main(["--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(shown(capsys, "--json"))
     assert found["engines"] == {"trtllm": None, "vllm": None, "torch": None, "mock": __version__}
     assert [found[name] for name in ("nixl", "ucx", "etcd", "nats_server", "gpus")] == [None, None, None, None, []]
-    main([])
-    said = capsys.readouterr().out
+    said = shown(capsys)
     assert said.count("not installed") == 7
     assert said.endswith("none (nvidia-smi lists none)\n")
 

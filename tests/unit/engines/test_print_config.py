@@ -104,7 +104,8 @@ def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on
     monkeypatch.setattr(
         "sys.argv", ["w", "--model", "m", "--engine=mock", "--max-batch-size=2", f"--dump-config-to={out}"]
     )
-    worker_main.main()
+    with pytest.raises(SystemExit):
+        worker_main.main()
     assert read_yaml(out) == {"max_batch_size": 2}
     assert [config.model_path for config in started] == ["m"]
 
