@@ -1,6 +1,7 @@
 """Start a frontend that answers status requests at once, while the rest loads: `python -m dynamo_trtllm.frontend`.
 
-This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a thread.
+This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a thread. `python -m`
+of this module runs one of several frontend processes on a port.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import importlib
 import logging
 import signal
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import uvloop
 
-from dynamo_trtllm.config.load import command_errors, load, process_environment
+from dynamo_trtllm.config.commands import FrontendProcessConfig
+from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Draining
 from dynamo_trtllm.http_server.errors import retry_headers
@@ -78,10 +81,9 @@ class StartupGate:
             await self._app(request, response)
 
 
-@command_errors(PROG)
-def main() -> None:
+@command(FrontendConfig, PROG)
+def main(config: FrontendConfig) -> int:
     """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
-    config = load(FrontendConfig, prog=PROG)
     observe_logging.setup(config.log_level, "frontend", config.log_format)
     if config.workers > 1:
         from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
@@ -89,10 +91,28 @@ def main() -> None:
         with reserve_port(config) as port:
             _warn_if_exposed(config, port)
             group = ProcessGroup(config, port.getsockname()[1], process_environment())
-            raise SystemExit(asyncio.run(group.run()))
+            return asyncio.run(group.run())
     sock = listen(config.http_host, config.http_port)
     _warn_if_exposed(config, sock)
     uvloop.run(serve(config, sock))
+    return 0
+
+
+@command(FrontendProcessConfig, PROG)
+def process_main(config: FrontendProcessConfig) -> None:
+    """Run one of several frontend processes, which `process_group` starts with a socket pair as standard input.
+
+    It serves like a single frontend process, and exits with its parent. The exit statuses are those of `main`.
+    """
+    observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
+    uvloop.run(_serve_with_parent(config))
+
+
+async def _serve_with_parent(config: FrontendProcessConfig) -> None:
+    from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
+
+    pipe = ControlPipe(*await asyncio.open_unix_connection(sock=socket.socket(fileno=sys.stdin.fileno())))
+    await serve(config, listen(config.http_host, config.http_port, is_shared=True), pipe)
 
 
 def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
@@ -156,3 +176,7 @@ def _tune_malloc() -> None:
     if mallopt is not None:
         for parameter, value in ((_M_MMAP_THRESHOLD, 256 << 10), (_M_TRIM_THRESHOLD, 1 << 20), (_M_ARENA_MAX, 2)):
             mallopt(parameter, value)
+
+
+if __name__ == "__main__":
+    process_main()

@@ -27,7 +27,7 @@ from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, describe, spawn
 
-_MODULE = "dynamo_trtllm.frontend.process.frontend_process"
+_MODULE = "dynamo_trtllm.frontend.process.main"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
 _PROCESSES_PER_CORE = 16  # at most; each takes about 100 MB
 _METRICS_TIMEOUT_S = 1.0  # per process; after that its last metrics are used

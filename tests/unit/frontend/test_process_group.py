@@ -26,7 +26,7 @@ def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
     words += ["--nats-server", "nats://user:secret@host:1"]
     config = load(FrontendConfig, prog="frontend", argv=words, environ={})
     _, dash_m, module, *argv = process_argv(config, 2, 8123)
-    assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.process.frontend_process")
+    assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.process.main")
     assert "secret" not in " ".join(argv)
     inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}  # the parent's settings win
     environ = process_environ(config, inherited)
