@@ -80,6 +80,7 @@ class FakeChild:
 
 
 ALL: list[FakeChild] = []
+RUNS: list[LauncherRun] = []
 
 
 async def until_ready(ask: partial[Any], within_s: float, on_wait: Callable[[str], None]) -> ReadyAnswer:
@@ -127,9 +128,19 @@ class LauncherRun:
         self.console = Console(out or self.out, [])
         self.launcher = Launcher(of, processes(of), self.console, {})
         self.running = asyncio.create_task(self.launcher.run(self._on_ready))
+        RUNS.append(self)
 
     async def _on_ready(self, serving: Any) -> bool:
         return False
+
+    async def abort(self) -> None:
+        """Stop the launcher after a failed test, whatever it waits for: its pending task would hang the event loop."""
+        self.launcher._supervisor.stop()
+        while not self.running.done():
+            for child in ALL:
+                child.kill()
+            await asyncio.sleep(0)
+        await asyncio.gather(self.running, return_exceptions=True)
 
     async def end(self) -> None:
         """Stop the launcher. Check that all children end and no new one starts."""
@@ -156,11 +167,9 @@ async def run_launcher(*workers: dict[str, Any], **restart: Any) -> AsyncIterato
     for child in ALL:
         child.serve()
     await settle()
-    try:
-        yield made
-    finally:
-        if not made.running.done():
-            await made.end()
+    yield made  # if it raises, the fixture `scripted` aborts the launcher
+    if not made.running.done():
+        await made.end()
 
 
 @contextlib.contextmanager
