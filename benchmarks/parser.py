@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import OutputParser
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
 
 _WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
 _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'
@@ -28,10 +27,10 @@ HARMONY = {
     "headers only": f"{_ANALYSIS}a{_NEXT}" * 200,
 }
 _OBJECT = f'{{"name": "get_weather", "arguments": {_ARGUMENTS}}}'
-OTHERS: dict[str, tuple[Callable[[], ToolCallParser], str]] = {
-    "basic and hermes, text": (HermesToolCallParser, f"<think>{_WORDS}</think>{_WORDS}"),
-    "basic and hermes, one call": (HermesToolCallParser, f"<tool_call>{_OBJECT}</tool_call>"),
-    "basic and json, one call": (JsonToolCallParser, _OBJECT),
+OTHERS = {
+    "basic and hermes, text": ("hermes", f"<think>{_WORDS}</think>{_WORDS}"),
+    "basic and hermes, one call": ("hermes", f"<tool_call>{_OBJECT}</tool_call>"),
+    "basic and json, one call": ("json", _OBJECT),
 }
 
 
@@ -53,10 +52,9 @@ def main() -> None:
         _report(name, functools.partial(_make_parser, renderer, calls), pushes, rounds)
 
 
-def _make_parser(renderer: HarmonyRenderer, calls: Callable[[], ToolCallParser]) -> OutputParser:
-    text = renderer.text_parser()
+def _make_parser(renderer: HarmonyRenderer, calls: str) -> OutputParser:
     return ChatOutputParser(
-        text, reasoning_parser=ReasoningParser(begins_inside=False), calls=calls(), forced_ids=token_ids()
+        renderer.text_parser(), reasoning_parser="basic", tool_call_parser=calls, forced_ids=token_ids()
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors.numpy import load, save_file
 
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.tokenization.tokenizer import BYTE_OF
 from dynamo_trtllm.tokenization.vocabulary import O200K_PATTERN, default_cache_dir, harmony_specials, mergeable_ranks
 
 
@@ -34,7 +35,7 @@ def write_tokenizer(folder: Path, *, context_length: int) -> None:
     tokenizer, config = (
         json.loads((data_folder() / name).read_text(encoding="utf-8")) for name in (TOKENIZER, TOKENIZER_CONFIG)
     )
-    ranks, letters = mergeable_ranks(), byte_letters()
+    ranks, letters = mergeable_ranks(), {byte: letter for letter, byte in BYTE_OF.items()}
     texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = O200K_PATTERN
     tokenizer["model"]["vocab"] = {texts[token]: rank for token, rank in ranks.items()}
@@ -60,15 +61,6 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
         ]
         result.extend(sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])))
     return result
-
-
-def byte_letters() -> list[str]:
-    """Return the printable letter for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in letters]
-    letters.update({byte: chr(256 + index) for index, byte in enumerate(others)})
-    return [letters[byte] for byte in range(256)]
 
 
 WEIGHTS: Final = "weights.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
 from datetime import datetime
 from typing import Any, Final, NoReturn
@@ -28,15 +28,14 @@ from dynamo_trtllm.tokenization.base import (
     TokenTextCache,
     WindowTextParser,
 )
-from dynamo_trtllm.tokenization.chat_output_parser import END_THINK, THINK, ChatOutputParser, ReasoningParser
-from dynamo_trtllm.tokenization.tokenizer import TOKENIZER, load_json_tokenizer
-from dynamo_trtllm.tokenization.tool_call_parser import (
+from dynamo_trtllm.tokenization.chat_output_parser import (
+    END_THINK,
     END_TOOL_CALL,
+    THINK,
     TOOL_CALL,
-    HermesToolCallParser,
-    JsonToolCallParser,
-    ToolCallParser,
+    ChatOutputParser,
 )
+from dynamo_trtllm.tokenization.tokenizer import BYTE_OF, TOKENIZER, load_json_tokenizer
 
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
@@ -110,10 +109,6 @@ _SLOW_INLINE_BYTES: Final = 16 << 10
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
-_CALL_PARSERS: Final[Mapping[str, Callable[[], ToolCallParser]]] = {
-    "hermes": HermesToolCallParser,
-    "json": JsonToolCallParser,
-}
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
 _THINK_MARKERS: Final = (THINK, END_THINK)
 _MARKERS: Final[Mapping[str, tuple[str, ...]]] = {  # that a parser must see even if they are special tokens
@@ -201,14 +196,10 @@ class ChatTemplateRenderer:
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
     ) -> OutputParser:
-        reasoning_parser = None
-        if self.reasoning_parser != "none":
-            reasoning_parser = ReasoningParser(begins_inside=self.reasoning_parser == "deepseek_r1")
-        calls = _CALL_PARSERS.get(self.tool_call_parser)
         return ChatOutputParser(
             self._text_parser(self._hidden_in_chat if hidden is None else hidden),
-            reasoning_parser=reasoning_parser,
-            calls=None if calls is None else calls(),
+            reasoning_parser=self.reasoning_parser,
+            tool_call_parser=self.tool_call_parser,
             forced_ids=forced_ids,
         )
 
@@ -250,19 +241,9 @@ class ChatTemplateRenderer:
         if token is None:
             return b""
         try:
-            return bytes(_BYTE_OF[char] for char in token)
+            return bytes(BYTE_OF[char] for char in token)
         except KeyError:  # the token is not in the byte-level alphabet, so it is plain text
             return token.encode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: itself if printable, else one from U+0100 on (GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF: Final = _byte_level_alphabet()
 
 
 def _message(message: Message) -> dict[str, Any]:

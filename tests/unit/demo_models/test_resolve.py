@@ -107,14 +107,6 @@ def test_merges_when_token_splits_in_two_ways_then_both_are_listed_in_rank_order
     assert expand.merges(ranks) == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
 
 
-def test_byte_letters_when_listed_then_all_are_distinct_and_printable() -> None:
-    letters = expand.byte_letters()
-    assert len(set(letters)) == 256
-    assert all(letter.isprintable() for letter in letters)
-    assert letters[ord("A")] == "A"
-    assert letters[ord(" ")] == "Ġ"
-
-
 def test_resolve_when_folder_exists_then_it_is_returned(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 

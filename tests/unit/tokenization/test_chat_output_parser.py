@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization.base import Delta
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
-from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from tests.unit.tokenization.parser_helpers import Characters, Seen, cut, fold
 
 STEPS = ([1], [2], [3, 1], [7], [100_000])
 
 
-def parser(reasoning: str = "none", calls: Callable[[], ToolCallParser] | None = None) -> ChatOutputParser:
-    thinking = None if reasoning == "none" else ReasoningParser(begins_inside=reasoning == "deepseek_r1")
-    return ChatOutputParser(
-        Characters(), reasoning_parser=thinking, calls=calls() if calls is not None else None, forced_ids=token_ids()
-    )
+def parser(reasoning: str = "none", calls: str = "none") -> ChatOutputParser:
+    return ChatOutputParser(Characters(), reasoning_parser=reasoning, tool_call_parser=calls, forced_ids=token_ids())
 
 
 def seen(made: ChatOutputParser, text: str, steps: list[int]) -> Seen:
@@ -121,7 +115,7 @@ def test_push_when_calls_stand_between_markers_then_they_are_read_and_broken_one
     name: str, steps: list[int]
 ) -> None:
     text, expected = HERMES[name]
-    assert seen(parser(calls=HermesToolCallParser), text, steps) == expected
+    assert seen(parser(calls="hermes"), text, steps) == expected
 
 
 JSON = {
@@ -158,19 +152,19 @@ def test_push_when_the_answer_is_a_call_then_it_is_read_and_anything_else_is_con
     name: str, steps: list[int]
 ) -> None:
     text, expected = JSON[name]
-    assert seen(parser(calls=JsonToolCallParser), text, steps) == expected
+    assert seen(parser(calls="json"), text, steps) == expected
 
 
 @pytest.mark.parametrize("steps", STEPS, ids=str)
 def test_push_when_the_model_thinks_before_a_call_then_calls_in_the_reasoning_are_not_read(steps: list[int]) -> None:
     text = f"I could write {CALL} here.</think>\n\n{CALL}"
     expected = Seen("", f"I could write {CALL} here.", [["f", '{"a": [1, "}"]}']])
-    assert seen(parser("deepseek_r1", HermesToolCallParser), text, steps) == expected
+    assert seen(parser("deepseek_r1", "hermes"), text, steps) == expected
 
 
 def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is_complete() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"city": "Rome"}}</tool_call>'
-    made = parser(calls=HermesToolCallParser)
+    made = parser(calls="hermes")
     deltas = each_delta(made, text)
     first_name = next(i for i, delta in enumerate(deltas) if delta.tool_calls and delta.tool_calls[0].name == "f")
     assert first_name == text.index('f"') + 1
@@ -181,12 +175,12 @@ def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is
 
 
 def test_push_when_text_could_be_a_marker_then_only_that_is_held_back() -> None:
-    deltas = each_delta(parser(calls=HermesToolCallParser), "x < y <tool!")
+    deltas = each_delta(parser(calls="hermes"), "x < y <tool!")
     assert [delta.content for delta in deltas] == ["x", " ", "", "< ", "y", " ", *[""] * 5, "<tool!"]
 
 
 def test_push_when_json_is_no_call_then_it_streams_from_the_key_that_says_so() -> None:
-    deltas = each_delta(parser(calls=JsonToolCallParser), '{"age": 3}')
+    deltas = each_delta(parser(calls="json"), '{"age": 3}')
     assert [delta.content for delta in deltas] == [*[""] * 5, '{"age"', ":", " ", "3", "}"]
 
 
@@ -197,7 +191,7 @@ def test_push_when_the_model_thinks_then_tokens_of_reasoning_are_counted_without
 
 def test_push_when_a_call_is_forced_then_its_name_comes_with_the_first_delta_and_is_no_content() -> None:
     forced_ids = token_ids(map(ord, '<tool_call>\n{"name": "f", "arguments":'))
-    made = ChatOutputParser(Characters(), reasoning_parser=None, calls=HermesToolCallParser(), forced_ids=forced_ids)
+    made = ChatOutputParser(Characters(), reasoning_parser="none", tool_call_parser="hermes", forced_ids=forced_ids)
     first = made.push(token_ids(map(ord, " {")))
     assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", "{")]
     assert not first.content

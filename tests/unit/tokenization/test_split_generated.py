@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
-from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from tests.unit.tokenization.parser_helpers import Characters, Seen, cut, fold
 
 VALUES = st.recursive(
@@ -25,20 +23,12 @@ STEPS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "<tool_", " ", "\n", "word", "é"]
 JSON_WORDS = ["{", "}", "[", "]", '"', "\\", ",", ":", "null", '"parameters"', '{"name": "f"', ', "arguments": ']
 PIECES = st.sampled_from([*WORDS, *JSON_WORDS, '{"name": "f", "arguments": {}}'])
-READERS: dict[str, Callable[[], ToolCallParser] | None] = {
-    "none": None,
-    "hermes": HermesToolCallParser,
-    "json": JsonToolCallParser,
-}
+READERS = ("none", "hermes", "json")
 FIXED = settings()  # as many as tests/conftest.py says, the same in every run
 
 
 def make(reasoning: str, calls: str) -> ChatOutputParser:
-    thinking = None if reasoning == "none" else ReasoningParser(begins_inside=reasoning == "deepseek_r1")
-    reader = READERS[calls]
-    return ChatOutputParser(
-        Characters(), reasoning_parser=thinking, calls=reader() if reader else None, forced_ids=token_ids()
-    )
+    return ChatOutputParser(Characters(), reasoning_parser=reasoning, tool_call_parser=calls, forced_ids=token_ids())
 
 
 def seen(reasoning: str, calls: str, text: str, steps: list[int]) -> Seen:
