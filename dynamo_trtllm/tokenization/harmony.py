@@ -1,14 +1,13 @@
-"""Render Harmony, the prompt format of gpt-oss: openai-harmony encodes message frames, fastokens the text inside them.
+"""Render Harmony, the prompt format of gpt-oss: control tokens, and between them texts, which fastokens encodes.
 
-BPE merges never cross a control token, and a frame ends in one. So text that is encoded separately and inserted into a
-frame gives the same ids as rendering the whole message. openai-harmony's encoder does not get text of clients: it is
-three times slower, holds the GIL, and its cost is quadratic in the length of a word.
+BPE merges never cross a control token. So texts that are encoded separately give the same ids as a whole message that
+openai-harmony renders. Its encoder does not get text of clients: it is three times slower, holds the GIL, and its cost
+is quadratic in the length of a word.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from array import array
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -18,7 +17,7 @@ import openai_harmony as oh
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization import harmony_parser, vocabulary
 from dynamo_trtllm.tokenization.base import (
     INLINE_BYTES,
     NO_FORCED_IDS,
@@ -31,12 +30,10 @@ from dynamo_trtllm.tokenization.base import (
     TokenTextCache,
     Tool,
 )
-from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser, HarmonyTexts
+from dynamo_trtllm.tokenization.harmony_parser import STOPS, HarmonyParser
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
 
-_NAME: Final = "(name)"  # a placeholder
 _FORMATS: Final = "# Response Formats\n\n## answer"
-_JSON: Final = "<|constrain|>json"
 _ANSWER: Final = "<|channel|>final<|message|>"
 _EFFORTS: Final = {name: oh.ReasoningEffort[name.upper()] for name in ("low", "medium", "high")}
 
@@ -66,12 +63,10 @@ class HarmonyRenderer:
         self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
-        self._token_texts = HarmonyTexts(
-            content=TokenTextCache(self._tokenizer.token_bytes),
-            reasoning=TokenTextCache(self._tokenizer.token_bytes, is_reasoning=True),
-        )
+        self._token_texts = TokenTextCache(self._tokenizer.token_bytes)
+        self._reasoning_texts = TokenTextCache(self._tokenizer.token_bytes, is_reasoning=True)
         self._today = today
-        self._frame = functools.lru_cache(maxsize=64)(self._make_frame)
+        self._header = functools.lru_cache(maxsize=64)(self._make_header)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
 
@@ -110,6 +105,7 @@ class HarmonyRenderer:
     ) -> OutputParser:
         return HarmonyParser(
             self._token_texts,
+            self._reasoning_texts,
             forced_ids=forced_ids,
             is_reasoning_split=self._is_reasoning_split,
             is_call_split=self._is_call_split,
@@ -120,7 +116,7 @@ class HarmonyRenderer:
             return None
         if name is not None:
             _check_name(name, "tool_choice")
-        rest = "" if name is None else f"{name} {_JSON}<|message|>"
+        rest = "" if name is None else f"{name} <|constrain|>json<|message|>"
         return self._control_text(f"<|channel|>commentary to=functions.{rest}")
 
     def answer_header(self) -> tuple[str, TokenIds]:
@@ -131,7 +127,7 @@ class HarmonyRenderer:
 
     def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
         if hidden is None:
-            return BytesTextParser(self._token_texts.content)
+            return BytesTextParser(self._token_texts)
         all_bytes = self._tokenizer.all_bytes
         return BytesTextParser(TokenTextCache(lambda token_id: b"" if token_id in hidden else all_bytes(token_id)))
 
@@ -141,45 +137,41 @@ class HarmonyRenderer:
         return ids
 
     def _append(self, ids: TokenIds, message: HarmonyMessage) -> None:
-        role, content, author, recipient, channel, content_type = message
-        name = recipient if author is None else author  # the one that a client chose; the other has a fixed value
-        placeholders = (author and _NAME, recipient and _NAME if author is None else recipient)
-        head, tail = self._frame(role, *placeholders, channel, content_type)
-        for part in head:
-            ids.extend(self.encode(part.replace(_NAME, name or "")) if isinstance(part, str) else part)
-        text = content if isinstance(content, str) else self._developer_texts.text(content)
+        role, text, *header, tools = message
+        ids.extend(self._header(role, *header))
+        if role == oh.Role.DEVELOPER:
+            text = self._developer_texts.text(text, tools)
         ids.extend(self._token_cache.get(text))
-        ids.extend(tail)
+        ids.append(harmony_parser.CALL if role == oh.Role.ASSISTANT and message.recipient else harmony_parser.END)
 
-    def _make_frame(self, role: oh.Role, *header: str | None) -> tuple[list[str | list[int]], list[int]]:
-        """Return what precedes and what follows the text of a message with this header.
-
-        The first is a list of token ids, and of texts that contain the placeholder of a name. The second is token ids.
-        """
-        parts: list[str | list[int]] = []
-        rendered = self._harmony.render(HarmonyMessage(role, "", *header).for_library())
-        for _, run in itertools.groupby(rendered[:-1], lambda each: each >= vocabulary.FIRST_SPECIAL):
-            ids = list(run)
-            text = self._harmony.decode(ids)
-            parts.append(text if _NAME in text else ids)
-        return parts, rendered[-1:]
+    def _make_header(
+        self, role: oh.Role, author: str | None, recipient: str | None, channel: str | None, content_type: str | None
+    ) -> TokenIds:
+        """Return what precedes the text of a message, as openai-harmony renders it."""
+        sender = role.value
+        if author is not None:
+            sender = author if role == oh.Role.TOOL else f"{sender}:{author}"
+        if recipient is not None:
+            sender += f" to={recipient}"
+        ids = token_ids([harmony_parser.START, *self.encode(sender)])
+        if channel is not None:
+            ids.extend([harmony_parser.CHANNEL, *self.encode(channel if content_type is None else f"{channel} ")])
+        if content_type is not None:
+            ids.extend([harmony_parser.CONSTRAIN, *self.encode(content_type)])
+        ids.append(harmony_parser.MESSAGE)
+        return ids
 
 
 class HarmonyMessage(NamedTuple):
     """A message after the system message. To create an `oh.Message` instead takes a third of the time of a prompt."""
 
     role: oh.Role
-    content: str | oh.DeveloperContent
+    text: str  # of a developer message: its instructions
     author: str | None = None
     recipient: str | None = None
     channel: str | None = None
-    content_type: str | None = None
-
-    def for_library(self) -> oh.Message:
-        """Return openai-harmony's own message."""
-        message = oh.Message.from_author_and_content(oh.Author(role=self.role, name=self.author), self.content)
-        message.recipient, message.channel, message.content_type = self.recipient, self.channel, self.content_type
-        return message
+    content_type: str | None = None  # after <|constrain|>
+    tools: tuple[Tool, ...] = ()  # of a developer message
 
 
 def system_message(effort: str, today: date) -> oh.Message:
@@ -214,16 +206,9 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
 
 
 def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessage:
-    content = oh.DeveloperContent.new()
-    if instructions:
-        content = content.with_instructions(instructions)
-    if tools:
-        for tool in tools:
-            _check_name(tool.name, "tools")
-        content = content.with_function_tools(
-            [oh.ToolDescription.new(tool.name, tool.description, dict(tool.parameters) or None) for tool in tools]
-        )
-    return HarmonyMessage(oh.Role.DEVELOPER, content)
+    for tool in tools:
+        _check_name(tool.name, "tools")
+    return HarmonyMessage(oh.Role.DEVELOPER, instructions, tools=tools)
 
 
 def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> Iterator[HarmonyMessage]:
@@ -246,7 +231,7 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
             for call in calls:
                 _check_name(call.name, "messages")
                 recipient = f"functions.{call.name}"
-                yield HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", _JSON)
+                yield HarmonyMessage(oh.Role.ASSISTANT, call.arguments, None, recipient, "commentary", "json")
             names.update((call.id, call.name) for call in calls)
         case "tool":
             name = names.get(message.tool_call_id or "")

@@ -50,11 +50,11 @@ def _is_recipient(word: str) -> bool:
     return word.startswith((_TO, _FUNCTIONS))
 
 
-_RETURN, _CONSTRAIN, _CHANNEL, _START, _END, _MESSAGE, _CALL = (
+RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
     NAMED_SPECIALS[f"<|{name}|>"] for name in ("return", "constrain", "channel", "start", "end", "message", "call")
 )
-STOPS: Final = (_RETURN, _CALL)  # tokens that end an answer or a call
-_ENDS: Final = frozenset((*STOPS, _END))
+STOPS: Final = (RETURN, CALL)  # tokens that end an answer or a call
+_ENDS: Final = frozenset((*STOPS, END))
 _MAX_HEADER_TOKENS: Final = 288  # longer text is not a header: names of tools have 256 characters at most
 _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
@@ -73,13 +73,6 @@ class _Position(Enum):
 _OUTSIDE: Final = (_Position.HEADER, _Position.BETWEEN)  # of a body
 
 
-class HarmonyTexts(NamedTuple):
-    """Token texts of a vocabulary; all parsers of a renderer share them."""
-
-    content: TokenTextCache
-    reasoning: TokenTextCache
-
-
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
@@ -88,7 +81,8 @@ class HarmonyParser:
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
 
     Args:
-        texts: Token texts of the vocabulary, whose control tokens have none.
+        content: Token texts of the vocabulary, whose control tokens have none.
+        reasoning: The same as reasoning.
         forced_ids: Ids that follow the prompt. They are not output.
         is_reasoning_split: If False, reasoning is content.
         is_call_split: If False, the arguments of calls are content.
@@ -96,17 +90,18 @@ class HarmonyParser:
 
     def __init__(
         self,
-        texts: HarmonyTexts,
+        content: TokenTextCache,
+        reasoning: TokenTextCache,
         *,
         forced_ids: TokenIds = NO_FORCED_IDS,
         is_reasoning_split: bool = True,
         is_call_split: bool = True,
     ) -> None:
-        self._token_bytes = texts.content.token_bytes
+        self._token_bytes = content.token_bytes
         self._reasoning = _Position.REASONING if is_reasoning_split else _Position.CONTENT
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        self._texts = {_Position.CONTENT: texts.content, _Position.REASONING: texts.reasoning}
+        self._texts = {_Position.CONTENT: content, _Position.REASONING: reasoning}
         self._token_texts: TokenTextCache | None = None  # fast path for a token that continues the current body
         self._position = _Position.HEADER
         self._header: list[int] = []
@@ -162,11 +157,11 @@ class HarmonyParser:
             self._header_is_text()
 
     def _control(self, token_id: int) -> None:
-        if self._position is _Position.HEADER and token_id == _MESSAGE:
+        if self._position is _Position.HEADER and token_id == MESSAGE:
             self._end_header()
-        elif self._position is _Position.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
+        elif self._position is _Position.HEADER and token_id in (CHANNEL, CONSTRAIN):
             self._header.append(token_id)
-        elif token_id in (_START, _CHANNEL):  # a new message; the model may omit the end marker or the start marker
+        elif token_id in (START, CHANNEL):  # a new message; the model may omit the end marker or the start marker
             self._end_message()
             self._position = _Position.HEADER
             self._header = [token_id]
@@ -205,18 +200,18 @@ class HarmonyParser:
 
         The sender begins with the role if `<|start|>` precedes it.
         """
-        control = _START
+        control = START
         parts: dict[int, list[int]] = {control: []}
         for token_id in self._header:
             if token_id < FIRST_SPECIAL:
                 parts[control].append(token_id)
-            elif token_id in parts and token_id != _START:
+            elif token_id in parts and token_id != START:
                 return None
-            elif token_id != _START:
+            elif token_id != START:
                 control, parts[token_id] = token_id, []
         words = {control: self._bytes(ids).decode(errors="replace").split() for control, ids in parts.items()}
-        sent, addressed, content_type = (words.get(control, []) for control in (_START, _CHANNEL, _CONSTRAIN))
-        role = sent.pop(0) if sent and self._header[0] == _START else ASSISTANT
+        sent, addressed, content_type = (words.get(control, []) for control in (START, CHANNEL, CONSTRAIN))
+        role = sent.pop(0) if sent and self._header[0] == START else ASSISTANT
         channel = addressed.pop(0) if addressed else ""
         recipients = {word.removeprefix(_TO) for word in (*sent, *addressed) if _is_recipient(word)}
         num_others = sum(not _is_recipient(word) for word in addressed)

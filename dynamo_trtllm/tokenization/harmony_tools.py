@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import openai_harmony as oh
 
-from dynamo_trtllm.tokenization.base import TextCache
+from dynamo_trtllm.tokenization.base import TextCache, Tool
 
 _INSTRUCTIONS: Final = "INSTRUCTIONS"  # a placeholder
 _EMPTY_TYPE: Final = "type tool = () => any;\n"  # of a tool "tool" without parameters
@@ -40,31 +40,31 @@ class DeveloperTexts:
         self._head, _, self._tail = self._rendered(_content([tool])).partition(_EMPTY_TYPE)
         self._tool_texts = TextCache(self._tool_text, _CACHED_BYTES, min_chars=0)
 
-    def text(self, content: oh.DeveloperContent) -> str:
-        """Return the text of a message with this content. The cost is linear in its size.
+    def text(self, instructions: str, tools: Sequence[Tool]) -> str:
+        """Return the text of a message with these instructions and tools. The cost is linear in its size.
 
         Raises:
             oh.HarmonyError: A schema can't be translated.
             RecursionError: A schema is nested too deeply.
         """
         parts = []
-        if content.instructions:
-            parts.append(self._instructions.replace(_INSTRUCTIONS, content.instructions))
-        for namespace in (content.tools or {}).values():
-            tools = [(tool.name, tool.description, tool.parameters) for tool in namespace.tools]
-            parts.append(self._head + self._tool_texts.get(json.dumps(tools)) + self._tail)
+        if instructions:
+            parts.append(self._instructions.replace(_INSTRUCTIONS, instructions))
+        if tools:
+            described = json.dumps([(tool.name, tool.description, dict(tool.parameters) or None) for tool in tools])
+            parts.append(self._head + self._tool_texts.get(described) + self._tail)
         return "\n\n".join(parts)
 
     def _tool_text(self, tools_json: str) -> str:
-        return "\n".join(self._tools([oh.ToolDescription.new(*tool) for tool in json.loads(tools_json)]))
+        return "\n".join(self._batches(json.loads(tools_json)))
 
-    def _tools(self, tools: Sequence[oh.ToolDescription]) -> Iterator[str]:
+    def _batches(self, tools: Sequence[tuple[str, str, Any]]) -> Iterator[str]:
         batch: list[oh.ToolDescription] = []
         placeholders = _Placeholders()
-        for tool in tools:
-            lines = _lines(tool.description)
+        for name, description, parameters in tools:
+            lines = _lines(description)
             description = placeholders.new("\n// ".join(lines)) if lines else ""
-            batch.append(oh.ToolDescription.new(tool.name, description, placeholders.put_into(tool.parameters)))
+            batch.append(oh.ToolDescription.new(name, description, placeholders.put_into(parameters)))
             if placeholders.num_values > _BATCH_VALUES:
                 yield self._batch(batch, placeholders)
                 batch, placeholders = [], _Placeholders()

@@ -13,7 +13,7 @@ from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
-from dynamo_trtllm.tokenization.harmony import HarmonyRenderer, conversation_messages, system_message
+from dynamo_trtllm.tokenization.harmony import HarmonyMessage, HarmonyRenderer, conversation_messages, system_message
 
 TEXTS = (
     "",
@@ -55,10 +55,23 @@ def renderer() -> HarmonyRenderer:
     return HarmonyRenderer(today=lambda: TODAY)
 
 
+def for_library(message: HarmonyMessage) -> oh.Message:
+    content: str | oh.DeveloperContent = message.text
+    if message.role == oh.Role.DEVELOPER:
+        content = oh.DeveloperContent.new()
+        content = content.with_instructions(message.text) if message.text else content
+        tools = [oh.ToolDescription.new(each.name, each.description, each.parameters or None) for each in message.tools]
+        content = content.with_function_tools(tools) if tools else content
+    made = oh.Message.from_author_and_content(oh.Author(role=message.role, name=message.author), content)
+    made.recipient, made.channel = message.recipient, message.channel
+    made.content_type = message.content_type and f"<|constrain|>{message.content_type}"
+    return made
+
+
 def reference(conversation: Conversation) -> list[int]:
     encoding = vocabulary.load_tokenizer().harmony
     first = system_message(conversation.reasoning_effort, TODAY)
-    messages = [first, *(message.for_library() for message in conversation_messages(conversation))]
+    messages = [first, *map(for_library, conversation_messages(conversation))]
     config = oh.RenderConversationConfig(auto_drop_analysis=False)
     conversation_of_library = oh.Conversation.from_messages(messages)
     return encoding.render_conversation_for_completion(conversation_of_library, oh.Role.ASSISTANT, config)
