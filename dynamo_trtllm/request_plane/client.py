@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.background import BackgroundTasks
@@ -41,25 +40,14 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
     read_batch,
 )
-from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
+from dynamo_trtllm.request_plane.server import EndpointServer, control_subject, remember
 from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
 from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED = 16_384  # latest subjects, and latest cancelled streams
 _CANCELS_AT_ONCE = 1024  # the rest follows after the next report
 _CLOSED = "the request plane is closed"
-
-K = TypeVar("K")
-
-
-def _remember(latest: dict[K, None], key: K) -> None:
-    """Put the key last. Drop the first key if there are more than _REMEMBERED."""
-    latest.pop(key, None)
-    latest[key] = None
-    if len(latest) > _REMEMBERED:
-        del latest[next(iter(latest))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +141,7 @@ class Plane:
         )
         self._inbox[stream] = receiver
         self._running.setdefault(subject, {})[stream] = receiver
-        _remember(self._subjects, subject)
+        remember(self._subjects, subject)
         deadline = loop.call_later(request.deadline - time.time(), _deadline_passed, receiver)
         receiver.run(self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}")
         return receiver
@@ -168,7 +156,7 @@ class Plane:
 
     def _send_cancel(self, subject: str, stream: int, request_id: str) -> None:
         RECORDER.record(request_id, RecordedEvent.CALL_CANCELLED)
-        _remember(self._cancelled, stream)
+        remember(self._cancelled, stream)
         self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:

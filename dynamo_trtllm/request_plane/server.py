@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -42,12 +43,22 @@ _LONGEST_INBOX = 255  # NATS disconnects a client that publishes to a much longe
 _TOKENS_SINCE = 3  # wire version
 _LOAD_EVERY_S = 0.05
 _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has much to write
-_REMEMBERED_OPENINGS = 16_384  # enough to detect repeated messages, which arrive soon after the first
+_REMEMBERED = 16_384  # enough to detect repeated messages, which arrive soon after the first
+
+K = TypeVar("K")
 
 
 def control_subject(subject: str) -> str:
     """Return the control subject of the instance with this generate subject."""
     return f"{subject}.control"
+
+
+def remember(latest: dict[K, None], key: K) -> None:
+    """Put the key last. Drop the first key if there are more than _REMEMBERED."""
+    latest.pop(key, None)
+    latest[key] = None
+    if len(latest) > _REMEMBERED:
+        del latest[next(iter(latest))]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,18 +68,18 @@ class _Caller:
     inbox: str
     num_messages: int = 1  # received from it
     reads_tokens: bool = False  # its wire version is 3 or later
-    running: dict[int, ServerStream] = field(default_factory=dict)  # by number
-    held: dict[int, ServerStream] = field(default_factory=dict)  # ended streams that held KV at the last report
+    streams: dict[int, ServerStream] = field(default_factory=dict)  # by number
     frames: list[Frame] = field(default_factory=list)  # for the next flush
 
 
 @dataclass(slots=True, eq=False)
 class ServerStream:
-    """One stream, until it has ended and holds no KV."""
+    """One stream, until it has ended and the next report finds that it holds no KV."""
 
     caller: _Caller
     number: int
     num_sent: int = 0  # frames
+    has_ended: bool = False
     deadline: asyncio.TimerHandle = field(init=False)
     handle: StreamHandle = field(init=False)  # set after `generate`, which calls back only in later iterations
 
@@ -87,6 +98,7 @@ class EndpointServer:
         self._transport = transport
         self._service = service
         self._callers: dict[str, _Caller] = {}  # by inbox
+        self.running = 0  # number of streams that have not ended
         self._idle = asyncio.Event()  # set while no stream runs
         self._idle.set()
         self._unsent: list[_Caller] = []  # callers with frames for the next flush
@@ -121,18 +133,15 @@ class EndpointServer:
         """Wait until no stream runs."""
         await self._idle.wait()
 
-    @property
-    def running(self) -> int:
-        """Return the number of running streams."""
-        return sum(len(caller.running) for caller in self._callers.values())
-
     async def aclose(self) -> None:
         """Stop serving and end running streams; their callers get `Draining`. Idempotent."""
         self.is_accepting = False
         self._is_closed = True
         for unsubscribe in self._subscriptions:
             await unsubscribe()
-        self._end_all(errors.Draining("the worker is shutting down"))
+        for stream in self._streams():
+            if not stream.has_ended:
+                self._end(stream, errors.Draining("the worker is shutting down"))
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # runs the tasks' done callbacks
@@ -153,8 +162,8 @@ class EndpointServer:
             if caller is not None:
                 caller.num_messages += 1
             if isinstance(body, CancelStream):
-                if caller is not None:
-                    self._cancel(caller, body.stream)
+                if caller is not None and (stream := caller.streams.get(body.stream)) is not None:
+                    self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
@@ -163,7 +172,7 @@ class EndpointServer:
                     self._transport.publish(body.inbox, report)
                 return
             is_new = (body.inbox, body.stream) not in self._latest_openings and (
-                caller is None or (body.stream not in caller.running and body.stream not in caller.held)
+                caller is None or body.stream not in caller.streams
             )
             if is_new and not self.is_accepting:
                 raise errors.Draining("the worker is shutting down and accepts no new requests")
@@ -207,7 +216,7 @@ class EndpointServer:
         streams: list[tuple[int, int]] = []
         if (caller := self._callers.get(inbox)) is not None:
             self._forget_fetched(caller)
-            streams = [(each.number, each.num_sent) for part in (caller.running, caller.held) for each in part.values()]
+            streams = [(each.number, each.num_sent) for each in caller.streams.values()]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._transport.max_message_bytes:
             return data
@@ -220,10 +229,9 @@ class EndpointServer:
     def _open(self, opening: OpenStream) -> None:
         caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
         caller.reads_tokens |= opening.wire >= _TOKENS_SINCE
-        stream = caller.running[opening.stream] = ServerStream(caller, opening.stream)
-        self._latest_openings[opening.inbox, opening.stream] = None
-        if len(self._latest_openings) > _REMEMBERED_OPENINGS:
-            del self._latest_openings[next(iter(self._latest_openings))]
+        stream = caller.streams[opening.stream] = ServerStream(caller, opening.stream)
+        remember(self._latest_openings, (opening.inbox, opening.stream))
+        self.running += 1
         self._idle.clear()
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
         stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._late, stream)
@@ -244,58 +252,62 @@ class EndpointServer:
         if event.finish_reason is None:
             return
         if stream.handle.holds_kv:  # its caller is watched until the KV is fetched
-            stream.caller.held[stream.number] = stream
-        self._remove(stream)
+            self._stop(stream)
+        else:
+            self._remove(stream)
 
     def _late(self, stream: ServerStream) -> None:
         self._end(stream, errors.DeadlineExceeded("the request's deadline passed in the worker"))
 
+    def _streams(self) -> list[ServerStream]:
+        return [stream for caller in self._callers.values() for stream in caller.streams.values()]
+
     def _end(self, stream: ServerStream, error: DynamoError) -> None:
-        """End a stream with an error for its caller."""
-        self._send_error(stream, error)
+        """End a stream with an error for its caller. If it has ended, free its KV, which its caller can't release."""
+        if not stream.has_ended:
+            self._send_error(stream, error)
         self._close(stream)
 
     def _close(self, stream: ServerStream) -> None:
-        """Remove a running stream, and cancel it if it has not ended."""
+        """Remove a stream, and cancel it or free its KV."""
         self._remove(stream)
         stream.handle.cancel()
 
     def _remove(self, stream: ServerStream) -> None:
+        if not stream.has_ended:
+            self._stop(stream)
+        caller = stream.caller
+        del caller.streams[stream.number]
+        if not caller.streams:
+            del self._callers[caller.inbox]
+
+    def _stop(self, stream: ServerStream) -> None:
+        stream.has_ended = True
         stream.deadline.cancel()
-        del stream.caller.running[stream.number]
-        self._forget_idle(stream.caller)
+        self.running -= 1
         if not self.running:
             self._idle.set()
 
-    def _forget_idle(self, caller: _Caller) -> None:
-        if not caller.running and not caller.held:
-            del self._callers[caller.inbox]
-
-    def _cancel(self, caller: _Caller, number: int) -> None:
-        if (stream := caller.running.get(number)) is not None:
-            self._close(stream)
-        else:
-            self._abort_held(caller, number)  # a cancel shows that the caller did not receive the terminal chunk
-
-    def _end_all(self, error: DynamoError) -> None:
-        for stream in [stream for caller in self._callers.values() for stream in caller.running.values()]:
-            self._end(stream, error)
+    def _forget_fetched(self, caller: _Caller) -> None:
+        """Remove a caller's ended streams that hold no KV any more."""
+        for stream in list(caller.streams.values()):
+            if stream.has_ended and not stream.handle.holds_kv:
+                self._remove(stream)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
         caller = self._callers.get(inbox)
         if caller is None:
             return
         self._forget_fetched(caller)
-        gone, held = list(caller.running.values()), list(caller.held)
-        if gone or held:
+        streams = list(caller.streams.values())
+        if streams:
+            num_held = sum(stream.has_ended for stream in streams)
             RECORDER.record_process(RecordedEvent.PEER_LOST, error.code)
             text = "frontend %s is gone: %d streams cancelled, %d KV transfers aborted (%s)"
-            log.warning(text, inbox, len(gone), len(held), error)
-        for stream in gone:
-            text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
+            log.warning(text, inbox, len(streams) - num_held, num_held, error)
+        text = f"the worker ended this stream because the frontend did not reply to its heartbeat: {error}"
+        for stream in streams:
             self._end(stream, errors.StreamIncomplete(text))
-        for number in held:
-            self._abort_held(caller, number)
 
     def on_disconnect(self, error: DynamoError) -> None:
         """End all streams and abort all pending KV transfers, because frames may be lost."""
@@ -303,24 +315,8 @@ class EndpointServer:
         # caller that did receive them must prefill again.
         if self._is_closed:
             return  # the service may be closed too
-        self._end_all(errors.Disconnected(f"the worker lost the request plane: {error.message}"))
-        for caller in list(self._callers.values()):
-            for number in list(caller.held):
-                self._abort_held(caller, number)
-
-    # --- ended streams that hold KV --------------------------------------------------------------------
-
-    def _forget_fetched(self, caller: _Caller) -> None:
-        """Remove a caller's ended streams that hold no KV any more."""
-        caller.held = {number: stream for number, stream in caller.held.items() if stream.handle.holds_kv}
-        self._forget_idle(caller)
-
-    def _abort_held(self, caller: _Caller, number: int) -> None:
-        """Free the KV of an ended stream whose caller can't release it."""
-        stream = caller.held.pop(number, None)
-        if stream is not None:
-            self._forget_idle(caller)
-            stream.handle.cancel()
+        for stream in self._streams():
+            self._end(stream, errors.Disconnected(f"the worker lost the request plane: {error.message}"))
 
     # --- what leaves -----------------------------------------------------------------------------------
 

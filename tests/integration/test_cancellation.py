@@ -175,7 +175,7 @@ async def test_transfer_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
 
 
 def held(serving: EndpointServer) -> int:
-    return sum(len(caller.held) for caller in serving._callers.values())
+    return sum(stream.has_ended for stream in serving._streams())
 
 
 async def settled(made: Scene) -> None:
