@@ -22,7 +22,7 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
-from dynamo_trtllm.request_plane.nats import CONNECT_OPTIONS, close_client, connect_or_abort
+from dynamo_trtllm.request_plane.nats import abort_client, close_client, connect_client
 from dynamo_trtllm.request_plane.store import StoreLimits
 from dynamo_trtllm.sanitize import mask_address
 
@@ -154,7 +154,7 @@ async def delete_bucket(url: str, namespace: str) -> None:
 async def _connected(
     url: str, fix: str = "check --nats-server and that NATS runs", *, stays_open: bool = False
 ) -> AsyncIterator[tuple[Client, JetStreamContext]]:
-    """Connect a client. It is closed after the block, or if the block fails or takes too long.
+    """Connect a client. It is closed after the block, or if the block fails.
 
     Args:
         fix: what to do, for the error.
@@ -165,9 +165,12 @@ async def _connected(
     """
     client = Client()
     try:
-        async with connect_or_abort(client, CONNECT_TIMEOUT_S):
-            await client.connect(url, error_cb=_on_error, **CONNECT_OPTIONS)
+        await connect_client(client, url, CONNECT_TIMEOUT_S, error_cb=_on_error)
+        try:
             yield client, client.jetstream(timeout=_TIMEOUT_S)
+        except BaseException:
+            abort_client(client)
+            raise
         if not stays_open:
             await close_client(client)
     except (nats_errors.Error, OSError, TimeoutError) as exc:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from nats import errors as nats_errors
@@ -44,48 +43,51 @@ CONNECT_OPTIONS: Final[dict[str, Any]] = {
 _LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends a line of more than 4096 bytes
 
 
-@asynccontextmanager
-async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[None]:
-    """Bound the time of the calls in the block that connect a client. If they fail, close all that the client opened.
+async def connect_client(client: Client, url: str, timeout_s: float, **callbacks: Any) -> None:
+    """Connect a client. If this fails or is cancelled, close all that the client opened.
 
-    Without a limit, the client retries for ever. `wait_for` of Python 3.11, which the client uses, drops a cancel that
-    arrives together with a result or an error, and the client then goes on to retry; so the cancel is repeated. Its
+    Without a limit, the client retries for ever. It connects in a task of its own, so that `end_task` can end it. Its
     `close` does not help: a client that is cancelled while it closes a failed connection assumes that it is closed, and
     leaves the connection open.
 
     Raises:
-        TimeoutError: the block did not end in time.
+        TimeoutError: the client did not connect in time.
     """
-    caller, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert caller is not None
-    cancels, expiries = caller.cancelling(), 0
-    timer: asyncio.TimerHandle
-
-    def expire() -> None:
-        nonlocal expiries, timer
-        expiries += 1
-        caller.cancel()
-        timer = loop.call_later(_CANCEL_AGAIN_S, expire)
-
-    timer = loop.call_later(timeout_s, expire)
+    connecting = asyncio.get_running_loop().create_task(client.connect(url, **callbacks, **CONNECT_OPTIONS))
     try:
-        yield
-        if caller.cancelling() > cancels + expiries:
-            raise asyncio.CancelledError
-    except BaseException as exc:
-        # Close it without awaiting, so that a second cancel can't interrupt this.
-        for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
-            if task is not None:
-                task.cancel()
-        _abort(client)
-        client._status = Client.CLOSED
-        if expiries and isinstance(exc, asyncio.CancelledError) and caller.cancelling() == cancels + expiries:
-            raise TimeoutError from exc
+        await asyncio.wait({connecting}, timeout=timeout_s)
+        if not connecting.done():
+            raise TimeoutError
+        connecting.result()
+    except BaseException:
+        await asyncio.shield(_abort_connecting(client, connecting))  # a second cancel does not interrupt it
         raise
-    finally:
-        timer.cancel()
-        for _ in range(expiries):
-            caller.uncancel()
+
+
+async def _abort_connecting(client: Client, connecting: asyncio.Task[None]) -> None:
+    await _end_task(connecting)
+    abort_client(client)
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    """Cancel a task of the client until it ends.
+
+    `wait_for` of Python 3.11, which the client uses, drops a cancel that arrives together with a result or an error,
+    and the client then goes on to retry; so the cancel is repeated.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
+    await asyncio.gather(task, return_exceptions=True)  # marks its error as retrieved, so asyncio does not log it
+
+
+def abort_client(client: Client) -> None:
+    """Close the client and its connection without awaiting, so that a cancel can't interrupt this."""
+    for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
+        if task is not None:
+            task.cancel()
+    _abort(client)
+    client._status = Client.CLOSED
 
 
 def _abort(client: Client) -> None:
@@ -107,20 +109,13 @@ async def close_client(client: Client) -> None:
 async def _close(client: Client) -> bool:
     try:
         async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-            await _end_reconnecting(client)
+            if client._reconnection_task is not None:
+                await _end_task(client._reconnection_task)  # the client cancels it only once
             await client.close()
     except (OSError, TimeoutError) as exc:
         log.debug("closing the connection to NATS failed: %r", exc)
         return False
     return True
-
-
-async def _end_reconnecting(client: Client) -> None:
-    """Cancel the client's reconnection until it ends. The client cancels it once, which `wait_for` may drop."""
-    task = client._reconnection_task
-    while task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=0.1)
 
 
 def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
@@ -149,7 +144,7 @@ class NatsTransport:
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
         self._reply_numbers = itertools.count()
         self._replies_to = f"{self._client.new_inbox()}."
-        self._closing = False
+        self._is_open = False  # connected, and not closed by `aclose`
 
     async def connect(self, timeout_s: float) -> None:
         """Connect to the server.
@@ -158,22 +153,19 @@ class NatsTransport:
             Unreachable: no server answers at the address in time.
         """
         try:
-            async with connect_or_abort(self._client, timeout_s):
-                await self._client.connect(
-                    self._url,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnected,
-                    reconnected_cb=self._on_reconnected,
-                    closed_cb=self._on_closed,
-                    **CONNECT_OPTIONS,
-                )
+            await connect_client(
+                self._client,
+                self._url,
+                timeout_s,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnected,
+                reconnected_cb=self._on_reconnected,
+                closed_cb=self._on_closed,
+            )
             await self._client.subscribe(f"{self._replies_to}*", cb=self._on_reply)  # does not wait
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            self._closing = True
             raise Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server") from exc
-        except asyncio.CancelledError:
-            self._closing = True
-            raise
+        self._is_open = True
         self._up.set()
         self._writer = self._tasks.start(self._write(), "plane-nats-writer")
 
@@ -288,9 +280,9 @@ class NatsTransport:
             self._is_drop_reported = False
 
     async def aclose(self) -> None:
-        if self._closing:
+        if not self._is_open:
             return
-        self._closing = True
+        self._is_open = False
         try:
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
                 await self._outgoing.join()
@@ -335,7 +327,7 @@ class NatsTransport:
 
     async def _on_disconnected(self) -> None:
         self._up.clear()
-        if not self._closing:
+        if self._is_open:
             self._report_disconnect(Disconnected(f"connection to NATS at {self._address} lost"))
 
     async def _on_reconnected(self) -> None:
@@ -343,7 +335,7 @@ class NatsTransport:
         log.info("reconnected to NATS at %s", self._address)
 
     async def _on_closed(self) -> None:
-        if not self._closing:
+        if self._is_open:
             self._ended.set()
             log.error("NATS client at %s stopped reconnecting; restart this process", self._address)
 

@@ -9,7 +9,7 @@ import pytest
 from nats.aio.client import Client
 
 from dynamo_trtllm.request_plane import nats
-from dynamo_trtllm.request_plane.nats import connect_or_abort
+from dynamo_trtllm.request_plane.nats import connect_client
 from tests.waiting import SOON_S
 
 
@@ -28,9 +28,9 @@ async def test_connect_when_the_client_drops_cancels_then_the_limit_still_ends_i
     monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", 0.001)
     client, task = Client(), asyncio.current_task()
     assert task is not None
+    monkeypatch.setattr(client, "connect", lambda *_, **__: retry_for_ever(drops))
     with pytest.raises(TimeoutError):
-        async with connect_or_abort(client, 0.001):
-            await retry_for_ever(drops)
+        await connect_client(client, "", 0.001)
     assert client.is_closed
     assert task.cancelling() == 0
     await asyncio.sleep(0.005)  # nothing cancels it any more
@@ -42,14 +42,16 @@ async def test_connect_when_its_caller_is_cancelled_after_the_limit_then_that_is
     monkeypatch.setattr(nats, "_CANCEL_AGAIN_S", SOON_S)
     begun = asyncio.Event()
 
-    async def connect() -> None:
-        async with connect_or_abort(Client(), 0.0):
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(SOON_S)
-            begun.set()
+    async def connect(*_: object, **__: object) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(SOON_S)
+        begun.set()
+        with suppress(asyncio.CancelledError):
             await asyncio.sleep(SOON_S)
 
-    task = asyncio.create_task(connect())
+    client = Client()
+    monkeypatch.setattr(client, "connect", connect)
+    task = asyncio.create_task(connect_client(client, "", 0.0))
     await begun.wait()
     task.cancel()
     await asyncio.wait([task])
