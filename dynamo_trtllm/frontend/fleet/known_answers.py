@@ -47,11 +47,19 @@ class _Key(NamedTuple):
     number: int
 
 
+@dataclass(slots=True, eq=False)
+class _Making:
+    """A known answer that is there or being made. The task is cancelled when no pair waits for it any more."""
+
+    task: asyncio.Task[KnownAnswer | None]
+    num_waiting: int = 0
+
+
 class KnownAnswers:
     """The known answers per decode instance, requested when first needed."""
 
     def __init__(self) -> None:
-        self._answers: dict[_Key, asyncio.Task[KnownAnswer | None]] = {}
+        self._answers: dict[_Key, _Making] = {}
 
     async def get(self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
         """Return known answer `number` (from 0) for a pair; None if no worker of the model can give one.
@@ -65,12 +73,18 @@ class KnownAnswers:
         key = _Key(selection.decode.id, _prompt_tokens(selection), number)
         making = self._answers.get(key)
         if making is None:
-            making = self._answers[key] = asyncio.create_task(_make(selection, sources, ask), name="known answer")
+            task = asyncio.create_task(_make(selection, sources, ask), name="known answer")
+            making = self._answers[key] = _Making(task)
+        making.num_waiting += 1
         answer: KnownAnswer | None = None
         try:
-            answer = await making
+            answer = await asyncio.shield(making.task)
         finally:
-            if answer is None and self._answers.get(key) is making:
+            making.num_waiting -= 1
+            if not making.num_waiting:
+                making.task.cancel()  # nothing happens if it has ended
+            is_useless = answer is None and (making.task.done() or not making.num_waiting)
+            if is_useless and self._answers.get(key) is making:
                 del self._answers[key]
         return answer
 
