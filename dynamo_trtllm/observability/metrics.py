@@ -27,7 +27,6 @@ from prometheus_client.registry import Collector
 
 from dynamo_trtllm.cost_model import CostModel, Prediction
 from dynamo_trtllm.messages import PhaseTimings
-from dynamo_trtllm.observability.metrics_aggregator import Snapshot, SnapshotCollector, snapshot_of
 
 FRONTEND = "frontend"
 """The role of the frontend, beside those of workers in `messages.Role`."""
@@ -198,7 +197,7 @@ class FrontendMetrics(ProcessMetrics):
 
     def __init__(self) -> None:
         super().__init__("frontend")
-        self.gather: Callable[[], Awaitable[Snapshot]] | None = None  # returns the metrics of all frontend processes
+        self.gather: Callable[[], Awaitable[bytes]] | None = None  # returns the page of all processes of this frontend
         self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}  # gauges, with a value per instance id
         self._num_inflight = 0
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
@@ -244,27 +243,22 @@ class FrontendMetrics(ProcessMetrics):
                 self.child("phase_seconds", model, role, known).observe(seconds)
         self._unobserved.clear()
 
-    def _collected(self) -> CollectorRegistry:
-        """Return the registry, with the gauges of at most MOST_WORKERS workers, those with the highest values."""
+    def render(self) -> bytes:
+        """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE).
+
+        Gauges by worker are those of at most MOST_WORKERS workers, those with the highest values.
+        """
         self._observe_all()
         for name, read in self.by_worker.items():
             gauge, values = self._metrics[name], read()
             gauge.clear()  # of workers that are gone
             for instance_id in heapq.nlargest(MOST_WORKERS, values, key=values.__getitem__):
                 gauge.labels(f"{instance_id:x}").set(values[instance_id])
-        return self._registry
-
-    def snapshot(self) -> Snapshot:
-        """Return the current metrics of this process."""
-        return snapshot_of(self._collected())
-
-    def render(self) -> bytes:
-        """Return the metrics of this process in the Prometheus text format (CONTENT_TYPE)."""
-        return generate_latest(self._collected())
+        return generate_latest(self._registry)
 
     async def render_all(self) -> bytes:
         """Return the metrics of all processes of this frontend like `render`. Raises the errors of `gather`."""
-        return self.render() if self.gather is None else generate_latest(SnapshotCollector(await self.gather()))
+        return self.render() if self.gather is None else await self.gather()
 
 
 class WorkerMetrics(ProcessMetrics):

@@ -1,6 +1,6 @@
 """Exchange readiness and metrics between a frontend process and its parent over a socket pair.
 
-Both ends work alike: either may request the other's snapshot. Requests and tokens never take this path.
+Both ends work alike: either may request a snapshot of the other's metrics. Requests and tokens never take this path.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import msgspec
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.messages import decode, encode
-from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 
 _LENGTH: Final = struct.Struct("<I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    """A request for the receiver's snapshot, the reply to one, or neither: the sender is ready.
+    """A request for a snapshot of the receiver's metrics, the reply to one, or neither: the sender is ready.
 
     When the parent is ready, all processes are.
     """
 
     request: int = 0  # counts from 1
     reply: int = 0  # the number of the request
-    snapshot: Snapshot = ()  # of a reply
+    snapshot: bytes = b""  # of a reply
 
 
-async def no_metrics() -> Snapshot:
-    return ()
+async def no_metrics() -> bytes:
+    return b""
 
 
 @dataclass(eq=False)
@@ -42,16 +41,16 @@ class ControlPipe:
     """One end of the pipe, which owns `reader` and `writer`.
 
     Args:
-        snapshot: produces the reply to a request.
+        snapshot: produces the reply to a request: metrics in the Prometheus text format.
         on_ready: called when the other end is ready.
     """
 
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
-    snapshot: Callable[[], Awaitable[Snapshot]] = no_metrics
+    snapshot: Callable[[], Awaitable[bytes]] = no_metrics
     _on_ready: Callable[[], None] = lambda: None
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
-    _waiting: dict[int, asyncio.Future[Snapshot]] = field(default_factory=dict, init=False)
+    _waiting: dict[int, asyncio.Future[bytes]] = field(default_factory=dict, init=False)
     _is_closed: bool = field(default=False, init=False)
     is_other_ready: bool = field(default=False, init=False)
 
@@ -82,7 +81,7 @@ class ControlPipe:
     def send_ready(self) -> None:
         self._send(_Message())
 
-    async def request_snapshot(self, within_s: float) -> Snapshot:
+    async def request_snapshot(self, within_s: float) -> bytes:
         """Request the other end's snapshot.
 
         Raises:
@@ -92,7 +91,7 @@ class ControlPipe:
         if self._is_closed:
             raise self._disconnected()
         number = next(self._numbers)
-        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
             self._send(_Message(request=number))

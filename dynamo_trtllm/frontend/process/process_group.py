@@ -24,7 +24,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
 from dynamo_trtllm.network.listening import bind, listen
-from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
+from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.process.main"
@@ -129,7 +129,7 @@ class ProcessGroup:
             for pipe in self._pipes.values():
                 pipe.send_ready()
 
-    async def _total_metrics(self) -> Snapshot:
+    async def _total_metrics(self) -> bytes:
         """Return the aggregated metrics of all processes."""
         await asyncio.gather(*(self._refresh(name, pipe) for name, pipe in self._pipes.items()))
         return self._aggregator.total()

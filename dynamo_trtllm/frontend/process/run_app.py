@@ -40,7 +40,6 @@ from dynamo_trtllm.router.view import ClusterView
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
-    from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +114,8 @@ async def run_app(
 def _share_metrics(pipe: ControlPipe, metrics: FrontendMetrics) -> None:
     """Let each process of a frontend return the totals of all."""
 
-    async def own() -> Snapshot:
-        return metrics.snapshot()
+    async def own() -> bytes:
+        return metrics.render()
 
     pipe.snapshot = own
     metrics.gather = partial(pipe.request_snapshot, _METRICS_TIMEOUT_S)

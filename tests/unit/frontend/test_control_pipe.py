@@ -11,21 +11,20 @@ import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.process.control_pipe import ControlPipe
-from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
-NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)
+NUMBERS = b'requests_total{model="m"} 3.0\n'
 
 
 class End:
     """One end, and what happened there."""
 
     def __init__(self) -> None:
-        self.numbers: Snapshot = ()
+        self.numbers: bytes = b""
         self.is_served = asyncio.Event()
         self.is_answering = asyncio.Event()
         self.is_answering.set()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> bytes:
         await self.is_answering.wait()
         return self.numbers
 
@@ -51,7 +50,7 @@ async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> 
     other.numbers = NUMBERS
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
         assert await here.request_snapshot(5) == NUMBERS
-        assert await there.request_snapshot(5) == ()
+        assert await there.request_snapshot(5) == b""
 
 
 async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() -> None:
@@ -59,7 +58,7 @@ async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() ->
     one, other = End(), End()
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
 
-        async def ask_back() -> Snapshot:
+        async def ask_back() -> bytes:
             return await there.request_snapshot(5)
 
         one.numbers = NUMBERS
@@ -84,7 +83,7 @@ async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None
         with pytest.raises(DeadlineExceeded):
             await here.request_snapshot(0.02)
         other.is_answering.set()
-        assert await here.request_snapshot(5) == ()  # the answer that came too late is not taken for this one
+        assert await here.request_snapshot(5) == b""  # the answer that came too late is not taken for this one
 
 
 async def test_ask_when_the_other_end_goes_then_disconnected_and_run_ends() -> None:

@@ -3,60 +3,72 @@
 from __future__ import annotations
 
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.metrics_aggregator import Family, MetricsAggregator, Sample, Snapshot, merged
+from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator
 
 
-def counter(value: float, **labels: str) -> Family:
-    return Family("requests", "finished", "counter", (Sample("requests_total", tuple(labels.items()), value),))
+def page(*parts: str) -> bytes:
+    return "".join(parts).encode()
 
 
-def gauge(value: float) -> Family:
-    return Family("inflight", "now", "gauge", (Sample("inflight", (), value),))
+def counter(value: float, labels: str = "") -> str:
+    return f"# HELP requests_total finished\n# TYPE requests_total counter\nrequests_total{labels} {value}\n"
 
 
-def memory(value: float) -> Family:
-    return Family("process_resident_memory_bytes", "", "gauge", (Sample("process_resident_memory_bytes", (), value),))
+def gauge(value: float) -> str:
+    return f"# HELP inflight now\n# TYPE inflight gauge\ninflight {value}\n"
 
 
-def values(snapshot: Snapshot) -> dict[str, float]:
+def memory(value: float) -> str:
+    name = "process_resident_memory_bytes"
+    return f"# HELP {name} \n# TYPE {name} gauge\n{name} {value}\n"
+
+
+def values(page: bytes) -> dict[str, float]:
     """By name and labels, spelled as Prometheus does."""
-    return {
-        each.name + "".join(f"{{{k}={v}}}" for k, v in each.labels): each.value
-        for family in snapshot
-        for each in family.samples
-    }
+    lines = (line.rpartition(" ") for line in page.decode().split("\n") if line and not line.startswith("#"))
+    return {sample: float(value) for sample, _, value in lines}
 
 
-def test_merged_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
-    whole = merged([[counter(1, model="a")], [counter(2, model="a"), gauge(5)], [counter(4, model="b")]])
-    assert values(whole) == {"requests_total{model=a}": 3, "requests_total{model=b}": 4, "inflight": 5}
-    assert [family.name for family in whole] == ["requests", "inflight"]
+def test_total_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
+    aggregator = MetricsAggregator()
+    for process, parts in (
+        ("1", [counter(1, '{model="a"}')]),
+        ("2", [counter(2, '{model="a"}'), gauge(5)]),
+        ("3", [counter(4, '{model="b \\n\u2028 c"}')]),
+    ):
+        aggregator.update(process, page(*parts))
+    whole = aggregator.total()
+    assert values(whole) == {'requests_total{model="a"}': 3, 'requests_total{model="b \\n\u2028 c"}': 4, "inflight": 5}
+    assert [line for line in whole.decode().split("\n") if line.startswith("# HELP")] == [
+        "# HELP requests_total finished",
+        "# HELP inflight now",
+    ]
 
 
 def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one_process() -> None:
     aggregator = MetricsAggregator()
-    aggregator.update("frontend-1", (counter(3), gauge(1), memory(100)))
-    aggregator.update("frontend-2", (counter(4), gauge(2), memory(200)))
-    aggregator.update("frontend-2", (counter(5), gauge(0), memory(300)))
+    aggregator.update("frontend-1", page(counter(3), gauge(1), memory(100)))
+    aggregator.update("frontend-2", page(counter(4), gauge(2), memory(200)))
+    aggregator.update("frontend-2", page(counter(5), gauge(0), memory(300)))
     assert values(aggregator.total()) == {
         "requests_total": 8,
         "inflight": 1,
-        "process_resident_memory_bytes{process=frontend-1}": 100,
-        "process_resident_memory_bytes{process=frontend-2}": 300,
+        'process_resident_memory_bytes{process="frontend-1"}': 100,
+        'process_resident_memory_bytes{process="frontend-2"}': 300,
     }
 
 
 def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -> None:
     aggregator = MetricsAggregator()
-    aggregator.update("frontend-1", (counter(3), gauge(1), memory(100)))
-    aggregator.update("frontend-2", (counter(4), gauge(2)))
+    aggregator.update("frontend-1", page(counter(3), gauge(1), memory(100)))
+    aggregator.update("frontend-2", page(counter(4), gauge(2)))
     aggregator.ended("frontend-1")
     assert values(aggregator.total()) == {"requests_total": 7, "inflight": 2}
-    aggregator.update("frontend-1", (counter(1), gauge(1), memory(90)))  # the one that was started in its place
+    aggregator.update("frontend-1", page(counter(1), gauge(1), memory(90)))  # the one that was started in its place
     assert values(aggregator.total()) == {
         "requests_total": 8,
         "inflight": 3,
-        "process_resident_memory_bytes{process=frontend-1}": 90,
+        'process_resident_memory_bytes{process="frontend-1"}': 90,
     }
     aggregator.ended("frontend-1")
     aggregator.ended("frontend-1")
@@ -72,9 +84,9 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
             metrics.request_finished(model="m", endpoint="chat", code="ok", seconds=0.2)
         metrics.child("itl_seconds", "m").observe(0.02, count)
 
-    async def gather() -> Snapshot:
-        aggregator.update("frontend-1", mine.snapshot())
-        aggregator.update("frontend-2", other.snapshot())
+    async def gather() -> bytes:
+        aggregator.update("frontend-1", mine.render())
+        aggregator.update("frontend-2", other.render())
         return aggregator.total()
 
     mine.gather = gather
