@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -39,62 +39,28 @@ class PrefixIndex:
     An instance that reports a block without those before it is taken to have those, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
         self.masks = _Masks()
-        self.bits: dict[int, int] = {}  # instance id -> its bit of the masks, shared by its many blocks
         self.roles = dict.fromkeys(Role, 0)  # masks of the instances
-        self._blocks: dict[int, set[int]] = {}  # instance id -> prefix hashes
         self._ids: list[int] = []  # instance id of each bit
         self._free: list[int] = []  # bits
 
-    def add(self, instance_id: int, role: Role) -> None:
-        """Add an instance without blocks. An instance that is there keeps its blocks."""
-        if instance_id in self.bits:
-            return
+    def add(self, instance_id: int, role: Role) -> int:
+        """Add an instance without blocks. Return its bit of the masks."""
         if self._free:
             bit = self._free.pop()
             self._ids[bit.bit_length() - 1] = instance_id
         else:
             bit = 1 << len(self._ids)
             self._ids.append(instance_id)
-        self.bits[instance_id], self._blocks[instance_id] = bit, set()
         self.roles[role] |= bit
+        return bit
 
-    def remove(self, instance_id: int) -> None:
-        """Remove an instance and its blocks, in time linear in their number. Unknown ids are ignored."""
-        if instance_id in self.bits:
-            self.clear(instance_id)
-            del self._blocks[instance_id]
-            self._free.append(bit := self.bits.pop(instance_id))
-            self.roles = {role: mask & ~bit for role, mask in self.roles.items()}
-
-    def clear(self, instance_id: int) -> None:
-        """Remove all blocks of an instance."""
-        self.discard(instance_id, tuple(self._blocks[instance_id]))
-
-    def store(self, instance_id: int, hashes: Iterable[int]) -> set[int]:
-        """Add blocks of an instance. Return those that are new."""
-        bit, own, masks = self.bits[instance_id], self._blocks[instance_id], self.masks
-        new = set(hashes) - own
-        own |= new
-        for prefix in new:
-            mask = masks.get(prefix)
-            masks[prefix] = bit if mask is None else mask | bit  # most blocks are of one instance and share its number
-        return new
-
-    def discard(self, instance_id: int, hashes: Iterable[int]) -> None:
-        """Remove blocks of an instance. Unknown ones are ignored."""
-        bit, own, masks = self.bits[instance_id], self._blocks[instance_id], self.masks
-        for prefix in hashes:
-            if prefix in own:
-                own.discard(prefix)
-                if rest := masks[prefix] ^ bit:
-                    masks[prefix] = rest
-                else:
-                    del masks[prefix]
-
-    def num_blocks(self, instance_id: int) -> int:
-        return len(self._blocks[instance_id])
+    def remove(self, bit: int) -> None:
+        """Remove an instance that has no blocks any more."""
+        self._free.append(bit)
+        self.roles = {role: mask & ~bit for role, mask in self.roles.items()}
 
     def levels(self, hashes: Sequence[int]) -> list[Level]:
         """Return how deep instances match a prompt, at most _MOST_LEVELS, the deepest first.
@@ -151,11 +117,58 @@ class PromptHashes:
         return hashes
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Cache:
+    """What is known of one instance's prefix cache."""
+
+    instance_id: int
+    model: str
+    role: Role
+    has_events: bool
+    index: PrefixIndex = field(init=False)
+    bit: int = field(init=False)  # of the masks, shared by its many blocks
+    blocks: set[int] = field(init=False, default_factory=set)  # prefix hashes
+    expires: dict[int, float] = field(init=False, default_factory=dict)  # prefix hash -> when it expires
+    next_number: int = -1  # of the instance's next update
+    is_synced: bool = False
+    reads_snapshot: bool = False
+
+    def leave(self) -> None:
+        """Remove the instance from its index, with its blocks, in time linear in their number."""
+        self.clear()
+        self.expires.clear()
+        self.index.remove(self.bit)
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        self.discard(tuple(self.blocks))
+
+    def store(self, hashes: Iterable[int]) -> set[int]:
+        """Add blocks. Return those that are new."""
+        bit, masks = self.bit, self.index.masks
+        new = set(hashes) - self.blocks
+        self.blocks |= new
+        for prefix in new:
+            mask = masks.get(prefix)
+            masks[prefix] = bit if mask is None else mask | bit  # most blocks are of one instance and share its number
+        return new
+
+    def discard(self, hashes: Iterable[int]) -> None:
+        """Remove blocks. Unknown ones are ignored."""
+        bit, own, masks = self.bit, self.blocks, self.index.masks
+        for prefix in hashes:
+            if prefix in own:
+                own.discard(prefix)
+                if rest := masks[prefix] ^ bit:
+                    masks[prefix] = rest
+                else:
+                    del masks[prefix]
+
+
 class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tuple
     """How deep the instances of an index match a prompt."""
 
-    blocks: PrefixIndex
-    block_tokens: int
+    index: PrefixIndex
     hashes: Sequence[int]
     levels: list[Level]
 
@@ -163,7 +176,7 @@ class _IndexMatch(msgspec.Struct):  # made in a third of the time of a named tup
         """Return how many of the prompt's first blocks an instance has that is in none of the levels."""
         if len(self.levels) < _MOST_LEVELS:
             return 0
-        masks = self.blocks.masks
+        masks = self.index.masks
         return len(self.hashes) - bisect_left(self.hashes, True, key=lambda prefix: bool(masks[prefix] & bit))
 
 
@@ -174,26 +187,27 @@ class PrefixOverlaps(msgspec.Struct):
     """
 
     matches: Sequence[_IndexMatch]
-    expires: Mapping[int, Mapping[int, float]]
+    caches: Mapping[int, _Cache]
     now: float
     turn: int
 
     def of(self, instance_ids: Collection[int]) -> list[int]:
         """Return the overlap of each instance."""
-        found, all_expires = [0] * len(instance_ids), self.expires
+        found, caches = [0] * len(instance_ids), self.caches
         for match in self.matches:
-            bits, levels, block_tokens = match.blocks.bits, match.levels, match.block_tokens
+            match_index, levels = match.index, match.levels
             for index, instance_id in enumerate(instance_ids):
-                if (bit := bits.get(instance_id)) is None:
+                if (cache := caches.get(instance_id)) is None or cache.index is not match_index:
                     continue  # its blocks have another size
+                bit = cache.bit
                 for depth, mask in levels:  # noqa: B007 - read below
                     if mask & bit:
                         break
                 else:
                     depth = match.search(bit)
-                if depth and (expires := all_expires.get(instance_id)):
-                    depth = self._unexpired(match, depth, expires)
-                found[index] = depth * block_tokens
+                if depth and cache.expires:
+                    depth = self._unexpired(match, depth, cache.expires)
+                found[index] = depth * match_index.block_tokens
         return found
 
     def _unexpired(self, match: _IndexMatch, depth: int, expires: Mapping[int, float]) -> int:
@@ -211,10 +225,10 @@ class PrefixOverlaps(msgspec.Struct):
         """
         found: list[int] = []
         for match in self.matches:
-            of_role, left = match.blocks.roles[role], limit
+            of_role, left = match.index.roles[role], limit
             for _, mask in match.levels:
                 if others := mask & of_role:
-                    ids = match.blocks.ids_of(others, left, self.turn)
+                    ids = match.index.ids_of(others, left, self.turn)
                     found += ids
                     of_role, left = of_role ^ others, left - len(ids)
                     if not left:
@@ -222,36 +236,24 @@ class PrefixOverlaps(msgspec.Struct):
         return found
 
 
-@dataclass(slots=True, kw_only=True)
-class _Cache:
-    """What is known of one instance's prefix cache."""
-
-    model: str
-    role: Role
-    block_tokens: int
-    has_events: bool
-    next_number: int = -1  # of the instance's next update
-    is_synced: bool = False
-    reads_snapshot: bool = False
-
-
 @dataclass(slots=True)
 class SentPrompt:
     """The blocks that an instance will have because a prompt was sent to it. End it when the request ends."""
 
-    _known: KnownPrefixes
-    _instance_id: int
+    _cache: _Cache | None  # None: the instance is not known
     _blocks: Iterable[int]
     is_computed: bool = False
 
     def end(self) -> None:
         """Stop counting the blocks, unless the instance has computed the prompt and publishes no KV events."""
-        self._known.on_end(self._instance_id, self._blocks, is_computed=self.is_computed)
+        cache = self._cache
+        if cache is not None and (cache.has_events or not self.is_computed):
+            cache.discard([each for each in self._blocks if cache.expires.pop(each, None)])
 
 
 class _Sent(NamedTuple):
     expires_s: float
-    instance_id: int
+    cache: _Cache
     hashes: Sequence[int]
 
 
@@ -268,10 +270,9 @@ class KnownPrefixes:
         self.reads_events = reads_events
         self._ttl_s = ttl_s
         self._caches: dict[int, _Cache] = {}
-        self._indexes: dict[str, dict[int, PrefixIndex]] = {}  # by model and block size
+        self._indexes: defaultdict[str, dict[int, PrefixIndex]] = defaultdict(dict)  # by model and block size
         self._sent: deque[_Sent] = deque()
         self._num_sent = 0  # blocks in `_sent`
-        self._expires: dict[int, dict[int, float]] = {}  # instance id -> prefix hash -> when it expires
         self._turn = 0
         self.unsynced: set[int] = set()  # instances that must publish everything again
 
@@ -279,32 +280,30 @@ class KnownPrefixes:
         """Add an instance. One that publishes KV events is out of sync until it has published a snapshot."""
         self.remove_instance(instance.id)
         has_events = self.reads_events and instance.publishes_kv_events
-        self._caches[instance.id] = _Cache(
-            model=instance.card.name,
-            role=instance.role,
-            block_tokens=instance.layout.block_tokens,
-            has_events=has_events,
-        )
-        self._index_of(instance.id).add(instance.id, instance.role)
-        self._expires[instance.id] = {}
+        cache = _Cache(instance_id=instance.id, model=instance.card.name, role=instance.role, has_events=has_events)
+        self._join_index(cache, instance.layout.block_tokens)
+        self._caches[instance.id] = cache
         if has_events:
             self.unsynced.add(instance.id)
 
+    def _join_index(self, cache: _Cache, block_tokens: int) -> None:
+        index = self._indexes[cache.model].setdefault(block_tokens, PrefixIndex(block_tokens))
+        cache.index, cache.bit = index, index.add(cache.instance_id, cache.role)
+
     def remove_instance(self, instance_id: int) -> None:
         """Remove an instance and what is known of its cache. Unknown ids are ignored."""
-        if instance_id in self._caches:
-            self._index_of(instance_id).remove(instance_id)
-            del self._caches[instance_id]
+        cache = self._caches.pop(instance_id, None)
+        if cache is not None:
+            cache.leave()
             self.unsynced.discard(instance_id)
-            del self._expires[instance_id]
 
     def num_blocks(self) -> dict[int, int]:
         """Return the number of known blocks by instance id."""
-        return {name: self._index_of(name).num_blocks(name) for name in self._caches}
+        return {instance_id: len(cache.blocks) for instance_id, cache in self._caches.items()}
 
     def forget(self, instance_id: int) -> None:
         """Remove all blocks of an instance."""
-        self._index_of(instance_id).clear(instance_id)
+        self._caches[instance_id].clear()
 
     def on_update(self, update: KvCacheUpdate) -> None:
         """Apply an update of an instance. If one before it is missing, the instance is out of sync until a snapshot.
@@ -330,55 +329,44 @@ class KnownPrefixes:
                     self.unsynced.discard(update.instance_id)
 
     def _apply(self, cache: _Cache, update: KvCacheUpdate) -> None:
-        name, expected, cache.next_number = update.instance_id, cache.next_number, -1  # until all of it is applied
-        if update.block_tokens not in (0, cache.block_tokens):
-            self._index_of(name).remove(name)
-            cache.block_tokens = update.block_tokens
-            self._index_of(name).add(name, cache.role)
-        index = self._index_of(name)
+        expected, cache.next_number = cache.next_number, -1  # until all of it is applied
+        if update.block_tokens not in (0, cache.index.block_tokens):
+            cache.leave()
+            self._join_index(cache, update.block_tokens)
         if update.cleared:
-            index.clear(name)
-        index.discard(name, unpack_hashes(update.removed))
-        index.store(name, stored := unpack_hashes(update.stored))
-        if expires := self._expires[name]:
+            cache.clear()
+        cache.discard(unpack_hashes(update.removed))
+        cache.store(stored := unpack_hashes(update.stored))
+        if cache.expires:
             for prefix in stored:
-                expires.pop(prefix, None)
+                cache.expires.pop(prefix, None)
         cache.next_number = expected
 
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
         """Count a prompt as cached where it is sent to, but not by a decode instance that publishes KV events."""
         cache = self._caches.get(instance_id)
         is_reported = cache is not None and cache.has_events and cache.role is Role.DECODE
-        if cache is None or is_reported or not (hashes := prompt.of(cache.block_tokens)):
-            return SentPrompt(self, instance_id, ())
-        expires, expires_s = self._expires[instance_id], now + self._ttl_s
-        new = self._index_of(instance_id).store(instance_id, hashes)
-        expires.update(dict.fromkeys(new, math.inf) if cache.has_events else dict.fromkeys(hashes, expires_s))
+        if cache is None or is_reported or not (hashes := prompt.of(cache.index.block_tokens)):
+            return SentPrompt(cache, ())
+        new, expires_s = cache.store(hashes), now + self._ttl_s
+        cache.expires.update(dict.fromkeys(new, math.inf) if cache.has_events else dict.fromkeys(hashes, expires_s))
         if not cache.has_events:
-            self._sent.append(_Sent(expires_s, instance_id, hashes))
+            self._sent.append(_Sent(expires_s, cache, hashes))
             self._num_sent += len(hashes)
             budget = max(_EXPIRED_AT_ONCE, _EXPIRED_PER_SENT * len(hashes))
             self._expire(now, max(MAX_SENT_BLOCKS, len(hashes)), budget)
-        return SentPrompt(self, instance_id, new)
-
-    def on_end(self, instance_id: int, blocks: Iterable[int], *, is_computed: bool) -> None:
-        """Remove those blocks of a sent prompt that the instance does not have, as far as is known."""
-        cache = self._caches.get(instance_id)
-        if cache is not None and (cache.has_events or not is_computed):
-            gone = [each for each in blocks if self._expires[instance_id].pop(each, None)]
-            self._index_of(instance_id).discard(instance_id, gone)
+        return SentPrompt(cache, new)
 
     def _expire(self, now: float, limit: int, budget: int) -> None:
         """Remove the oldest prompts: all above a limit of blocks, and about `budget` blocks of expired ones."""
         while self._sent and (self._num_sent > limit or (budget > 0 and self._sent[0].expires_s <= now)):
-            sent = self._sent.popleft()
-            self._num_sent -= len(sent.hashes)
-            budget -= len(sent.hashes) + 1
-            if (expires := self._expires.get(sent.instance_id)) is not None:  # the instance is still there
-                old = [each for each in sent.hashes if expires.get(each, math.inf) <= sent.expires_s]
-                for each in old:
-                    del expires[each]
-                self._index_of(sent.instance_id).discard(sent.instance_id, old)
+            expires_s, cache, hashes = self._sent.popleft()
+            self._num_sent -= len(hashes)
+            budget -= len(hashes) + 1
+            old = [each for each in hashes if cache.expires.get(each, math.inf) <= expires_s]
+            for each in old:
+                del cache.expires[each]
+            cache.discard(old)
 
     def overlaps(self, prompt: PromptHashes, now: float) -> PrefixOverlaps:
         """Return what the instances of the prompt's model have of it."""
@@ -388,12 +376,5 @@ class KnownPrefixes:
         matches = []
         for block_tokens, index in self._indexes.get(prompt.request.model, {}).items():
             if index.masks and (hashes := prompt.of(block_tokens)) and (levels := index.levels(hashes)):
-                matches.append(_IndexMatch(index, block_tokens, hashes, levels))
-        return PrefixOverlaps(matches, self._expires, now, self._turn)
-
-    def _index_of(self, instance_id: int) -> PrefixIndex:
-        cache = self._caches[instance_id]
-        indexes = self._indexes.setdefault(cache.model, {})
-        if cache.block_tokens not in indexes:
-            indexes[cache.block_tokens] = PrefixIndex()
-        return indexes[cache.block_tokens]
+                matches.append(_IndexMatch(index, hashes, levels))
+        return PrefixOverlaps(matches, self._caches, now, self._turn)
