@@ -207,10 +207,9 @@ class SimulatedFrontends:
         self._by_load = by_load
         self._frontends = [Placement("least-loaded", seed=seed) for seed in range(count)]
         self._num_sent = [0] * count
-        self._view = ModelView(
-            prefill=tuple(msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL) for worker in rates),
-            decode=(_instance(1 << 20, 32),),
-        )
+        self._view = ModelView().including(_instance(1 << 20, 32))
+        for worker in rates:
+            self._view = self._view.including(msgspec.structs.replace(_instance(worker, 32), role=Role.PREFILL))
         self._breakers = PairBreakers()
         self._free_at = dict.fromkeys(rates, 0.0)
         self._num_reports = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from functools import reduce
 
 from dynamo_trtllm.discovery.records import EndpointId, subject
 from dynamo_trtllm.messages import (
@@ -14,6 +16,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
+from dynamo_trtllm.router.view import ModelView
 
 CARD = ModelDeploymentCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")
 LAYOUT = KvLayout(dtype="float32", block_tokens=16, num_layers=2, num_kv_heads=1, head_dim=8)
@@ -33,6 +36,12 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
         layout=LAYOUT,
         wire=WIRE_VERSION,
     )
+
+
+def model_view(
+    prefill: Iterable[Instance] = (), decode: Iterable[Instance] = (), aggregated: Iterable[Instance] = ()
+) -> ModelView:
+    return reduce(ModelView.including, (*prefill, *decode, *aggregated), ModelView())
 
 
 def make_transfer_params(transfer_id: str, *, prefill_instance_id: int = 1, ttl_s: float = 60.0) -> KvTransferParams:

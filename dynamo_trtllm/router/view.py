@@ -9,7 +9,7 @@ import asyncio
 import bisect
 import math
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -61,20 +61,13 @@ class ModelView:
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
     keys: Mapping[int, str] = field(default_factory=dict)  # by id of a prefill or decode instance
-    groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key; both are computed if missing
+    groups: Mapping[str, PairGroup] = field(default_factory=dict)  # by pairing key
     paired: tuple[Instance, ...] = field(init=False, repr=False, compare=False)  # decode instances that have a partner
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
     cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False, default_factory=dict)  # of the readers
 
     def __post_init__(self) -> None:
         """Compute per change what requests read."""
-        if not self.groups:
-            groups: defaultdict[str, PairGroup] = defaultdict(PairGroup)
-            keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
-            for instance in (*self.prefill, *self.decode):
-                groups[keys[instance.id]] = groups[keys[instance.id]].including(instance)
-            object.__setattr__(self, "keys", keys)
-            object.__setattr__(self, "groups", dict(groups))
         matching = {key: group for key, group in self.groups.items() if group.prefill and group.decode}
         if len(matching) == 1:
             (paired,) = (group.decode for group in matching.values())

@@ -9,19 +9,19 @@ import msgspec
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry, mismatches, not_ready_reason
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers
-from dynamo_trtllm.router.view import ClusterView, ModelView
+from dynamo_trtllm.router.view import ClusterView
 from tests.inproc_plane import InprocPlane
-from tests.instances import LAYOUT, make_instance
+from tests.instances import LAYOUT, make_instance, model_view
 from tests.memory_discovery import FakeEtcd, MemoryDiscovery
 
 PREFILL, DECODE = make_instance(0xA, role=Role.PREFILL), make_instance(0xB)
 ODD = msgspec.structs.replace(make_instance(0xC), layout=msgspec.structs.replace(LAYOUT, block_tokens=64))
-PAIR = ModelView(prefill=(PREFILL,), decode=(DECODE,))
+PAIR = model_view(prefill=(PREFILL,), decode=(DECODE,))
 
 
 def test_lacking_when_roles_are_missing_then_names_them() -> None:
-    assert not_ready_reason(ModelView(), "m", None) == "model m has no prefill worker and no decode worker"
-    assert not_ready_reason(ModelView(prefill=(PREFILL,)), "m", None) == "model m has no decode worker"
+    assert not_ready_reason(model_view(), "m", None) == "model m has no prefill worker and no decode worker"
+    assert not_ready_reason(model_view(prefill=(PREFILL,)), "m", None) == "model m has no decode worker"
 
 
 def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
@@ -40,13 +40,13 @@ def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> No
 
 
 def test_lacking_when_no_prefill_fits_a_decode_then_names_the_field() -> None:
-    why = not_ready_reason(ModelView(prefill=(PREFILL,), decode=(ODD,)), "m", PairBreakers())
+    why = not_ready_reason(model_view(prefill=(PREFILL,), decode=(ODD,)), "m", PairBreakers())
     assert why is not None
     assert "layout.block_tokens is 16 at prefill and 64 at decode" in why
 
 
 def test_mismatches_when_one_of_two_fits_then_only_the_other_is_told() -> None:
-    assert list(mismatches(ModelView(prefill=(PREFILL,), decode=(DECODE, ODD)))) == [
+    assert list(mismatches(model_view(prefill=(PREFILL,), decode=(DECODE, ODD)))) == [
         "instance c (decode): layout.block_tokens is 64 at decode and 16 at prefill"
     ]
 

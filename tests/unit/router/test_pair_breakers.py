@@ -5,8 +5,8 @@ from __future__ import annotations
 from dynamo_trtllm.frontend.fleet.pair_probe import suspects
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.policy import MOST_STATUSES, BreakerLimits, PairBreakers, PairState
-from dynamo_trtllm.router.view import ModelView, format_pair, pairs_of
-from tests.instances import make_instance
+from dynamo_trtllm.router.view import format_pair, pairs_of
+from tests.instances import make_instance, model_view
 
 PAIR = (1, 2)
 LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
@@ -75,7 +75,7 @@ def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> No
 
 
 def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances() -> None:
-    view = ModelView(
+    view = model_view(
         prefill=(make_instance(1, role=Role.PREFILL),),
         decode=(make_instance(2), make_instance(3)),
         aggregated=(make_instance(4, role=Role.AGGREGATED),),

@@ -30,7 +30,7 @@ from dynamo_trtllm.router.placement import Costs, CostSelection, Placement
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, WorkerSelection, select
 from dynamo_trtllm.router.prefix_index import KnownPrefixes, PromptHashes
 from dynamo_trtllm.router.view import ModelView
-from tests.instances import LAYOUT, make_instance
+from tests.instances import LAYOUT, make_instance, model_view
 
 NONE_OPEN = PairBreakers()
 
@@ -41,7 +41,7 @@ def some(role: Role, *ids: int, **fields: Any) -> tuple[Instance, ...]:
 
 def view_of(prefill: int = 0, decode: int = 0, aggregated: int = 0) -> ModelView:
     """Return a view with so many instances. Ids: prefill from 1, decode from 1001, aggregated from 2001."""
-    return ModelView(
+    return model_view(
         prefill=some(Role.PREFILL, *range(1, 1 + prefill)),
         decode=some(Role.DECODE, *range(1001, 1001 + decode)),
         aggregated=some(Role.AGGREGATED, *range(2001, 2001 + aggregated)),
@@ -187,7 +187,7 @@ def test_select_when_breakers_are_open_or_an_instance_is_avoided_then_another_pa
 
 def test_select_when_keys_differ_then_pairs_match_and_the_least_sum_wins() -> None:
     other = msgspec.structs.replace(LAYOUT, block_tokens=64)
-    view = ModelView(
+    view = model_view(
         prefill=some(Role.PREFILL, 1) + some(Role.PREFILL, 2, layout=other),
         decode=some(Role.DECODE, 1001) + some(Role.DECODE, 1002, layout=other),
     )

@@ -14,7 +14,7 @@ from dynamo_trtllm.errors import NoInstances, TransferMismatch, UnsupportedParam
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
 from dynamo_trtllm.router.policy import BreakerLimits, PairBreakers, incapable, select
 from dynamo_trtllm.router.view import ClusterView, ModelView, pairing_key
-from tests.instances import LAYOUT, make_instance
+from tests.instances import LAYOUT, make_instance, model_view
 
 OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
 
@@ -37,12 +37,12 @@ def served(view: ModelView, turns: int, breakers: PairBreakers | None = None) ->
 
 
 def test_place_when_roles_have_several_then_each_takes_turns() -> None:
-    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12, 13))
+    view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12, 13))
     assert served(view, 6) == [(1, 11), (2, 12), (1, 13), (2, 11), (1, 12), (2, 13)]
 
 
 def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() -> None:
-    view = ModelView(
+    view = model_view(
         prefill=prefills(1, 2) + prefills(3, 4, layout=OTHER), decode=decodes(11) + decodes(12, layout=OTHER)
     )
     pairs = served(view, 8)
@@ -54,7 +54,7 @@ def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() 
     "field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}, {"kv_compat": {"release": "1.2"}}]
 )
 def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, Any]) -> None:
-    view = ModelView(prefill=prefills(1), decode=decodes(11, **field) + decodes(12))
+    view = model_view(prefill=prefills(1), decode=decodes(11, **field) + decodes(12))
     assert served(view, 3) == [(1, 12)] * 3
 
 
@@ -68,16 +68,16 @@ def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, 
 )
 def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[str, Any], said: str) -> None:
     with pytest.raises(TransferMismatch) as caught:
-        select(ModelView(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers())
+        select(model_view(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers())
     assert caught.value.message.endswith(f"matches a decode worker: {said}")
 
 
 @pytest.mark.parametrize(
     ("view", "missing"),
     [
-        (ModelView(), "no prefill and no decode worker"),
-        (ModelView(prefill=prefills(1)), "no decode worker"),
-        (ModelView(decode=decodes(1)), "no prefill worker"),
+        (model_view(), "no prefill and no decode worker"),
+        (model_view(prefill=prefills(1)), "no decode worker"),
+        (model_view(decode=decodes(1)), "no prefill worker"),
     ],
 )
 def test_place_when_roles_are_missing_then_no_instances_names_them(view: ModelView, missing: str) -> None:
@@ -86,22 +86,25 @@ def test_place_when_roles_are_missing_then_no_instances_names_them(view: ModelVi
 
 
 def test_place_when_there_is_no_pair_then_aggregated_take_turns() -> None:
-    view = ModelView(prefill=prefills(1), aggregated=some(Role.AGGREGATED, 21, 22))
+    view = model_view(prefill=prefills(1), aggregated=some(Role.AGGREGATED, 21, 22))
     assert served(view, 3) == [(0, 21), (0, 22), (0, 21)]
 
 
 def test_place_when_there_is_a_pair_then_it_goes_before_aggregated() -> None:
-    view = ModelView(prefill=prefills(1), decode=decodes(11), aggregated=some(Role.AGGREGATED, 21))
+    view = model_view(prefill=prefills(1), decode=decodes(11), aggregated=some(Role.AGGREGATED, 21))
     assert served(view, 2) == [(1, 11)] * 2
 
 
 def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same() -> None:
-    two, one = ModelView(prefill=prefills(1, 2), decode=decodes(11)), ModelView(prefill=prefills(1), decode=decodes(11))
+    two, one = (
+        model_view(prefill=prefills(1, 2), decode=decodes(11)),
+        model_view(prefill=prefills(1), decode=decodes(11)),
+    )
     assert all(select(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1] for turn in range(3))
     assert select(one, "tiny", 0, PairBreakers(), avoid=1).prefill == one.prefill[0]
     breakers = PairBreakers()
     breakers.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
-    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
+    view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12))
     assert {select(view, "tiny", turn, breakers, avoid=1).decode.id for turn in range(4)} == {12}
 
 
@@ -113,29 +116,29 @@ def shut(*pairs: tuple[int | None, int]) -> PairBreakers:
 
 
 def test_place_when_there_are_as_many_prefills_as_decodes_then_every_pair_meets() -> None:
-    pairs = served(ModelView(prefill=prefills(1, 2), decode=decodes(11, 12)), 40)
+    pairs = served(model_view(prefill=prefills(1, 2), decode=decodes(11, 12)), 40)
     assert Counter(pairs) == {(1, 11): 10, (2, 12): 10, (1, 12): 10, (2, 11): 10}
 
 
 def test_place_when_a_pair_is_shut_then_its_instances_serve_with_others() -> None:
-    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
+    view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12))
     pairs = served(view, 40, shut((1, 11)))
     assert set(pairs) == {(2, 11), (1, 12), (2, 12)}
     assert Counter(d for _, d in pairs) == {11: 20, 12: 20}
 
 
 def test_place_when_all_pairs_of_a_decode_are_shut_then_it_is_left_out() -> None:
-    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
+    view = model_view(prefill=prefills(1, 2), decode=decodes(11, 12))
     assert {d for _, d in served(view, 8, shut((1, 11), (2, 11)))} == {12}
 
 
 def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
     with pytest.raises(NoInstances, match=r"quarantined: \(1, 11\) is broken"):
-        select(ModelView(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11)))
+        select(model_view(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11)))
 
 
 def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:
-    view = ModelView(aggregated=some(Role.AGGREGATED, 21, 22))
+    view = model_view(aggregated=some(Role.AGGREGATED, 21, 22))
     assert {d for _, d in served(view, 4, shut((None, 21)))} == {22}
 
 
@@ -199,11 +202,15 @@ RANKS = {"supported_features": ("dp_rank",)}
 @pytest.mark.parametrize(
     ("fields", "view", "ids"),
     [
-        ({}, ModelView(prefill=prefills(1), decode=decodes(2)), set()),
-        ({"conversation_id": "c"}, ModelView(prefill=prefills(1), decode=decodes(2)), set()),  # only a hint
-        ({"priority": 1}, ModelView(prefill=prefills(1) + prefills(3, **PRIORITY), decode=decodes(2, **PRIORITY)), {1}),
-        ({"dp_rank": 0}, ModelView(prefill=prefills(1), decode=decodes(2) + decodes(3, **RANKS)), {2}),
-        ({"prefill_dp_rank": 0}, ModelView(prefill=prefills(1, **RANKS), decode=decodes(2)), set()),
+        ({}, model_view(prefill=prefills(1), decode=decodes(2)), set()),
+        ({"conversation_id": "c"}, model_view(prefill=prefills(1), decode=decodes(2)), set()),  # only a hint
+        (
+            {"priority": 1},
+            model_view(prefill=prefills(1) + prefills(3, **PRIORITY), decode=decodes(2, **PRIORITY)),
+            {1},
+        ),
+        ({"dp_rank": 0}, model_view(prefill=prefills(1), decode=decodes(2) + decodes(3, **RANKS)), {2}),
+        ({"prefill_dp_rank": 0}, model_view(prefill=prefills(1, **RANKS), decode=decodes(2)), set()),
     ],
 )
 def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ignore_it(
@@ -216,10 +223,10 @@ def test_incapable_when_a_request_needs_a_feature_then_the_workers_that_would_ig
 @pytest.mark.parametrize(
     ("fields", "view", "name"),
     [
-        ({"priority": 1}, ModelView(prefill=prefills(1), decode=decodes(2, **PRIORITY)), "priority"),
-        ({"dp_rank": 0}, ModelView(prefill=prefills(1, **RANKS), decode=decodes(2)), "nvext.dp_rank"),
-        ({"prefill_dp_rank": 0}, ModelView(prefill=prefills(1), decode=decodes(2, **RANKS)), "nvext.prefill_dp_rank"),
-        ({"prefill_dp_rank": 0}, ModelView(aggregated=some(Role.AGGREGATED, 1, **RANKS)), "nvext.prefill_dp_rank"),
+        ({"priority": 1}, model_view(prefill=prefills(1), decode=decodes(2, **PRIORITY)), "priority"),
+        ({"dp_rank": 0}, model_view(prefill=prefills(1, **RANKS), decode=decodes(2)), "nvext.dp_rank"),
+        ({"prefill_dp_rank": 0}, model_view(prefill=prefills(1), decode=decodes(2, **RANKS)), "nvext.prefill_dp_rank"),
+        ({"prefill_dp_rank": 0}, model_view(aggregated=some(Role.AGGREGATED, 1, **RANKS)), "nvext.prefill_dp_rank"),
     ],
 )
 def test_incapable_when_the_other_workers_are_not_enough_then_the_clients_name_of_the_field_is_rejected(
@@ -231,4 +238,4 @@ def test_incapable_when_the_other_workers_are_not_enough_then_the_clients_name_o
 
 
 def test_incapable_when_a_role_is_missing_anyway_then_nothing_is_rejected() -> None:
-    assert incapable(ModelView(decode=decodes(2)), asked(priority=1)) == {2}
+    assert incapable(model_view(decode=decodes(2)), asked(priority=1)) == {2}

@@ -9,7 +9,16 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.messages import Instance, Role
-from dynamo_trtllm.router.view import ClusterView, ModelView, is_probed, new_pairs, pairs_of, pairs_with
+from dynamo_trtllm.router.view import (
+    ClusterView,
+    ModelView,
+    PairGroup,
+    is_probed,
+    new_pairs,
+    pairing_key,
+    pairs_of,
+    pairs_with,
+)
 from tests.instances import CARD, LAYOUT, make_instance
 
 
@@ -121,6 +130,19 @@ def test_new_pairs_when_workers_come_and_go_then_they_are_those_that_pairs_of_ga
         assert not changes
 
 
+Instances = tuple[Instance, ...]
+
+
+def grouped(prefill: Instances, decode: Instances) -> tuple[dict[int, str], dict[str, PairGroup]]:
+    """Return the keys and groups of a view, from all of its instances."""
+    keys = {each.id: pairing_key(each) for each in (*prefill, *decode)}
+    members = {
+        key: [tuple(each for each in role if keys[each.id] == key) for role in (prefill, decode)]
+        for key in keys.values()
+    }
+    return keys, {key: PairGroup(*each) for key, each in members.items()}
+
+
 def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_once() -> None:
     dice = random.Random(4)
     view, present = ClusterView(), dict[int, Instance]()
@@ -138,10 +160,10 @@ def test_view_when_instances_come_and_go_then_it_equals_one_that_is_built_at_onc
             tuple(each for each in instances if each.role is role)
             for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
         ]
-        built = ModelView(roles[0], roles[1], roles[2])
+        built = ModelView(roles[0], roles[1], roles[2], *grouped(roles[0], roles[1]))
         assert (model, model.paired) == (built, built.paired)
         gone = frozenset(dice.sample(range(30), 10))
         left = [tuple(each for each in role if each.id not in gone) for role in (model.prefill, model.decode)]
         reduced = model.excluding(gone)
         assert [reduced.prefill, reduced.decode] == left
-        assert reduced.groups == ModelView(left[0], left[1]).groups
+        assert (reduced.keys, reduced.groups) == grouped(left[0], left[1])
