@@ -18,8 +18,8 @@ _DECODE_KNOTS: Final = (0, 32, 128)  # requests; between them, the time of a dec
 _PREFILL_KNOTS: Final = (0, 64, 256, 1024, 4096)  # prompt tokens
 _KI: Final = 1 / 1024
 _MI: Final = 1 / (1 << 20)
-DECODE_SEGMENTS: Final = slice(1, 1 + len(_DECODE_KNOTS))  # coefficients that are slopes of adjacent segments
-PREFILL_SEGMENTS: Final = slice(1, 1 + len(_PREFILL_KNOTS))
+DECODE_SEGMENTS: Final = range(1, 1 + len(_DECODE_KNOTS))  # coefficients that are slopes of adjacent segments
+PREFILL_SEGMENTS: Final = range(1, 1 + len(_PREFILL_KNOTS))
 
 
 def _slopes(name: str, knots: Sequence[int]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import repeat
 from typing import Final, TypeAlias
 
@@ -70,6 +71,7 @@ class CostSelection(WorkerSelection, frozen=True):
         return 0 if self.prefill_costs is None else self.prefill_costs.packed(), self.decode_costs.packed()
 
 
+@dataclass(eq=False)
 class Placement:
     """Selects workers for the requests of one frontend by their cost, and counts what they run.
 
@@ -82,21 +84,16 @@ class Placement:
         seed: of the random choices.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        prefixes: KnownPrefixes | None = None,
-        *,
-        overlap_credit: float = 1.0,
-        temperature: float = 0.0,
-        seed: int | None = None,
-    ) -> None:
-        self.mode = mode
-        self.prefixes = prefixes
-        self.loads = FleetLoad()
-        self._overlap_credit = overlap_credit
-        self._temperature = temperature
-        self._random = random.Random(seed).random
+    mode: str
+    prefixes: KnownPrefixes | None = None
+    _: KW_ONLY
+    overlap_credit: float = 1.0
+    temperature: float = 0.0
+    seed: int | None = None
+    loads: FleetLoad = field(default_factory=FleetLoad, init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed).random
 
     def start(self, selection: WorkerSelection, request: GenerateRequest, now: float) -> PlacedRequest:
         """Count a request at its instances, and its prompt in their caches."""
@@ -170,7 +167,7 @@ class Placement:
     ) -> list[Candidate]:
         """Return those instances of a view to compare, sorted by cost. All have the same role and pairing key."""
         compared = self._compared(view, instances, overlaps)
-        get, credit, prompt_tokens, number = self.loads.get, self._overlap_credit, len(request.token_ids), self._random
+        get, credit, prompt_tokens, number = self.loads.get, self.overlap_credit, len(request.token_ids), self._random
         ranked, paces = [], []
         cached = repeat(0) if overlaps is None else overlaps.of(compared)
         for (id_, instance), cached_tokens in zip(compared.items(), cached, strict=False):
@@ -183,8 +180,8 @@ class Placement:
                 for (cost, tie, instance, cached_tokens), pace in zip(ranked, paces, strict=True)
             ]
         ranked.sort()
-        if self._temperature and ranked:  # of exponential numbers, each divided by its weight, each may be the least
-            least, scale = ranked[0][0], self._temperature * ((ranked[-1][0] - ranked[0][0]) or 1)
+        if self.temperature and ranked:  # of exponential numbers, each divided by its weight, each may be the least
+            least, scale = ranked[0][0], self.temperature * ((ranked[-1][0] - ranked[0][0]) or 1)
             ranked.sort(key=lambda each: -math.log1p(-each[1]) * math.exp(min(700.0, (each[0] - least) / scale)))
         return ranked
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import pairwise
 from operator import mul
@@ -47,7 +48,6 @@ _ROUNDS = 3
 _RIDGE = 1e-4  # weight of the prior (or of zero), relative to that of the samples
 _TIES = 1e-3  # weight of equal slopes of adjacent segments, likewise
 _PRIOR_SAMPLES = 2.0
-_NO_SEGMENTS = slice(0)
 
 
 class _Sample(NamedTuple):
@@ -56,6 +56,7 @@ class _Sample(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False)
 class RobustFit:
     """An online fit of one kind of time.
 
@@ -68,27 +69,22 @@ class RobustFit:
             the wait for a batch slot.
     """
 
-    def __init__(
-        self,
-        on_outcome: Callable[[float, bool], None],
-        prior: Sequence[float] | None = None,
-        segments: slice = _NO_SEGMENTS,
-        *,
-        can_change: bool = False,
-    ) -> None:
-        self._on_outcome = on_outcome
-        self._prior = None if prior is None else list(prior)
-        self._segments = segments
-        self._can_change = can_change
+    on_outcome: Callable[[float, bool], None]
+    prior: Sequence[float] | None = None
+    segments: range = range(0)
+    _: KW_ONLY
+    can_change: bool = False
+
+    def __post_init__(self) -> None:
         self._kinds: dict[Hashable, deque[_Sample]] = {}
-        self._coefficients = self._prior
+        self._coefficients = self.prior
         self._ratios: deque[float] = deque(maxlen=_RATIOS)
         self._known_ratios: deque[tuple[int, float]] = deque(maxlen=_CHANGED)  # with the numbers of the samples
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
         self._doubted_at = 0  # number of the last sample before the samples that may be of a changed engine
         self._num_fitted = 0  # samples at the last `refit`
-        self.num_samples = self.num_predicted = self.num_covered = self.num_changes = 0
+        self.num_samples = self.num_changes = 0
 
     def add(self, features: Features, kind: Hashable, seconds: float) -> None:
         """Take a sample. Evaluate the prediction before it, if there were enough samples.
@@ -119,14 +115,12 @@ class RobustFit:
     def _evaluate(self, ratio: float, *, is_known: bool) -> None:
         low, high = self._interval
         is_covered = low <= ratio <= high
-        self.num_predicted += 1
-        self.num_covered += is_covered
         # If more or fewer than one of ten times are outside the interval, it gets wider or narrower.
         self._miss_rate = min(0.2, max(0.01, self._miss_rate + _ADAPT * (_MISS_RATE - (not is_covered))))
         self._ratios.append(ratio)
         if is_known:
             self._known_ratios.append((self.num_samples, ratio))
-        self._on_outcome(ratio, is_covered)
+        self.on_outcome(ratio, is_covered)
 
     @property
     def num_new(self) -> int:
@@ -155,7 +149,7 @@ class RobustFit:
         ratios = [ratio for _, ratio in self._known_ratios]
         num_out = max(sum(ratio < low for ratio in ratios), sum(ratio > high for ratio in ratios))
         has_few = len(ratios) < _CHANGED or 2 * num_out < _CHANGED
-        if not self._can_change or has_few or self._coefficients is None:
+        if not self.can_change or has_few or self._coefficients is None:
             self._doubted_at = self.num_samples
             return False
         if num_out < _CHANGED - 1:
@@ -166,7 +160,7 @@ class RobustFit:
     def _drop_before(self, number: int, coefficients: Sequence[float], change: float) -> None:
         """Drop older samples. Other kinds are assumed to have changed by the same factor."""
         self.num_changes += 1
-        self._coefficients = self._prior = [each * change for each in coefficients]
+        self._coefficients = self.prior = [each * change for each in coefficients]
         for kind, samples in list(self._kinds.items()):
             recent = [sample for sample in samples if sample.number >= number]
             self._kinds[kind] = deque(recent, _PER_KIND)
@@ -198,7 +192,7 @@ class RobustFit:
 
     def _least_squares(self, columns: list[list[float]], target: list[float]) -> list[float]:
         """Solve for coefficients that are not negative, near the prior as far as the samples leave it open."""
-        count, size, prior = len(target), len(columns), self._prior
+        count, size, prior = len(target), len(columns), self.prior
         matrix = [[0.0] * size for _ in range(size)]
         for i, column in enumerate(columns):
             for j in range(i + 1):
@@ -206,7 +200,7 @@ class RobustFit:
         right = [sum(map(mul, column, target)) for column in columns]
         whole = max(matrix[i][i] for i in range(size))
         scales = [matrix[i][i] or 1e-6 * whole for i in range(size)]
-        if segments := range(size)[self._segments]:
+        if segments := self.segments:
             common = sum(matrix[i][j] for i in segments for j in segments) or 1e-6 * whole
             for i, j in pairwise(segments):
                 tie = _TIES * common

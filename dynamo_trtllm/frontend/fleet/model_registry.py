@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
@@ -32,23 +33,17 @@ _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answe
 _PRELOAD_AFTER_S: Final = 15.0
 
 
+@dataclass(eq=False)
 class ModelRegistry:
     """The models of the cluster. Only `watch` writes it."""
 
-    def __init__(
-        self,
-        view: ClusterView,
-        discovery: Discovery,
-        plane: Plane,
-        namespace: str,
-        breakers: PairBreakers | None = None,
-    ) -> None:
-        """With `breakers`, a model is ready only after one of its pairs has worked."""
-        self._view = view
-        self._breakers = breakers
-        self._discovery = discovery
-        self._plane = plane
-        self._namespace = namespace
+    _view: ClusterView
+    _discovery: Discovery
+    _plane: Plane
+    _namespace: str
+    _breakers: PairBreakers | None = None  # with them, a model is ready only after one of its pairs has worked
+
+    def __post_init__(self) -> None:
         self._served: dict[str, ServedModel] = {}
         self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import dataclass
 from typing import Final
 
 from dynamo_trtllm.background import first_of
@@ -29,26 +30,19 @@ _AT_ONCE = 8  # snapshots: one of a large cache takes tens of ms of CPU time, wh
 _UNANSWERED = 3  # requests, after which the worker's blocks are forgotten
 
 
+@dataclass(eq=False)
 class PrefixFeed:
     """Updates `known` from the instances of `view` and, if it reads events, from the KV events of their namespace."""
 
-    def __init__(
-        self,
-        known: KnownPrefixes,
-        view: ClusterView,
-        plane: Plane,
-        namespace: str,
-        metrics: FrontendMetrics,
-        *,
-        pause_s: float = PAUSE_S,
-    ) -> None:
-        self._known = known
-        self._metrics = metrics
-        self._view = view
-        self._changes = view.subscribe()
-        self._plane = plane
-        self._namespace = namespace
-        self._pause_s = pause_s
+    known: KnownPrefixes
+    view: ClusterView
+    plane: Plane
+    namespace: str
+    metrics: FrontendMetrics
+    pause_s: float = PAUSE_S
+
+    def __post_init__(self) -> None:
+        self._changes = self.view.subscribe()
         self._instances: dict[int, Instance] = {}
         self._resyncs: dict[int, asyncio.Task[None]] = {}  # of the workers that are not in sync
         self._slots = asyncio.Semaphore(_AT_ONCE)
@@ -58,12 +52,12 @@ class PrefixFeed:
     async def run(self) -> None:
         """Run until cancelled."""
         unsubscribe: Unsubscribe | None = None
-        if self._known.reads_events:
-            unsubscribe = await self._plane.subscribe(kv_events_subject(self._namespace), self._on_message)
+        if self.known.reads_events:
+            unsubscribe = await self.plane.subscribe(kv_events_subject(self.namespace), self._on_message)
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
-                    changed = self._view.changed
+                    changed = self.view.changed
                     self._wake.clear()
                     self._follow_instances()
                     self._update_resyncs(group)
@@ -78,30 +72,30 @@ class PrefixFeed:
         for instance_id, instance in now.items():
             if instance is None:
                 self._instances.pop(instance_id, None)
-                self._known.remove_instance(instance_id)
+                self.known.remove_instance(instance_id)
             elif instance != self._instances.get(instance_id):  # not one that registered again
                 self._instances[instance_id] = instance
-                self._known.add_instance(instance)
+                self.known.add_instance(instance)
 
     def _on_message(self, data: bytes, _reply: str) -> None:
         try:
             update = decode(data, KvCacheUpdate)
-            was_unsynced = update.instance_id in self._known.unsynced
-            self._known.on_update(update)
+            was_unsynced = update.instance_id in self.known.unsynced
+            self.known.on_update(update)
         except (BadFrame, ValueError) as exc:
-            self._metrics.child("kv_updates_total", "unreadable").inc()
+            self.metrics.child("kv_updates_total", "unreadable").inc()
             self._num_unreadable += 1
             if self._num_unreadable.bit_count() == 1:  # log the 1st, 2nd, 4th, 8th …
                 _log.warning("unreadable KV events dropped (%d so far): %s", self._num_unreadable, exc)
             return
-        is_unsynced = update.instance_id in self._known.unsynced
-        self._metrics.child("kv_updates_total", "gap" if is_unsynced and not was_unsynced else "applied").inc()
+        is_unsynced = update.instance_id in self.known.unsynced
+        self.metrics.child("kv_updates_total", "gap" if is_unsynced and not was_unsynced else "applied").inc()
         if is_unsynced != (update.instance_id in self._resyncs):
             self._wake.set()
 
     def _update_resyncs(self, group: asyncio.TaskGroup) -> None:
         """Run one task for each worker that is not in sync."""
-        unsynced = self._known.unsynced
+        unsynced = self.known.unsynced
         for instance_id in self._resyncs.keys() - unsynced:
             self._resyncs.pop(instance_id).cancel()
         for instance_id in unsynced - self._resyncs.keys():
@@ -110,19 +104,19 @@ class PrefixFeed:
 
     async def _resync(self, instance: Instance) -> None:
         """Ask a worker for snapshots, with longer and longer pauses, until cancelled: when the worker is in sync."""
-        pause_s, failure = self._pause_s, ""
+        pause_s, failure = self.pause_s, ""
         for count in itertools.count():
             async with self._slots:
                 if count == _UNANSWERED:
                     text = "worker %x did not send its prefix cache, asked %d times: %s"
                     _log.warning(text, instance.id, count, failure)
-                    if instance.id in self._known.unsynced:  # it may be in sync by now
-                        self._known.forget(instance.id)
-                self._metrics.child("kv_updates_total", "resync").inc()
+                    if instance.id in self.known.unsynced:  # it may be in sync by now
+                        self.known.forget(instance.id)
+                self.metrics.child("kv_updates_total", "resync").inc()
                 try:
-                    await self._plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
+                    await self.plane.control(instance.subject, ResyncKvEvents(), timeout_s=_TIMEOUT_S)
                     failure = "it accepts requests but publishes nothing"
-                    await asyncio.sleep(min(_TIMEOUT_S, self._pause_s))  # for the snapshot
+                    await asyncio.sleep(min(_TIMEOUT_S, self.pause_s))  # for the snapshot
                 except DynamoError as exc:
                     failure = f"{exc.code}: {exc.message}"
             await asyncio.sleep(pause_s)
