@@ -29,15 +29,6 @@ _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks up a member o
 REQUEST_TOKENS: Final = 256  # what a request costs in a decode step besides its context; a rough value, not measured
 
 
-@dataclass(slots=True)
-class Work:
-    """Work of an instance."""
-
-    requests: int = 0
-    prefill_tokens: int = 0  # to compute
-    kv_tokens: int = 0  # of context
-
-
 @dataclass(slots=True, eq=False)
 class Share:
     """The part of one request that one instance runs, until the instance has done it."""
@@ -56,17 +47,16 @@ class Share:
     def prefilled(self) -> None:
         """Record that the instance has computed the prompt."""
         if self.is_unseen:
-            self.load.unseen.prefill_tokens -= self.prefill_tokens
+            self.load.unseen_prefill_tokens -= self.prefill_tokens
         self.prefill_tokens = 0
 
     def seen(self) -> None:
         """Record that a report of the instance includes the call."""
         if self.is_unseen:
             self.is_unseen = False
-            unseen = self.load.unseen
-            unseen.requests -= 1
-            unseen.prefill_tokens -= self.prefill_tokens
-            unseen.kv_tokens -= self.kv_tokens
+            self.load.unseen_requests -= 1
+            self.load.unseen_prefill_tokens -= self.prefill_tokens
+            self.load.unseen_kv_tokens -= self.kv_tokens
         self.load.sent.pop(self, None)
 
     def end(self) -> None:
@@ -80,7 +70,9 @@ class InstanceLoad:
     """What a frontend knows of the load of one instance."""
 
     requests: int = 0  # of this frontend
-    unseen: Work = field(default_factory=Work)  # of those that no report includes
+    unseen_requests: int = 0  # those that no report includes
+    unseen_prefill_tokens: int = 0  # of these, to compute
+    unseen_kv_tokens: int = 0  # of their context
     sent: dict[Share, None] = field(default_factory=dict)  # the calls of it that were sent, the oldest first
     report: LoadReport | None = None
     reported_at: float = -math.inf
@@ -90,9 +82,9 @@ class InstanceLoad:
     def place(self, prefill_tokens: int, kv_tokens: int) -> Share:
         """Count a part of a request, which is going to be sent to the instance."""
         self.requests += 1
-        self.unseen.requests += 1
-        self.unseen.prefill_tokens += prefill_tokens
-        self.unseen.kv_tokens += kv_tokens
+        self.unseen_requests += 1
+        self.unseen_prefill_tokens += prefill_tokens
+        self.unseen_kv_tokens += kv_tokens
         return Share(self, prefill_tokens, kv_tokens)
 
 
@@ -161,18 +153,18 @@ def instance_cost(load: InstanceLoad, instance: Instance, prompt_tokens: int, ov
         prompt_tokens: of the request.
         overlap_tokens: those of them that the instance has in its cache.
     """
-    report, unseen, role = load.report, load.unseen, instance.role
+    report, role = load.report, instance.role
     cost = new_tokens = prompt_tokens - overlap_tokens
     if role is not _DECODE:
         costly_tokens = new_tokens if new_tokens < COSTLY_TOKENS else COSTLY_TOKENS
-        cost += (NEW_TOKEN_COST - 1) * costly_tokens + unseen.prefill_tokens
+        cost += (NEW_TOKEN_COST - 1) * costly_tokens + load.unseen_prefill_tokens
         if report is not None:
             cost += report.queued_prefill_tokens
         if role is _PREFILL:
             return cost
         cost += new_tokens
-    kv_tokens = unseen.kv_tokens
-    cost += REQUEST_TOKENS * unseen.requests
+    kv_tokens = load.unseen_kv_tokens
+    cost += REQUEST_TOKENS * load.unseen_requests
     if report is not None:
         cost += REQUEST_TOKENS * (report.running + report.waiting)
         block_tokens = instance.layout.block_tokens
@@ -198,13 +190,13 @@ def predicted_first_token_s(
     Returns:
         None if its load or its cost is unknown.
     """
-    report, cost, unseen = load.report, load.cost, load.unseen
+    report, cost = load.report, load.cost
     if cost is None or report is None or now - load.reported_at > STALE_S:
         return None
     if role is Role.DECODE:
         return cost.predict_kv_transfer(new_tokens + cached_tokens)
-    decodes, more_requests = role is not Role.PREFILL, unseen.requests
-    work = report.work(decodes=decodes, more_tokens=unseen.prefill_tokens, more_requests=more_requests)
+    decodes, more_requests = role is not Role.PREFILL, load.unseen_requests
+    work = report.work(decodes=decodes, more_tokens=load.unseen_prefill_tokens, more_requests=more_requests)
     return cost.predict_first_token(new_tokens, cached_tokens, work)
 
 

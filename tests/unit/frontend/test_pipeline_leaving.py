@@ -228,7 +228,7 @@ def work(cluster: Cluster) -> dict[int, tuple[int, int, int]]:
     """Return what the pipeline counts per instance: requests, prompt tokens to compute, tokens of context."""
     assert cluster.pipeline.placement is not None
     loads = {instance.id: cluster.pipeline.placement.loads.of(instance.id) for instance in cluster.view.instances()}
-    return {name: (load.requests, load.unseen.prefill_tokens, load.unseen.kv_tokens) for name, load in loads.items()}
+    return {name: (load.requests, load.unseen_prefill_tokens, load.unseen_kv_tokens) for name, load in loads.items()}
 
 
 async def test_load_when_requests_end_fail_over_or_are_cancelled_then_each_worker_counts_what_it_runs(

@@ -127,10 +127,10 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
     prefill, decode = placement.loads.of(first.prefill.id), placement.loads.of(first.decode.id)
     first_placed.sent(first.prefill.id, Phase.PREFILL, 10.0)
     placement.loads.on_report(report(first.prefill.id, 1, queued_prefill_tokens=60), 10.01)  # may be without it
-    assert (prefill.unseen.prefill_tokens, decode.unseen.kv_tokens) == (100, 100)
+    assert (prefill.unseen_prefill_tokens, decode.unseen_kv_tokens) == (100, 100)
     placement.loads.on_report(report(first.prefill.id, 2, queued_prefill_tokens=60), 10.2)
     placement.loads.on_report(report(first.decode.id, 1), 10.2)  # its call was not sent yet
-    assert (prefill.unseen.prefill_tokens, decode.unseen.kv_tokens) == (0, 100)
+    assert (prefill.unseen_prefill_tokens, decode.unseen_kv_tokens) == (0, 100)
     assert prefill.requests == 1
     first_placed.sent(1004, Phase.DECODE, 10.3)
     assert prefill.requests == 0
@@ -138,7 +138,8 @@ def test_select_when_requests_were_sent_since_the_report_then_they_count_until_a
         each.end()
     for instance in (*view.prefill, *view.decode):
         load = placement.loads.of(instance.id)
-        assert (load.requests, load.unseen, load.sent) == (0, type(load.unseen)(), {})
+        unseen = load.unseen_requests, load.unseen_prefill_tokens, load.unseen_kv_tokens
+        assert (load.requests, unseen, load.sent) == (0, (0, 0, 0), {})
 
 
 def test_loads_when_a_report_is_old_or_late_or_of_a_gone_worker_then_the_last_one_and_what_was_sent_since_count() -> (
@@ -221,7 +222,7 @@ def test_select_when_caches_have_the_prompt_then_each_saved_token_outweighs_twel
     assert pair(found) == (3, 1003)
     assert found.prefill_costs == Costs(12 * 744, 12 * 744 + 1)
     placed = placement.start(found, request(1000), 0.0)
-    assert placement.loads.of(3).unseen.prefill_tokens == 744
+    assert placement.loads.of(3).unseen_prefill_tokens == 744
     assert selected(placement, view, 1000).prefill_costs == Costs(744 + 12 * 8, 12 * 744 + 1)  # it will have all blocks
     placed.end()  # its prefill call failed
     assert selected(placement, view, 1000).prefill_costs == Costs(12 * 744, 12 * 744 + 1)
