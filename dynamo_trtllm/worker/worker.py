@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks, first_of
@@ -36,7 +35,6 @@ from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.observability.recording_server import answer_queries
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
@@ -63,16 +61,6 @@ def endpoint_of(config: WorkerConfig) -> records.EndpointId:
         return records.parse_endpoint(config.endpoint)
     components = _VLLM_COMPONENTS if config.engine == "vllm" else _COMPONENTS
     return records.EndpointId(config.namespace, components[config.disaggregation_mode], "generate")
-
-
-class _RunningWorker(NamedTuple):
-    """The parts of a started worker. The exit stack of `serve` closes them."""
-
-    plane: NatsPlane
-    engine: Engine
-    service: WorkerService
-    serving: EndpointServer
-    sleeper: Sleeper
 
 
 def _completed(config: WorkerConfig) -> tuple[WorkerConfig, SamplingDefaults]:
@@ -177,26 +165,28 @@ class Worker:
             DynamoError: like `run`.
         """
         async with AsyncExitStack() as stack:
-            parts = await first_of(self._start(stack), self._stop.wait(), self._tasks.until_failed())
-            if not isinstance(parts, _RunningWorker):
+            started = await first_of(self._start(stack), self._stop.wait(), self._tasks.until_failed())
+            if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
+            plane, service, sleeper = started
             log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
                 await first_of(
                     self._stop.wait(),
-                    parts.service.until_failed(),
-                    parts.plane.until_ended(),
+                    service.until_failed(),
+                    plane.until_ended(),
                     self._tasks.until_failed(),
                 )
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 self._health.failure = self._health.failure or exc.message
-                await self._drain(parts)
+                await self._drain(sleeper)
                 raise
-            await self._drain(parts)
+            await self._drain(sleeper)
 
-    async def _start(self, stack: AsyncExitStack) -> _RunningWorker:
+    async def _start(self, stack: AsyncExitStack) -> tuple[NatsPlane, WorkerService, Sleeper]:
+        """Start the parts of the worker, which `stack` closes."""
         namespace = endpoint_of(self._config).namespace
         folder = recorder_folder(self._config.recorder_dir, process_environment())
         kind = str(self._config.disaggregation_mode)
@@ -254,7 +244,7 @@ class Worker:
         stack.push_async_callback(self._sleeper.aclose)
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
-        return _RunningWorker(plane, engine, service, serving, self._sleeper)
+        return plane, service, self._sleeper
 
     def _publish_kv_events(
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack
@@ -306,11 +296,11 @@ class Worker:
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
 
-    async def _drain(self, parts: _RunningWorker) -> None:
+    async def _drain(self, sleeper: Sleeper) -> None:
         self._health.phase = "draining"
         RECORDER.record_process(RecordedEvent.DRAINING)
-        await parts.sleeper.aclose()
-        await drain(parts.engine, parts.serving, self._config.drain_timeout_s)
+        await sleeper.aclose()
+        await drain(sleeper.engine, sleeper.serving, sleeper.drain_timeout_s)
         self._health.phase = "stopped"
 
     def _change(self, begin: Callable[[Sleeper], str]) -> str:
