@@ -151,9 +151,7 @@ class ClusterView:
     """
 
     _instances: dict[int, Instance] = field(default_factory=dict)
-    _sorted: list[Instance] = field(default_factory=list)
     _models: dict[str, ModelView] = field(default_factory=dict)
-    _cards: dict[str, ModelDeploymentCard] = field(default_factory=dict)
     _subscribers: list[deque[Change]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next change, then replaced
 
@@ -162,14 +160,13 @@ class ClusterView:
 
         Thus the cost of a change does not depend on the number of instances.
         """
-        changes = deque(Change(instance, is_added=True) for instance in self._sorted)
+        changes = deque(Change(instance, is_added=True) for instance in self.instances())
         self._subscribers.append(changes)
         return changes
 
     def add(self, instance: Instance) -> None:
         self._remove(instance.id)  # its role, model or layout may have changed
         self._instances[instance.id] = instance
-        bisect.insort(self._sorted, instance, key=_id)
         name = instance.card.name
         self._put(name, self._models.get(name, _NO_INSTANCES).including(instance), Change(instance, is_added=True))
         self.notify_changed()
@@ -181,16 +178,15 @@ class ClusterView:
     def _remove(self, instance_id: int) -> None:
         instance = self._instances.pop(instance_id, None)
         if instance is not None:
-            del self._sorted[bisect.bisect_left(self._sorted, instance_id, key=_id)]
             name = instance.card.name
             view = self._models[name].excluding(frozenset((instance_id,)))
             self._put(name, view, Change(instance, is_added=False))
 
     def _put(self, name: str, view: ModelView, change: Change) -> None:
         if view.card is None:
-            del self._models[name], self._cards[name]
+            del self._models[name]
         else:
-            self._models[name], self._cards[name] = view, view.card
+            self._models[name] = view
         for changes in self._subscribers:
             changes.append(change)
 
@@ -204,7 +200,7 @@ class ClusterView:
 
     def models(self) -> Mapping[str, ModelDeploymentCard]:
         """Return the card in use by model name, for every model that has an instance."""
-        return self._cards
+        return {name: card for name, view in self._models.items() if (card := view.card) is not None}
 
     def instance(self, instance_id: int) -> Instance | None:
         return self._instances.get(instance_id)
@@ -214,7 +210,7 @@ class ClusterView:
 
     def instances(self) -> list[Instance]:
         """Return all instances, sorted by id."""
-        return self._sorted.copy()
+        return sorted(self._instances.values(), key=_id)
 
 
 def position(instances: tuple[Instance, ...], instance_id: int) -> int:

@@ -154,7 +154,7 @@ class ModelRegistry:
 
         The context length of prefill workers may differ: they reject prompts that are too long for them.
         """
-        card = self._view.models()[instance.card.name]
+        card = self._view.model(instance.card.name).card or instance.card
         own = {"context_length"} if instance.role is Role.PREFILL else set()
         names = [name for name in card.__struct_fields__ if name not in own]
         differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
@@ -173,7 +173,7 @@ class ModelRegistry:
 
     def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
         """Return the card in use of this model's instances; None if it is loaded or there are no instances."""
-        card, served = self._view.models().get(name), self._served.get(name)
+        card, served = self._view.model(name).card, self._served.get(name)
         return None if served is not None and served.card == card else card
 
     async def _load(self, name: str) -> None:
