@@ -68,15 +68,19 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic o
     """The handler of `setup`. A second `setup` replaces it and leaves other handlers unchanged."""
 
 
-class TextFormatter(logging.Formatter):
-    """Formatter that writes one line per log record: time, level, process, request id if any, module and message.
-
-    A traceback follows, indented so that it looks different.
-    """
+class _OwnFormatter(logging.Formatter):
+    """A formatter that names the process."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
         self._process_name = process_name
+
+
+class TextFormatter(_OwnFormatter):
+    """Formatter that writes one line per log record: time, level, process, request id if any, module and message.
+
+    A traceback follows, indented so that it looks different.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         served = _served()
@@ -85,12 +89,8 @@ class TextFormatter(logging.Formatter):
         return "\n".join([message, *(f"  {line}" for line in _traceback(record))])
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_OwnFormatter):
     """Formatter that writes one JSON object per line. The encoder escapes all characters but printable ASCII."""
-
-    def __init__(self, process_name: str) -> None:
-        super().__init__()
-        self._process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
         served = _served()

@@ -46,15 +46,15 @@ class PrefixIndex:
         self._ids: list[int] = []  # instance id of each bit
         self._free: list[int] = []  # bits
 
-    def add(self, instance_id: int, role: Role) -> int:
+    def add(self, instance: Instance) -> int:
         """Add an instance without blocks. Return its bit of the masks."""
         if self._free:
             bit = self._free.pop()
-            self._ids[bit.bit_length() - 1] = instance_id
+            self._ids[bit.bit_length() - 1] = instance.id
         else:
             bit = 1 << len(self._ids)
-            self._ids.append(instance_id)
-        self.roles[role] |= bit
+            self._ids.append(instance.id)
+        self.roles[instance.role] |= bit
         return bit
 
     def remove(self, bit: int) -> None:
@@ -121,9 +121,7 @@ class PromptHashes:
 class _Cache:
     """What is known of one instance's prefix cache."""
 
-    instance_id: int
-    model: str
-    role: Role
+    instance: Instance
     has_events: bool
     index: PrefixIndex = field(init=False)
     bit: int = field(init=False)  # of the masks, shared by its many blocks
@@ -277,18 +275,21 @@ class KnownPrefixes:
         self.unsynced: set[int] = set()  # instances that must publish everything again
 
     def add_instance(self, instance: Instance) -> None:
-        """Add an instance. One that publishes KV events is out of sync until it has published a snapshot."""
+        """Add an instance, unless it is known. One with KV events is out of sync until it has published a snapshot."""
+        known = self._caches.get(instance.id)
+        if known is not None and known.instance == instance:
+            return
         self.remove_instance(instance.id)
         has_events = self.reads_events and instance.publishes_kv_events
-        cache = _Cache(instance_id=instance.id, model=instance.card.name, role=instance.role, has_events=has_events)
+        cache = _Cache(instance=instance, has_events=has_events)
         self._join_index(cache, instance.layout.block_tokens)
         self._caches[instance.id] = cache
         if has_events:
             self.unsynced.add(instance.id)
 
     def _join_index(self, cache: _Cache, block_tokens: int) -> None:
-        index = self._indexes[cache.model].setdefault(block_tokens, PrefixIndex(block_tokens))
-        cache.index, cache.bit = index, index.add(cache.instance_id, cache.role)
+        index = self._indexes[cache.instance.card.name].setdefault(block_tokens, PrefixIndex(block_tokens))
+        cache.index, cache.bit = index, index.add(cache.instance)
 
     def remove_instance(self, instance_id: int) -> None:
         """Remove an instance and what is known of its cache. Unknown ids are ignored."""
@@ -345,7 +346,7 @@ class KnownPrefixes:
     def record_sent(self, prompt: PromptHashes, instance_id: int, now: float) -> SentPrompt:
         """Count a prompt as cached where it is sent to, but not by a decode instance that publishes KV events."""
         cache = self._caches.get(instance_id)
-        is_reported = cache is not None and cache.has_events and cache.role is Role.DECODE
+        is_reported = cache is not None and cache.has_events and cache.instance.role is Role.DECODE
         if cache is None or is_reported or not (hashes := prompt.of(cache.index.block_tokens)):
             return SentPrompt(cache, ())
         new, expires_s = cache.store(hashes), now + self._ttl_s

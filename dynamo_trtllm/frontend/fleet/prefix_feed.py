@@ -43,7 +43,6 @@ class PrefixFeed:
 
     def __post_init__(self) -> None:
         self._changes = self.view.subscribe()
-        self._instances: dict[int, Instance] = {}
         self._resyncs: dict[int, asyncio.Task[None]] = {}  # of the workers that are not in sync
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._wake = asyncio.Event()  # a worker is in sync, or no longer
@@ -71,10 +70,8 @@ class PrefixFeed:
         self._changes.clear()
         for instance_id, instance in now.items():
             if instance is None:
-                self._instances.pop(instance_id, None)
                 self.known.remove_instance(instance_id)
-            elif instance != self._instances.get(instance_id):  # not one that registered again
-                self._instances[instance_id] = instance
+            else:
                 self.known.add_instance(instance)
 
     def _on_message(self, data: bytes, _reply: str) -> None:
@@ -99,8 +96,9 @@ class PrefixFeed:
         for instance_id in self._resyncs.keys() - unsynced:
             self._resyncs.pop(instance_id).cancel()
         for instance_id in unsynced - self._resyncs.keys():
-            resync = self._resync(self._instances[instance_id])
-            self._resyncs[instance_id] = group.create_task(resync, name=f"kv-resync-{instance_id:x}")
+            if (instance := self.view.instance(instance_id)) is not None:
+                resync = self._resync(instance)
+                self._resyncs[instance_id] = group.create_task(resync, name=f"kv-resync-{instance_id:x}")
 
     async def _resync(self, instance: Instance) -> None:
         """Ask a worker for snapshots, with longer and longer pauses, until cancelled: when the worker is in sync."""
