@@ -32,7 +32,7 @@ OnChunk: TypeAlias = Callable[[Chunk], bool]
 
 
 class _TokenChunks(dict[int, Chunk]):
-    """The chunk of each token, made at its first use. Streams share them, so nobody may change their ids."""
+    """The chunk of each token, made at its first use. Streams share them, so their ids must not change."""
 
     def __missing__(self, token_id: int) -> Chunk:
         if len(self) >= _KEPT_CHUNKS:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.request_plane.frames import Frame, read_batch
 
@@ -83,4 +84,4 @@ def is_first(frame: Frame) -> bool:
 
 def is_last(frame: Frame) -> bool:
     """Return whether the frame ends its stream."""
-    return frame.chunk is not None and frame.chunk.finish_reason is not None
+    return isinstance(frame.chunk, Chunk) and frame.chunk.finish_reason is not None

@@ -147,7 +147,7 @@ async def test_request_when_cancelled_while_its_transfer_is_on_the_way_then_its_
         feed, seen = inbox.feed, []
 
         def cancelling(frames: list[Frame]) -> None:
-            if any(frame.chunk is not None and frame.chunk.kv_params is not None for frame in frames):
+            if any(isinstance(frame.chunk, Chunk) and frame.chunk.kv_params is not None for frame in frames):
                 seen.append(made.prefill.stats().tickets_held)
                 running.cancel()
             feed(frames)

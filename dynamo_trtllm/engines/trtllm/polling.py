@@ -263,7 +263,7 @@ class StepReader:
             self._restart()
         elif last is not None and (overlaps := self._overlap(last, new)) is not self._overlaps:
             self._overlaps = overlaps
-            if len(self._pending) > 1:  # or the executor's first two rows told it
+            if len(self._pending) > 1:  # or the executor's first two rows say it
                 self._restart()
         self._pending.append(new)
         while len(self._pending) > (3 if self._overlaps else 1):
