@@ -1,6 +1,8 @@
 """Real vLLM engines on the GPUs that nvidia-smi lists: gpt-oss-120b's shape with few layers and made-up weights.
 
-VLLM_TEST_MODEL names a model folder instead; without GPUs the engines run on the CPU if vLLM's build does.
+VLLM_TEST_MODEL names a model folder instead. VLLM_TEST_GPUS=0,0 lets two workers share a GPU; then limit the memory of
+each with VLLM_TEST_ARGUMENTS='{"gpu_memory_utilization": 0.4}'. Without GPUs the engines run on the CPU if vLLM's build
+does.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def plan_for(model: str, count: int, first: int | None = None) -> Plan:
     """On so many GPUs."""
-    listed = len(gpu_names())
-    if listed and listed < count:
-        pytest.skip(f"needs {count} GPUs, there are {listed}")
+    named = os.environ.get("VLLM_TEST_GPUS")
+    gpus = tuple(map(int, named.split(","))) if named else tuple(range(len(gpu_names())))
+    if gpus and len(gpus) < count:
+        pytest.skip(f"needs {count} GPUs, there are {len(gpus)}")
     return Plan(
         engine="vllm",
         model=model,
-        gpus=tuple(range(count)) if listed else (),
+        gpus=gpus[:count],
         first=first,
         layers=_LAYERS,
         is_eager=True,
