@@ -1,23 +1,68 @@
-"""Convert request bodies to a conversation and options, and render the prompt.
+"""Convert request bodies to a conversation and options, render the prompt, and say how the output is constrained.
 
-A value that the model's prompt format would silently drop is rejected.
+A value that the model's engine, prompt format or output format does not support, or would silently drop, is rejected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
-from dynamo_trtllm.api.sampling import SamplingFields
+from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolChoice, ToolMessage
+from dynamo_trtllm.api.sampling import ANY_OBJECT, SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.generation.options import GenerationOptions, reject
-from dynamo_trtllm.messages import ModelDeploymentCard, Sampling, TokenIds
-from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool, ToolCall
+from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Message, ServedModel, Tool, ToolCall
 
+_AUTO = ToolChoice()
+_DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 _EFFORT = "reasoning_effort"
 _ABRIDGED_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """The options of a generation beside its conversation."""
+
+    sampling: Sampling  # as requested; max_tokens 0: as many as the context allows; `guided` is unset
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    tool_choice: ToolChoice = _AUTO
+    strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
+    parallel_tool_calls: bool = True  # False: the output ends before the second call
+    output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
+    cache_salt: str | None = None
+    shows_reasoning: bool = True
+    returns_token_ids: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last ones; -1: as many as the context allows; None: all
+    effort_given: bool = False  # the client set the conversation's reasoning_effort
+    names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, where they differ
+
+    def name(self, field: str) -> str:
+        """Return the API's name of a field, for errors."""
+        return self.names.get(field, field)
+
+
+def reject_unsupported(
+    requested: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
+) -> None:
+    """Raise UnsupportedParameter if the request sets a field that the model's engine does not support."""
+    for unsupported in card.unsupported_features:
+        given = cache_salt if unsupported == "cache_salt" else getattr(requested, unsupported, None)
+        if given != _DEFAULTS.get(unsupported):
+            reject(names.get(unsupported, unsupported), card)
+
+
+def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does not support it") -> NoReturn:
+    """Raise UnsupportedParameter. `name` is the API's name, with "=value" if only that value is rejected."""
+    raise UnsupportedParameter(
+        f"{name} is not supported by {card.name}: {reason}; leave it out", field=name.partition("=")[0]
+    )
 
 
 def chat_conversation(body: ChatRequest) -> Conversation:
@@ -183,3 +228,156 @@ def _abridged(message: Message) -> Message:
     reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
     content = message.content[:_ABRIDGED_CHARS]
     return msgspec.structs.replace(message, content=content, reasoning=reasoning, tool_calls=calls)
+
+
+# --- constraints on the output ---------------------------------------------------------------------------
+
+
+class Constraints(NamedTuple):
+    """The constraints on the output of a generation."""
+
+    forced_ids: TokenIds = NO_FORCED_IDS  # appended to the prompt as the beginning of the output
+    guided: StructuredOutput | None = None
+    field: str = ""  # the API's name of the field that `guided` follows from
+
+
+def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[Tool, ...]:
+    """Return the tools that go into the prompt. Raises InvalidRequest if `tool_choice` names an unknown tool."""
+    choice = options.tool_choice
+    known = {tool.name for tool in tools}
+    wanted = (choice.name,) if choice.mode == "named" else choice.allowed or ()
+    for name in wanted:
+        if name not in known:
+            raise InvalidRequest(
+                f"{options.name('tool_choice')} names the function {name!r}, which is not among the tools",
+                field=options.name("tool_choice"),
+            )
+    if choice.mode == "none":
+        return ()
+    visible = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
+    if choice.mode == "required" and not visible:
+        raise InvalidRequest(
+            f"{options.name('tool_choice')} requires a call, but there are no tools", field=options.name("tool_choice")
+        )
+    return visible
+
+
+def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+    """Return how the output is constrained. `tools` are those in the prompt.
+
+    Raises:
+        UnsupportedParameter: the output format or the engine does not support the constraint.
+    """
+    choice = options.tool_choice
+    if choice.mode == "auto" and options.strict_tools.intersection(tool.name for tool in tools):
+        return _strict_call(tools, options, served)._replace(field=options.name("tools"))
+    if choice.mode == "named":
+        tools = tuple(tool for tool in tools if tool.name == choice.name)
+    if choice.mode in ("named", "required"):
+        call = _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
+        return call._replace(field=options.name("tool_choice"))
+    if options.output_format is not None:
+        answer = _formatted_answer(options.output_format, bool(tools), options, served)
+        return answer._replace(field=options.name("response_format"))
+    return Constraints()
+
+
+def text_format(options: GenerationOptions, served: ServedModel) -> StructuredOutput | None:
+    """Return the format of a text completion, from its first token on. Raises as `constraints_of`."""
+    if options.output_format is None:
+        return None
+    _check_guidable(options, "response_format", served)
+    return StructuredOutput(alternatives=(options.output_format,))
+
+
+def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
+    """Force the header of one call, and constrain its arguments to the strict schema, else to JSON if possible.
+
+    Without a constraint, a model that would not have called the tool may continue with prose.
+    """
+    header, requested, schema = _call_header(tool, options, served), options.sampling, ""
+    if tool.name in options.strict_tools:
+        _check_guidable(options, "tool_choice", served)
+        schema = _schema(tool)
+    elif not ("guided" in served.card.unsupported_features or requested.ignore_eos or requested.min_tokens):
+        schema = ANY_OBJECT
+    guided = StructuredOutput(alternatives=(OutputFormat(json_schema=schema),)) if schema else None
+    return Constraints(forced_ids=header, guided=guided)
+
+
+def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+    """Require a call of one of the tools. The common part of the headers is forced if the format allows it."""
+    _check_guidable(options, "tool_choice", served)
+    forced_ids = served.renderer.call_header(None) or NO_FORCED_IDS
+    alternatives = tuple(_alternatives(tools, forced_ids, options, served))
+    return Constraints(forced_ids=forced_ids, guided=StructuredOutput(alternatives=alternatives))
+
+
+def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+    """Let the model decide about calls, and constrain a call to the schemas once the model has begun it."""
+    name = options.name("tools") + ".strict"
+    begun = served.renderer.call_header(None)
+    if begun is None:
+        reject(name, served.card, "its output format does not mark calls; set tool_choice to a function")
+    if options.output_format is not None:
+        reject(name, served.card, f"it cannot be combined with {options.name('response_format')}")
+    _check_guidable(options, "tools", served)
+    begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
+    alternatives = tuple(
+        msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
+        for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
+    )
+    return Constraints(
+        guided=StructuredOutput(alternatives=alternatives, trigger=served.renderer.decode(begun), trigger_ids=begun)
+    )
+
+
+def _alternatives(
+    tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
+) -> list[OutputFormat]:
+    """Return the format of each tool's call after the tokens `begun`."""
+    shared = served.renderer.decode(begun)
+    headers = [served.renderer.decode(_call_header(tool, options, served)) for tool in tools]
+    return [
+        OutputFormat(prefix=header.removeprefix(shared), json_schema=_schema(tool))
+        for tool, header in zip(tools, headers, strict=True)
+    ]
+
+
+def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) -> TokenIds:
+    header = served.renderer.call_header(tool.name)
+    if header is None:
+        reject(options.name("tool_choice"), served.card, "its output format does not allow forced calls")
+    return header
+
+
+def _formatted_answer(
+    output_format: OutputFormat, has_tools: bool, options: GenerationOptions, served: ServedModel
+) -> Constraints:
+    _check_guidable(options, "response_format", served)
+    header, ids = served.renderer.answer_header()
+    if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
+        reject(options.name("response_format"), served.card, "its output format cannot combine it with tool calls")
+    if len(ids) > 1:
+        # The last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
+        last = served.renderer.decode(ids[-1:])
+        header, ids = header.removesuffix(last), ids[:-1]
+        output_format = msgspec.structs.replace(output_format, prefix=last)
+    return Constraints(guided=StructuredOutput(alternatives=(output_format,), trigger=header, trigger_ids=ids))
+
+
+def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
+    """Reject guided output if the engine lacks it, or if a sampling field demands tokens after its end."""
+    name = options.name(field)
+    if "guided" in served.card.unsupported_features:
+        reject(name, served.card, "its engine does not support guided decoding")
+    for other in ("ignore_eos", "min_tokens"):
+        if getattr(options.sampling, other):
+            raise InvalidRequest(
+                f"{options.name(other)} cannot be combined with {name}, which ends the output itself; leave it out",
+                field=options.name(other),
+            )
+
+
+def _schema(tool: Tool) -> str:
+    return json.dumps(dict(tool.parameters) or {"type": "object"})

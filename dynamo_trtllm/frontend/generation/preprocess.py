@@ -14,17 +14,15 @@ from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from dynamo_trtllm.api.sampling import ANY_OBJECT, SEED_LIMIT, SamplingFields
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import (
+    GenerationOptions,
     chat_conversation,
     chat_options,
-    format_names,
-    render_prompt,
-    sampling_of,
-)
-from dynamo_trtllm.frontend.generation.options import (
-    GenerationOptions,
     constraints_of,
+    format_names,
     reject,
     reject_unsupported,
+    render_prompt,
+    sampling_of,
     text_format,
     visible_tools,
 )

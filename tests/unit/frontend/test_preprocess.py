@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
 from dynamo_trtllm.frontend.generation import preprocess
-from dynamo_trtllm.frontend.generation.options import GenerationOptions
+from dynamo_trtllm.frontend.generation.conversation import GenerationOptions
 from dynamo_trtllm.frontend.generation.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Sampling, SamplingDefaults
 from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel

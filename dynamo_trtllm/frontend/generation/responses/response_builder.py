@@ -23,8 +23,7 @@ from dynamo_trtllm.api.responses import (
 )
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
-from dynamo_trtllm.frontend.generation.conversation import sampling_of
-from dynamo_trtllm.frontend.generation.options import GenerationOptions
+from dynamo_trtllm.frontend.generation.conversation import GenerationOptions, sampling_of
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_conversation
 from dynamo_trtllm.frontend.generation.responses.items import (
     Item,
