@@ -127,7 +127,10 @@ class _TextChoice:
         self._base, self._end = base, end
         self._request = choice_request
         self._renderer = choice_request.renderer
-        self._first = _first_fields(choice_request)
+        # Fields of only the first event: in chat around the choice, else in it, as in vLLM.
+        self._first: dict[str, Any] = {}
+        if choice_request.options.returns_token_ids:
+            self._first["prompt_token_ids"] = choice_request.request.token_ids.tolist()
         self._offset = 0  # characters of the tokens whose log-probabilities were sent
         # The output of a choice that is not streamed.
         self._content = [choice_request.echo]
@@ -239,21 +242,12 @@ class _ChatChoice(_TextChoice):
         if delta.logprobs or delta.token_ids:
             logprobs = chat_logprobs(delta.logprobs, self._renderer) if delta.logprobs else None
             return event(self._chunk(_chat_delta(delta), logprobs=logprobs, **_token_ids(delta)))
-        if delta.tool_calls or (delta.content and delta.reasoning):
-            before, after = self._around_delta
-            return before + orjson.dumps(_chat_delta(delta)) + after
-        if delta.content:
-            return self._before_content + orjson.dumps(delta.content) + self._after_text
-        if delta.reasoning:
+        if delta.reasoning and not (delta.content or delta.tool_calls):
             text = orjson.dumps(delta.reasoning)
             return self._before_reasoning + text + b',"reasoning":' + text + self._after_text
-        return b""
-
-
-def _first_fields(choice_request: ChoiceRequest) -> dict[str, Any]:
-    """Return the fields of only the first event of a choice: in chat around the choice, else in it, as in vLLM."""
-    ids = choice_request.request.token_ids
-    return {"prompt_token_ids": ids.tolist()} if choice_request.options.returns_token_ids else {}
+        fields = _chat_delta(delta)
+        before, after = self._around_delta
+        return before + orjson.dumps(fields) + after if fields else b""
 
 
 def _token_ids(delta: ChoiceDelta) -> dict[str, Any]:

@@ -146,22 +146,17 @@ class ResponseStore:
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
         """Return a serialized response. Raises as `get`."""
-        data = await self._read(response_id) if is_response_id(response_id) else None
-        if data is None:
-            raise self._missing(response_id, field)
-        return data
-
-    async def _read(self, response_id: str) -> bytes | None:
         if (write := self._writes.get(response_id)) is not None:
             return write.data
-        data = await self.store.get(response_id)
-        if self.shared and frontend_id_of(response_id) != self._frontend_id:
-            for pause_s in _PAUSES_S:  # another frontend may still be writing a response that its client has received
-                if data is not None:
-                    break
-                await asyncio.sleep(pause_s)
-                data = await self.store.get(response_id)
-        return data
+        if is_response_id(response_id):
+            # Another frontend may still be writing a response that its client has received.
+            is_others = self.shared and frontend_id_of(response_id) != self._frontend_id
+            for pause_s in (0.0, *_PAUSES_S) if is_others else (0.0,):
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                if (data := await self.store.get(response_id)) is not None:
+                    return data
+        raise self._missing(response_id, field)
 
     async def get(self, response_id: str, field: str | None = None) -> StoredResponse:
         """Return a stored response.
