@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dynamo_trtllm.cost_model import CostModel, StepSample
-from dynamo_trtllm.errors import EngineFailed, RequestRejected
+from dynamo_trtllm.errors import ContextTooLong, EngineFailed, RequestRejected
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import GenerateRequest, Instance, KvLayout, Limits, Phase, Sampling
 from dynamo_trtllm.streams import Generator, KvHolder, OnEvent, StreamHandle
@@ -160,7 +160,22 @@ def client_request(request: GenerateRequest) -> str:
     return _CHOICE_INDEX.sub("", request.request_id)
 
 
-def check_request(request: GenerateRequest, info: EngineInfo, *, transfers_kv: bool, engine: str) -> None:
+class PromptLimit(NamedTuple):
+    """Length of the longest prompt that a worker accepts."""
+
+    tokens: int
+    why: str  # argument that sets it, for messages
+
+
+def check_request(
+    request: GenerateRequest,
+    info: EngineInfo,
+    *,
+    transfers_kv: bool,
+    engine: str,
+    limit: PromptLimit | None = None,
+    priority_argument: str = "",
+) -> None:
     """Check a request before the engine receives it.
 
     Args:
@@ -168,9 +183,12 @@ def check_request(request: GenerateRequest, info: EngineInfo, *, transfers_kv: b
         info: properties of the engine.
         transfers_kv: the engine accepts prefill and decode calls.
         engine: its name, for error texts.
+        limit: length of the prompt; None: the engine checks it.
+        priority_argument: name of the argument that gives priorities an effect; "": the engine has none.
 
     Raises:
         RequestRejected: names the field.
+        ContextTooLong: the prompt is longer than `limit`.
     """
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
@@ -186,6 +204,16 @@ def check_request(request: GenerateRequest, info: EngineInfo, *, transfers_kv: b
                 f"{name} is not supported by this worker's {engine}; omit it, or see the worker's log for the reason",
                 field=name,
             )
+    if limit is not None and len(request.token_ids) > limit.tokens:
+        raise ContextTooLong(
+            f"the prompt has {len(request.token_ids)} tokens, but this worker accepts at most {limit.tokens} "
+            f"({limit.why}); shorten it"
+        )
+    if priority_argument and request.priority and "priority" not in info.supported_features:
+        raise RequestRejected(
+            f"priority has no effect on this worker; omit it, or start the worker with {priority_argument}: priority",
+            field="priority",
+        )
 
 
 def _is_used(request: GenerateRequest, name: str) -> bool:

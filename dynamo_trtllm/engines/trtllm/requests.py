@@ -8,21 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
-from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
+from dynamo_trtllm.engines.base import EngineInfo, PromptLimit, check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params, is_plain
-from dynamo_trtllm.errors import ContextTooLong, RequestRejected
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
 NO_END = -1  # TensorRT-LLM's own value for "no end token"
-
-
-class PromptLimit(NamedTuple):
-    """Length of the longest prompt that a worker accepts."""
-
-    tokens: int
-    why: str  # argument that sets it, for messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +104,14 @@ def _dp_rank(request: GenerateRequest, model_limits: TrtllmModelLimits) -> dict[
 
 
 def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
-    transfers_kv = model_limits.role is not Role.AGGREGATED
-    check_request(request, model_limits.info, transfers_kv=transfers_kv, engine="TensorRT-LLM")
-    tokens, limit = len(request.token_ids), model_limits.prompt_limits[request.phase]
-    if tokens > limit.tokens:
-        raise ContextTooLong(
-            f"the prompt has {tokens} tokens, but this worker accepts at most {limit.tokens} ({limit.why}); shorten it"
-        )
-    if request.priority and "priority" not in model_limits.info.supported_features:
-        raise RequestRejected(
-            "priority has no effect on this worker; omit it, or set scheduler_config.waiting_queue_policy: priority",
-            field="priority",
-        )
+    check_request(
+        request,
+        model_limits.info,
+        transfers_kv=model_limits.role is not Role.AGGREGATED,
+        engine="TensorRT-LLM",
+        limit=model_limits.prompt_limits[request.phase],
+        priority_argument="scheduler_config.waiting_queue_policy",
+    )
     if request.sampling.min_tokens and not request.sampling.ignore_eos and not model_limits.min_tokens:
         # The PyTorch sampler ignored it, then counted the prompt as output (pull requests 7808 and 12166).
         raise RequestRejected(

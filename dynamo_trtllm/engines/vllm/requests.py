@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.base import EngineInfo, check_request, stop_token_ids
+from dynamo_trtllm.engines.base import EngineInfo, PromptLimit, check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params
-from dynamo_trtllm.errors import ContextTooLong, RequestRejected
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
 READ_TIMES = "dynamo_read_times"  # in `kv_transfer_params` of a decode call, see `read_parts`
@@ -151,18 +151,15 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
 
 
 def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
-    info, tokens = model_limits.info, len(request.token_ids)
-    check_request(request, info, transfers_kv=model_limits.role is not Role.AGGREGATED, engine="vLLM")
-    if tokens >= info.context_length:
-        raise ContextTooLong(
-            f"a prompt of {tokens} tokens leaves no space for output in the context of {info.context_length} "
-            "(max_model_len); shorten it"
-        )
-    if request.priority and "priority" not in info.supported_features:  # vLLM raises ValueError
-        raise RequestRejected(
-            "priority has no effect on this worker; omit it, or start the worker with scheduling_policy: priority",
-            field="priority",
-        )
+    context = model_limits.info.context_length
+    check_request(
+        request,
+        model_limits.info,
+        transfers_kv=model_limits.role is not Role.AGGREGATED,
+        engine="vLLM",
+        limit=PromptLimit(context - 1, f"max_model_len {context}"),
+        priority_argument="scheduling_policy",
+    )
     wanted = request.sampling.logprobs
     if wanted is not None and -1 < model_limits.max_logprobs < wanted:
         raise RequestRejected(

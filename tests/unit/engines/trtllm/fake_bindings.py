@@ -9,10 +9,11 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
+from dynamo_trtllm.engines.base import PromptLimit
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
+from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits, build_request, reported_phases
+from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
+from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, build_request, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
 from tests.unit.engines.scripted_library import info_of
