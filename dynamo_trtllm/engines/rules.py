@@ -20,6 +20,7 @@ from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.messages import Instance, Role
 
 _FUNCTIONS = {"getattr", "int", "max", "min", "str"}  # what expressions may call besides the facts' methods
+_SEVERITIES = ("error", "warning", "note")
 _TEXTS = ("field", "value", "other", "why", "fix")  # fields of `Finding`
 
 
@@ -120,14 +121,14 @@ class RuleSet(Generic[F]):
         self.sections = msgspec.yaml.decode(file.read_bytes(), type=dict[str, tuple[Rule, ...]])
         self._derived = derived
         self._known = {*dir(facts), *derived}
+        every = [rule for rules in self.sections.values() for rule in rules]
         self._compiled = {
             rule: {key: self._compile(rule, key, source) for key, source in rule.expressions().items()}
-            for rules in self.sections.values()
-            for rule in rules
+            for rule in sorted(every, key=lambda rule: _SEVERITIES.index(rule.severity))
         }
 
     def evaluate(self, facts: F) -> Iterator[Finding]:
-        """Yield a finding for each violation, in the order of the rules."""
+        """Yield a finding for each violation, the most severe first, then in the order of the rules."""
         for rule, compiled in self._compiled.items():
             code, names = compiled["when"]
             values = self._values(names, facts)

@@ -158,7 +158,6 @@ DERIVED: Mapping[str, Callable[[RoleFacts], object]] = {
 
 
 _FOLDER = Path(__file__).parent
-_ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +174,13 @@ class PairFacts:
 
 def check_role(facts: RoleFacts) -> list[Finding]:
     """Return the findings for one role alone, most severe first."""
-    return sorted(WORKER_RULES.evaluate(facts), key=_severity)
+    return list(WORKER_RULES.evaluate(facts))
 
 
 def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
     """Return the findings between two roles, most severe first. Findings within a role come from `check_role`."""
     found = PAIR_RULES.evaluate(PairFacts(prefill, decode))
-    findings = [replace(each, other=each.other or f"decode: {decode.shown(each.field)}") for each in found]
-    return sorted(findings, key=_severity)
+    return [replace(each, other=each.other or f"decode: {decode.shown(each.field)}") for each in found]
 
 
 def check_peers(mine: RoleFacts, peers: Sequence[Instance], kv_compat: dict[str, str] | None = None) -> list[Finding]:
@@ -200,10 +198,6 @@ def check_peers(mine: RoleFacts, peers: Sequence[Instance], kv_compat: dict[str,
     ]
     severity: Literal["error", "warning"] = "error" if all(found) else "warning"
     return [replace(finding, severity=severity) for findings in found for finding in findings]
-
-
-def _severity(finding: Finding) -> int:
-    return _ORDER[finding.severity]
 
 
 def _model_difference(pair: PairFacts) -> str | None:
