@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.arguments import LibraryArgs
 from dynamo_trtllm.engines.base import NO_STATS, Engine, EngineInfo, EngineStats
+from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.library import Library, LibraryCall
 from dynamo_trtllm.engines.external.pending_transfers import ExternalTransfers
 from dynamo_trtllm.engines.external.runner import ExternalCall
@@ -114,6 +116,7 @@ class ExternalEngine(Engine):
         self._loading: LoadProgress | None = None
         self._llm: Any = None  # the library's own object
         self._has_library = False
+        self._readers: list[Callable[[], None]] = []  # end the threads that read from the library; idempotent
         self._unavailable: DynamoError | None = EngineNotReady(f"the {engine} engine has not been started")
         self._inflight: set[ExternalCall] = set()  # includes aborted calls until the library has ended them
         self._idle = asyncio.Event()
@@ -128,16 +131,19 @@ class ExternalEngine(Engine):
         loading = self._loading
         return self._warming.progress() if loading is None else loading.progress()
 
-    async def _load(self, build: Callable[[], tuple[V, Any]], *, weight_bytes: int) -> V:
+    async def _load(self, build: Callable[[], tuple[V, Any]], args: LibraryArgs, checkpoint: Checkpoint) -> V:
         """Return the library's bindings and store its engine object. Raises the exceptions of the builder.
 
         A cancelled call returns at once; an engine that is built later is shut down.
 
         Args:
             build: blocking function that returns both.
-            weight_bytes: weights of one GPU.
+            args: the arguments, whose notes are logged.
+            checkpoint: the model.
         """
-        self._loading = LoadProgress(weight_bytes)
+        for note in args.notes:
+            _log.info("%s", note)
+        self._loading = LoadProgress(weight_bytes(checkpoint).total // args.count("tensor_parallel_size"))
         try:
             bindings, self._llm = await run_in_daemon_thread(build, name="engine-load", unwanted=self._discard)
         finally:
@@ -204,6 +210,8 @@ class ExternalEngine(Engine):
 
     async def aclose(self) -> None:
         """See `Engine.aclose`."""
+        for end in self._readers:
+            await asyncio.to_thread(end)
         self.fail("the engine is closed")
         await asyncio.gather(*self.tasks, return_exceptions=True)
         if self._has_library:

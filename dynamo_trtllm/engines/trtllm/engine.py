@@ -6,7 +6,6 @@ and unsupported features are derived from the arguments, the release and the che
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import deque
@@ -21,8 +20,8 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
-from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding, PromptLimit
+from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.manifests import Presence
@@ -33,7 +32,7 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
+from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -86,7 +85,6 @@ class TrtllmEngine(ExternalEngine):
         )
         self.ticket_ttl_s = ticket_ttl_s(self._facts, config.ticket_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
-        self._kv_events: KvEventPoller | None = None
         self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
         if config.publish_kv_events:
             check_kv_events(self._facts)
@@ -128,17 +126,15 @@ class TrtllmEngine(ExternalEngine):
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `Engine.start_kv_events`."""
         get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
-        self._kv_events = KvEventPoller(get_events, self._facts.block_tokens)
-        self._kv_events.start(on_events)
+        poller = KvEventPoller(get_events, self._facts.block_tokens)
+        self._readers.append(poller.stop)
+        poller.start(on_events)
 
     # --- start and stop ------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
-        for note in self._args.notes:
-            _log.info("%s", note)
-        weights = weight_bytes(self._checkpoint).total // self._facts.tensor_parallel
-        info, library = self._serve(await self._load(self._build, weight_bytes=weights))
+        info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
         await self._warm_up(info)
         if self._args.values.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader(library.num_kv_ranks))
@@ -218,12 +214,6 @@ class TrtllmEngine(ExternalEngine):
             limit.why,
         )
         return info, library
-
-    async def aclose(self) -> None:
-        """See `Engine.aclose`."""
-        if self._kv_events is not None:
-            await asyncio.to_thread(self._kv_events.stop)
-        await super().aclose()
 
 
 def has_torch_sampler(args: TrtllmArgs) -> bool:

@@ -5,7 +5,6 @@ vLLM's engine process computes, and its NixlConnector transfers KV. Blocking cal
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
-from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, transfers
@@ -108,12 +107,10 @@ class VllmEngine(ExternalEngine):
 
     async def start(self) -> EngineInfo:
         """Load the engine and run one request, see `Engine.start`."""
-        for note in self._args.notes:
-            _log.info("%s", note)
         if self._publishes_kv_events:
             self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), PACKAGE.load("zmq"))
-        weights = weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size")
-        info, library = self._serve(await self._load(self._build, weight_bytes=weights))
+            self._readers.append(self._kv_events.close)
+        info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
         await library.bind_lifetime()
         counts = compilation.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
@@ -129,12 +126,6 @@ class VllmEngine(ExternalEngine):
         """See `Engine.start_kv_events`."""
         assert self._kv_events is not None
         self._kv_events.start(int(self._llm.vllm_config.cache_config.block_size), on_events)
-
-    async def aclose(self) -> None:
-        """See `Engine.aclose`."""
-        if self._kv_events is not None:
-            await asyncio.to_thread(self._kv_events.close)
-        await super().aclose()
 
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
