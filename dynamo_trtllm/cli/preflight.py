@@ -57,7 +57,7 @@ def as_json(report: Report) -> str:
         "warnings": report.count("warning"),
         # "cure" is the former name of "fix"; both are printed for one release
         "findings": [{"role": role, **asdict(finding), "cure": finding.fix} for role, finding in report.findings],
-        "memory": [asdict(table) for _, table in report.memory],
+        "memory": [vars(table) for _, table in report.memory],
         "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
     }
     return json.dumps(body, indent=2) + "\n"

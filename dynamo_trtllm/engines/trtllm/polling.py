@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.base import MOST_STEPS
@@ -131,50 +131,40 @@ def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
     )
 
 
-class _Iteration(NamedTuple):
-    """One iteration of the executor, as its row tells it. Times are seconds of the executor's clock."""
+class _Iteration:
+    """One iteration of the executor, as its row tells it. Times are seconds of the executor's clock.
 
-    number: int
-    rank: int
-    begun: float  # after it had fetched requests
-    read: float  # when its results were read, or later by as long as it waited for requests
-    was_idle: bool  # no request was active before: it may have waited for one
-    forward_s: float  # GPU time of the forward pass; 0: not reported
-    num_ranks: int  # that have reported
-    requests: int  # decode requests
-    context: int  # their tokens; 0: not reported
-    tokens: int  # prompt tokens
-    cached: int | None  # prompt tokens before those; None: not reported
-    prompts: int
+    Raises:
+        KeyError, TypeError, ValueError: the row lacks a value, or a count is negative.
+    """
 
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> _Iteration:
-        """Convert a row. Raises KeyError, TypeError or ValueError if it lacks a value or a count is negative."""
+    def __init__(self, row: Mapping[str, Any]) -> None:
         batch = row["inflightBatchingStats"]
-        begun = (datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH).total_seconds()
-        new = cls(
-            number=int(row["iter"]),
-            rank=int(row.get("attentionDpRank") or 0),
-            begun=begun,
-            read=begun + float(row["iterLatencyMS"]) / 1000,
-            was_idle=row["numNewActiveRequests"] >= row["numActiveRequests"],
-            forward_s=float(row.get("gpuForwardTimeMS") or 0.0) / 1000,
-            num_ranks=1,
-            requests=int(batch["numGenRequests"]),
-            context=int(batch.get("numGenKvTokens") or 0),
-            tokens=int(batch["numCtxTokens"]),
-            cached=None if (cached := batch.get("numCtxKvTokens")) is None else int(cached),
-            prompts=int(batch["numContextRequests"]),
-        )
-        if min(new.requests, new.context, new.tokens, new.cached or 0, new.prompts) < 0:
+        self.number = int(row["iter"])
+        self.rank = int(row.get("attentionDpRank") or 0)
+        self.num_ranks = 1  # that have reported
+        # After it had fetched requests.
+        self.begun = (datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH).total_seconds()
+        # When its results were read, or later by as long as it waited for requests.
+        self.read = self.begun + float(row["iterLatencyMS"]) / 1000
+        # No request was active before: it may have waited for one.
+        self.was_idle = row["numNewActiveRequests"] >= row["numActiveRequests"]
+        self.forward_s = float(row.get("gpuForwardTimeMS") or 0.0) / 1000  # GPU time of the forward pass; 0: unknown
+        self.requests = int(batch["numGenRequests"])  # decode requests
+        self.context = int(batch.get("numGenKvTokens") or 0)  # their tokens; 0: not reported
+        self.tokens = int(batch["numCtxTokens"])  # prompt tokens
+        self.prompts = int(batch["numContextRequests"])
+        cached = batch.get("numCtxKvTokens")
+        self.cached = None if cached is None else int(cached)  # prompt tokens before those; None: not reported
+        if min(self.requests, self.context, self.tokens, self.cached or 0, self.prompts) < 0:
             raise ValueError("a count is negative")
-        return new
 
-    def with_rank(self, other: _Iteration) -> _Iteration:
-        """Return the sum with what another rank computed in this iteration."""
-        names = ("num_ranks", "requests", "context", "tokens", "prompts")
-        cached = None if self.cached is None else self.cached + (other.cached or 0)
-        return self._replace(cached=cached, **{name: getattr(self, name) + getattr(other, name) for name in names})
+    def add_rank(self, other: _Iteration) -> None:
+        """Add what another rank computed in this iteration."""
+        for name in ("num_ranks", "requests", "context", "tokens", "prompts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        if self.cached is not None:
+            self.cached += other.cached or 0
 
 
 _EPOCH = datetime(2020, 1, 1)  # in local time, as the rows: only differences count
@@ -243,7 +233,7 @@ class StepReader:
         self._longest, self._longest_now = max(longest, self._longest_now), longest
         for row in rows[-MOST_STEPS:]:
             try:
-                self._add(_Iteration.of(row))
+                self._add(_Iteration(row))
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 self._restart()
         if self._is_warm_up:
@@ -257,7 +247,7 @@ class StepReader:
     def _add(self, new: _Iteration) -> None:
         last = self._pending[-1] if self._pending else None
         if last is not None and new.number == last.number and new.rank != last.rank:
-            self._pending[-1] = last.with_rank(new)
+            last.add_rank(new)
             return
         if last is not None and (new.number != last.number + 1 or new.begun <= last.begun):
             self._restart()

@@ -6,8 +6,6 @@ and the settings, so the possible saving is reported separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dynamo_trtllm.engines.checkpoint import Checkpoint, weight_bytes
 from dynamo_trtllm.engines.external.pending_transfers import KV_ITEM_BYTES
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts, links_of
@@ -18,23 +16,25 @@ KV_FRACTION = 0.9  # default of free_gpu_memory_fraction
 _BUFFERS = 2  # staging buffers that a transceiver allocates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
     """Memory estimate for one GPU of one role. A value is None if the GPU or the load is unknown."""
 
-    role: Role
-    gpu: str | None
-    gpu_bytes: int | None
-    weights_bytes: int
-    kv_token_bytes: int  # KV of one token in all layers
-    windowed_token_bytes: int  # the same for a token outside all sliding windows
-    buffer_bytes: int
-    kv_memory_bytes: int | None  # negative if weights and buffers do not fit
-    blocks: int | None  # KV blocks
-    pool_tokens: int | None  # tokens that fit the KV blocks
-    request_tokens: int | None  # tokens of KV for one request of the load
-    concurrency: int | None  # concurrent requests of the load in this engine
-    limited_by: str = ""  # "KV" or "max_batch_size"
+    def __init__(self, facts: RoleFacts, model: Checkpoint) -> None:
+        token_bytes = kv_token_bytes(facts, model)
+        self.role = facts.role
+        self.gpu = facts.gpu.name if facts.gpu else None
+        self.gpu_bytes = facts.gpu.memory_bytes if facts.gpu else None
+        self.weights_bytes = weights_per_gpu(facts, model)
+        self.kv_token_bytes = token_bytes  # KV of one token in all layers
+        # The same for a token outside all sliding windows.
+        self.windowed_token_bytes = token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers
+        self.buffer_bytes = _BUFFERS * (facts.buffer or 0) * token_bytes if facts.is_disaggregated else 0
+        self.kv_memory_bytes = self._kv_memory(facts)  # negative if weights and buffers do not fit
+        self.blocks = self._blocks(facts)  # KV blocks
+        self.pool_tokens = None if self.blocks is None else self.blocks * facts.block_tokens  # that fit the KV blocks
+        self.request_tokens = _request_tokens(facts)  # of KV for one request of the load
+        # Concurrent requests of the load in this engine, and what limits them: "KV" or "max_batch_size".
+        self.concurrency, self.limited_by = self._concurrency(facts)
 
     @property
     def window_gain(self) -> float:
@@ -49,35 +49,37 @@ class MemoryTable:
             f"{_gib(self.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
         )
 
+    def _kv_memory(self, facts: RoleFacts) -> int | None:
+        if self.gpu_bytes is None:
+            return None
+        fraction = facts.args.get("kv_cache_config.free_gpu_memory_fraction")
+        share = fraction if isinstance(fraction, int | float) else KV_FRACTION
+        free = self.gpu_bytes - self.weights_bytes - WORKSPACE_BYTES - self.buffer_bytes
+        free_bytes = round(free * share) if free > 0 else free
+        ceiling = facts.number("kv_cache_config.max_gpu_total_bytes") or 0
+        return min(free_bytes, ceiling) if ceiling > 0 else free_bytes
+
+    def _blocks(self, facts: RoleFacts) -> int | None:
+        if self.kv_memory_bytes is None:
+            return None
+        blocks = max(0, self.kv_memory_bytes) // (self.kv_token_bytes * facts.block_tokens)
+        ceiling = facts.number("kv_cache_config.max_tokens")
+        return min(blocks, -(-ceiling // facts.block_tokens)) if ceiling else blocks
+
+    def _concurrency(self, facts: RoleFacts) -> tuple[int | None, str]:
+        """Return the number of concurrent requests and their limit. With attention DP each rank has its own."""
+        if self.blocks is None or self.request_tokens is None:
+            return None, ""
+        groups = facts.tensor_parallel if facts.on("enable_attention_dp") else 1
+        by_kv = self.blocks // -(-self.request_tokens // facts.block_tokens)
+        if by_kv <= facts.max_batch_size:
+            return by_kv * groups, "KV"
+        return facts.max_batch_size * groups, "max_batch_size"
+
 
 def memory_table(facts: RoleFacts) -> MemoryTable | None:
     """Estimate the memory use of one GPU; None without a model."""
-    model = facts.model
-    if model is None:
-        return None
-    token_bytes = kv_token_bytes(facts, model)
-    buffer_bytes = _BUFFERS * (facts.buffer or 0) * token_bytes if facts.is_disaggregated else 0
-    weights = weights_per_gpu(facts, model)
-    free_bytes = _kv_memory(facts, weights, buffer_bytes)
-    blocks = None if free_bytes is None else _blocks(facts, free_bytes, token_bytes)
-    pool = None if blocks is None else blocks * facts.block_tokens
-    request = _request_tokens(facts)
-    concurrency, limited_by = _concurrency(facts, blocks, request)
-    return MemoryTable(
-        role=facts.role,
-        gpu=facts.gpu.name if facts.gpu else None,
-        gpu_bytes=facts.gpu.memory_bytes if facts.gpu else None,
-        weights_bytes=weights,
-        kv_token_bytes=token_bytes,
-        windowed_token_bytes=token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers,
-        buffer_bytes=buffer_bytes,
-        kv_memory_bytes=free_bytes,
-        blocks=blocks,
-        pool_tokens=pool,
-        request_tokens=request,
-        concurrency=concurrency,
-        limited_by=limited_by,
-    )
+    return None if facts.model is None else MemoryTable(facts, facts.model)
 
 
 def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
@@ -113,39 +115,11 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
     return {link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()}
 
 
-def _kv_memory(facts: RoleFacts, weights: int, buffer_bytes: int) -> int | None:
-    if facts.gpu is None:
-        return None
-    fraction = facts.args.get("kv_cache_config.free_gpu_memory_fraction")
-    share = fraction if isinstance(fraction, int | float) else KV_FRACTION
-    free = facts.gpu.memory_bytes - weights - WORKSPACE_BYTES - buffer_bytes
-    free_bytes = round(free * share) if free > 0 else free
-    ceiling = facts.number("kv_cache_config.max_gpu_total_bytes") or 0
-    return min(free_bytes, ceiling) if ceiling > 0 else free_bytes
-
-
-def _blocks(facts: RoleFacts, free_bytes: int, token_bytes: int) -> int:
-    blocks = max(0, free_bytes) // (token_bytes * facts.block_tokens)
-    ceiling = facts.number("kv_cache_config.max_tokens")
-    return min(blocks, -(-ceiling // facts.block_tokens)) if ceiling else blocks
-
-
 def _request_tokens(facts: RoleFacts) -> int | None:
     """Return the KV tokens of one request: prompt and output, but only the prompt on a prefill worker."""
     if facts.load.isl is None:
         return None
     return facts.load.isl + (0 if facts.role is Role.PREFILL else facts.load.osl or 0)
-
-
-def _concurrency(facts: RoleFacts, blocks: int | None, request: int | None) -> tuple[int | None, str]:
-    """Return the number of concurrent requests and their limit. With attention DP each rank has its own requests."""
-    if blocks is None or request is None:
-        return None, ""
-    groups = facts.tensor_parallel if facts.on("enable_attention_dp") else 1
-    by_kv = blocks // -(-request // facts.block_tokens)
-    if by_kv <= facts.max_batch_size:
-        return by_kv * groups, "KV"
-    return facts.max_batch_size * groups, "max_batch_size"
 
 
 def _gib(count: int) -> str:
