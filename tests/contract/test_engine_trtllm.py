@@ -292,7 +292,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ours, theirs = "dynamo_trtllm.engines.trtllm", "tensorrt_llm"
     bugs = [
         (f"{ours}.{p}", "internal")
-        for p in ("library.build_request", "bindings.TrtllmBindings.arguments", "library.TrtllmCall.read")
+        for p in ("library.TrtllmRequest", "bindings.TrtllmBindings.arguments", "library.TrtllmCall.read")
     ]
     refusals = [(f"{theirs}.{p}", "engine_refused") for p in ("SamplingParams.__init__", "LLM.generate_async")]
     cases = [*product(bugs, (ValueError, AttributeError)), *product(refusals, (ValueError,))]

@@ -275,7 +275,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ours, theirs = "dynamo_trtllm.engines.vllm", "vllm.sampling_params.SamplingParams.__init__"
     bugs = [
         (f"{ours}.{p}", "internal")
-        for p in ("library.build_request", "bindings.VllmBindings.arguments", "library.VllmCall.read")
+        for p in ("library.VllmRequest", "bindings.VllmBindings.arguments", "library.VllmCall.read")
     ]
     for (place, code), error in [
         *product(bugs, (ValueError, AttributeError)),

@@ -21,7 +21,6 @@ from dynamo_trtllm.engines.trtllm.requests import (
     NO_END,
     TrtllmModelLimits,
     TrtllmRequest,
-    build_request,
     reported_phases,
 )
 from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
@@ -78,7 +77,7 @@ class TrtllmLibrary:
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> TrtllmCall:
         """See `Library.prepare`."""
-        converted = build_request(request, self.model_limits)
+        converted = TrtllmRequest(request, self.model_limits)
         disagg: dict[str, Any] | None = None
         if converted.exports_kv:
             disagg = context_params(self.instance_id, next(self._numbers), known=self.bindings.disagg_fields)

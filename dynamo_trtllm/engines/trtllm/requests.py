@@ -31,50 +31,39 @@ class TrtllmModelLimits:
     conversations: bool = False  # the executor looks at conversation ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmRequest:
-    """Arguments of one call of `generate_async`. They are not shared, because TensorRT-LLM modifies them."""
-
-    keywords: dict[str, Any]  # arguments that are plain values
-    max_tokens: int  # output limit of the request, over all phases
-    sampling: dict[str, Any]  # arguments of SamplingParams
-    guided: dict[str, Any] | None  # arguments of GuidedDecodingParams
-    bias: tuple[tuple[int, float], ...]  # (token id, value); `bindings` converts it to a tensor
-    dp_rank: dict[str, Any] | None  # arguments of SchedulingParams
-    conversation_id: str | None
-    stop_ids: frozenset[int]
-    exports_kv: bool  # context-only call, whose KV is transferred to a decode worker
-
-
-def build_request(request: GenerateRequest, model_limits: TrtllmModelLimits) -> TrtllmRequest:
-    """Check a request and convert it.
+    """A checked request as arguments of one call of `generate_async`, which TensorRT-LLM modifies.
 
     Raises:
         ContextTooLong: the prompt is longer than the limit of this worker.
         RequestRejected: names the unsupported field.
     """
-    _check(request, model_limits)
-    sampling = request.sampling
-    max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
-    stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
-    # A request for one token ends in prefill, so no KV may wait for a decode worker.
-    exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
-    keywords = {"inputs": list(request.token_ids), "streaming": request.phase is not Phase.PREFILL}
-    if request.cache_salt is not None:
-        keywords["cache_salt"] = request.cache_salt
-    if request.priority:
-        keywords["priority"] = _priority(request.priority)
-    return TrtllmRequest(
-        keywords=keywords,
-        max_tokens=max_tokens,
-        sampling=_sampling(sampling, model_limits, stop_ids, 1 if exports_kv else max_tokens),
-        guided=None if sampling.guided is None else guided_params(sampling.guided),
-        bias=sampling.logit_bias,
-        dp_rank=_dp_rank(request, model_limits),
-        conversation_id=request.conversation_id if model_limits.conversations else None,
-        stop_ids=stop_ids,
-        exports_kv=exports_kv,
-    )
+
+    def __init__(self, request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
+        _check(request, model_limits)
+        sampling = request.sampling
+        # Output limit of the request, over all phases.
+        self.max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
+        self.stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
+        # A context-only call, whose KV is transferred to a decode worker. A request for one token ends in prefill, so
+        # no KV may wait for one.
+        self.exports_kv = request.phase is Phase.PREFILL and self.max_tokens > 1
+        max_tokens = 1 if self.exports_kv else self.max_tokens
+        self.sampling = _sampling(sampling, model_limits, self.stop_ids, max_tokens)  # arguments of SamplingParams
+        # Arguments of GuidedDecodingParams.
+        self.guided = None if sampling.guided is None else guided_params(sampling.guided)
+        self.bias = sampling.logit_bias  # (token id, value); `bindings` converts it to a tensor
+        self.dp_rank = _dp_rank(request, model_limits)  # arguments of SchedulingParams
+        self.conversation_id = request.conversation_id if model_limits.conversations else None
+        # Arguments that are plain values.
+        self.keywords: dict[str, Any] = {
+            "inputs": list(request.token_ids),
+            "streaming": request.phase is not Phase.PREFILL,
+        }
+        if request.cache_salt is not None:
+            self.keywords["cache_salt"] = request.cache_salt
+        if request.priority:
+            self.keywords["priority"] = _priority(request.priority)
 
 
 def _priority(priority: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from dynamo_trtllm.engines.external.library import ENDS, Counts, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings
-from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest, build_request
+from dynamo_trtllm.engines.vllm.requests import VllmModelLimits, VllmRequest
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser, pack, read_parts, unpack
 from dynamo_trtllm.engines.warm_up import WarmUpStep
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected
@@ -81,7 +81,7 @@ class VllmLibrary:
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> VllmCall:
         """See `Library.prepare`."""
-        converted = build_request(request, self.model_limits, None if kv_params is None else unpack(kv_params))
+        converted = VllmRequest(request, self.model_limits, None if kv_params is None else unpack(kv_params))
         return VllmCall(self, request, converted, f"{request.request_id}.{next(self._numbers)}")
 
     def health(self, waiting_since: float | None) -> str:

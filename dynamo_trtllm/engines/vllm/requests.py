@@ -48,25 +48,8 @@ class FetchedKv:
     kv_transfer_params: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmRequest:
-    """The arguments of one call of `AsyncLLM.add_request`, as plain values."""
-
-    prompt: list[int]
-    sampling: dict[str, Any]  # of SamplingParams
-    guided: dict[str, Any] | None  # of StructuredOutputsParams
-    cache_salt: str | None
-    priority: int
-    stop_ids: frozenset[int]
-    exports_kv: bool  # the KV stays allocated for a decode engine
-    seed: int | None  # that the decode call must use as well
-    first: tuple[int, ...] = ()  # a token to emit before the engine's own
-
-
-def build_request(
-    request: GenerateRequest, model_limits: VllmModelLimits, fetched_kv: FetchedKv | None = None
-) -> VllmRequest:
-    """Return the arguments of a request's call.
+    """A checked request as arguments of one call of `AsyncLLM.add_request`, as plain values.
 
     Args:
         fetched_kv: For a decode call, from its KV transfer parameters.
@@ -75,49 +58,46 @@ def build_request(
         ContextTooLong: The prompt leaves no space for output.
         RequestRejected: A field is not supported. The error names the field.
     """
-    _check(request, model_limits)
-    sampling = request.sampling
-    max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
-    # A request for one token ends with prefill, so no KV may stay allocated for a decode engine.
-    exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
-    seed = sampling.seed
-    prompt = list(request.token_ids)
-    first: tuple[int, ...] = ()
-    transfer: Mapping[str, Any] | None = None
-    min_tokens = sampling.min_tokens
-    if exports_kv:
-        transfer = _TO_DECODE
-        if seed is None and sampling.temperature > 0 and resamples_first_token(request):
-            seed = secrets.randbits(_SEED_BITS)
-        max_tokens = 1
-    elif fetched_kv is not None:
-        transfer, seed = fetched_kv.kv_transfer_params, fetched_kv.seed if seed is None else seed
-        if max_tokens <= 1:
-            raise RequestRejected(
-                "the prefill worker generated all requested tokens; increase max_tokens to decode more",
-                field="max_tokens",
-            )
-        if not resamples_first_token(request):
-            prompt.append(fetched_kv.first_token)
-            first = (fetched_kv.first_token,)
-            max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
-    stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
-    values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
-    if sampling.prompt_logprobs is not None and request.phase is not Phase.DECODE:
-        values["prompt_logprobs"] = sampling.prompt_logprobs
-    if transfer is not None:
-        values["extra_args"] = {"kv_transfer_params": dict(transfer)}
-    return VllmRequest(
-        prompt=prompt,
-        sampling=values,
-        guided=None if sampling.guided is None else guided_params(sampling.guided),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        stop_ids=stop_ids,
-        exports_kv=exports_kv,
-        seed=seed,
-        first=first,
-    )
+
+    def __init__(
+        self, request: GenerateRequest, model_limits: VllmModelLimits, fetched_kv: FetchedKv | None = None
+    ) -> None:
+        _check(request, model_limits)
+        sampling = request.sampling
+        self.prompt = list(request.token_ids)
+        self.cache_salt, self.priority = request.cache_salt, request.priority
+        self.guided = None if sampling.guided is None else guided_params(sampling.guided)  # of StructuredOutputsParams
+        self.stop_ids = stop_token_ids(sampling, model_limits.info.eos_token_ids)
+        self.seed = sampling.seed  # that the decode call must use as well
+        self.first: tuple[int, ...] = ()  # a token to emit before the engine's own
+        max_tokens = min(sampling.max_tokens, model_limits.info.context_length - len(request.token_ids))
+        min_tokens = sampling.min_tokens
+        # The KV stays allocated for a decode engine. A request for one token ends with prefill, so none may stay.
+        self.exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
+        transfer: Mapping[str, Any] | None = None
+        if self.exports_kv:
+            transfer, max_tokens = _TO_DECODE, 1
+            if self.seed is None and sampling.temperature > 0 and resamples_first_token(request):
+                self.seed = secrets.randbits(_SEED_BITS)
+        elif fetched_kv is not None:
+            transfer = fetched_kv.kv_transfer_params
+            if self.seed is None:
+                self.seed = fetched_kv.seed
+            if max_tokens <= 1:
+                raise RequestRejected(
+                    "the prefill worker generated all requested tokens; increase max_tokens to decode more",
+                    field="max_tokens",
+                )
+            if not resamples_first_token(request):
+                self.prompt.append(fetched_kv.first_token)
+                self.first = (fetched_kv.first_token,)
+                max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
+        # Arguments of SamplingParams.
+        self.sampling = _sampling(sampling, self.stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=self.seed)
+        if sampling.prompt_logprobs is not None and request.phase is not Phase.DECODE:
+            self.sampling["prompt_logprobs"] = sampling.prompt_logprobs
+        if transfer is not None:
+            self.sampling["extra_args"] = {"kv_transfer_params": dict(transfer)}
 
 
 def resamples_first_token(request: GenerateRequest) -> bool:

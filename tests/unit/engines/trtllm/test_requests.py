@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
-from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, build_request, reported_phases
+from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, TrtllmRequest, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
 from tests.unit.engines.scripted_library import info_of
@@ -53,7 +53,7 @@ def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = No
 
 
 def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
-    call = build_request(ask(), rules())
+    call = TrtllmRequest(ask(), rules())
     assert call.exports_kv
     assert not call.keywords["streaming"]
     assert call.sampling["max_tokens"] == 1
@@ -64,24 +64,24 @@ def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
 def test_call_when_one_token_is_all_there_may_be_then_nothing_is_handed_over(
     prompt: int, max_tokens: int, context: int
 ) -> None:
-    call = build_request(ask(prompt, max_tokens=max_tokens), rules(context_length=context))
+    call = TrtllmRequest(ask(prompt, max_tokens=max_tokens), rules(context_length=context))
     assert not call.exports_kv
     assert call.sampling["max_tokens"] == 1
 
 
 def test_call_when_decode_then_it_streams_the_original_length() -> None:
-    call = build_request(ask(phase=Phase.DECODE), rules(role=Role.DECODE))
+    call = TrtllmRequest(ask(phase=Phase.DECODE), rules(role=Role.DECODE))
     assert call.keywords["streaming"]
     assert call.sampling["max_tokens"] == 20
 
 
 def test_call_when_answer_would_leave_the_context_then_it_is_cut() -> None:
-    assert build_request(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling["max_tokens"] == 70
+    assert TrtllmRequest(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling["max_tokens"] == 70
 
 
 def test_call_when_made_twice_then_nothing_is_shared() -> None:
     request, settled = ask(), rules()
-    first, second = build_request(request, settled), build_request(request, settled)
+    first, second = TrtllmRequest(request, settled), TrtllmRequest(request, settled)
     first.sampling["max_tokens"] = 99
     first.keywords["inputs"].append(1)
     first.sampling["stop_token_ids"].append(1)
@@ -91,7 +91,7 @@ def test_call_when_made_twice_then_nothing_is_shared() -> None:
 
 
 def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> None:
-    sampling = build_request(ask(), rules()).sampling
+    sampling = TrtllmRequest(ask(), rules()).sampling
     assert sampling["end_id"] == RETURN
     assert sampling["stop_token_ids"] == [EOS, CALL]
     assert sampling["include_stop_str_in_output"] is True
@@ -99,41 +99,41 @@ def test_stops_when_harmony_then_both_ends_of_a_turn_are_named_and_shown() -> No
 
 
 def test_stops_when_eos_is_ignored_then_only_foreign_ones_are_left() -> None:
-    call = build_request(ask(ignore_eos=True, stop_token_ids=(7, CALL)), rules())
+    call = TrtllmRequest(ask(ignore_eos=True, stop_token_ids=(7, CALL)), rules())
     # ignore_eos of 1.3 would drop all of them; without an end id only they stop
     assert (call.sampling["ignore_eos"], call.sampling["end_id"]) == (False, -1)
     assert call.sampling["stop_token_ids"] == [7]
     assert call.stop_ids == {7}
-    assert build_request(ask(ignore_eos=True), rules()).sampling["ignore_eos"] is True
+    assert TrtllmRequest(ask(ignore_eos=True), rules()).sampling["ignore_eos"] is True
 
 
 @pytest.mark.parametrize("stop_token_ids", [(), (7,)])
 def test_min_tokens_when_eos_is_ignored_then_it_is_idle_and_left_out(stop_token_ids: tuple[int, ...]) -> None:
     request = ask(ignore_eos=True, min_tokens=3, stop_token_ids=stop_token_ids)
-    assert "min_tokens" not in build_request(request, rules(min_tokens=False)).sampling
+    assert "min_tokens" not in TrtllmRequest(request, rules(min_tokens=False)).sampling
 
 
 def test_min_tokens_when_the_sampler_ignores_it_then_rejected_by_name() -> None:
     with pytest.raises(RequestRejected) as caught:
-        build_request(ask(min_tokens=3), rules(min_tokens=False))
+        TrtllmRequest(ask(min_tokens=3), rules(min_tokens=False))
     assert caught.value.field == "min_tokens"
 
 
 def test_stops_when_model_has_none_then_end_id_is_the_vendors_never() -> None:
-    sampling = build_request(ask(), rules(eos_token_ids=())).sampling
+    sampling = TrtllmRequest(ask(), rules(eos_token_ids=())).sampling
     assert sampling["end_id"] == -1
     assert sampling["stop_token_ids"] is None
 
 
 def test_sampling_when_greedy_then_top_k_is_one_and_temperature_is_not_sent() -> None:
-    sampling = build_request(ask(temperature=0.0, top_p=0.5), rules()).sampling
+    sampling = TrtllmRequest(ask(temperature=0.0, top_p=0.5), rules()).sampling
     assert sampling["top_k"] == 1
     assert "temperature" not in sampling
     assert "top_p" not in sampling
 
 
 def test_sampling_when_random_by_default_then_it_is_said_in_full() -> None:
-    sampling = build_request(ask(), rules()).sampling
+    sampling = TrtllmRequest(ask(), rules()).sampling
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, None)
 
 
@@ -147,12 +147,12 @@ def test_sampling_when_asked_then_every_field_arrives() -> None:
         "seed": 11,
         "top_k": 5,
     }
-    sampling = build_request(ask(**asked), rules()).sampling
+    sampling = TrtllmRequest(ask(**asked), rules()).sampling
     assert {name: sampling[name] for name in asked} == asked
 
 
 def test_sampling_when_neutral_then_penalties_are_left_out() -> None:
-    sampling = build_request(ask(), rules()).sampling
+    sampling = TrtllmRequest(ask(), rules()).sampling
     assert not {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"} & set(sampling)
 
 
@@ -160,13 +160,13 @@ def test_sampling_when_neutral_then_penalties_are_left_out() -> None:
 def test_logprobs_when_asked_without_alternatives_then_the_vendor_is_asked_for_one(
     asked: int | None, sent: int | None
 ) -> None:
-    assert build_request(ask(logprobs=asked), rules()).sampling["logprobs"] == sent
+    assert TrtllmRequest(ask(logprobs=asked), rules()).sampling["logprobs"] == sent
 
 
 def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
     with pytest.raises(ContextTooLong, match=r"41 tokens.* 40 \(limit of prefill\)"):
-        build_request(ask(41), rules())
-    build_request(ask(40), rules())
+        TrtllmRequest(ask(41), rules())
+    TrtllmRequest(ask(40), rules())
 
 
 @pytest.mark.parametrize(
@@ -182,30 +182,30 @@ def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
 def test_call_when_it_can_not_be_supported_then_refused_by_name(request_: GenerateRequest, field: str) -> None:
     unsupported_features = ("cache_salt", "guided", "logit_bias", "presence_penalty")
     with pytest.raises(RequestRejected) as caught:
-        build_request(request_, rules(unsupported_features=unsupported_features))
+        TrtllmRequest(request_, rules(unsupported_features=unsupported_features))
     assert caught.value.field == field
 
 
 def test_call_when_token_is_not_in_the_vocabulary_then_refused() -> None:
     with pytest.raises(RequestRejected, match="vocabulary"):
-        build_request(ask(10), rules(vocab_size=9))
+        TrtllmRequest(ask(10), rules(vocab_size=9))
 
 
 def test_call_when_aggregated_then_no_call_of_a_pair_is_served() -> None:
     with pytest.raises(RequestRejected, match="aggregated"):
-        build_request(ask(), rules(role=Role.AGGREGATED))
+        TrtllmRequest(ask(), rules(role=Role.AGGREGATED))
 
 
 def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
     request = msgspec.structs.replace(ask(10), num_resumed_output_tokens=4)
-    assert build_request(request, rules()).keywords["inputs"] == list(range(10))
+    assert TrtllmRequest(request, rules()).keywords["inputs"] == list(range(10))
 
 
 # --- guided --------------------------------------------------------------------------------------------
 
 
 def guided(*alternatives: OutputFormat, after: str = "", **changes: Any) -> dict[str, Any]:
-    call = build_request(ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes))
+    call = TrtllmRequest(ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes))
     assert call.guided is not None
     return call.guided
 
@@ -258,16 +258,16 @@ def test_dp_rank_when_a_call_is_prefill_then_prefills_own(phase: Phase, rank: in
     asked = msgspec.structs.replace(ask(phase=phase), dp_rank=0, prefill_dp_rank=1, relax_dp_rank=True)
     wanted = {"attention_dp_rank": rank, "attention_dp_relax": True}
     role = Role.PREFILL if phase is Phase.PREFILL else Role.DECODE
-    assert build_request(asked, rules(role=role, dp_ranks=2)).dp_rank == wanted
+    assert TrtllmRequest(asked, rules(role=role, dp_ranks=2)).dp_rank == wanted
     with pytest.raises(RequestRejected, match=f"no attention-DP rank {rank}"):
-        build_request(asked, rules(role=role, dp_ranks=rank))
+        TrtllmRequest(asked, rules(role=role, dp_ranks=rank))
 
 
 def test_priority_when_converted_then_lower_values_are_higher_and_neighbors_differ_as_32_bit_numbers() -> None:
     limits = rules(supported_features=("priority",))
     values = (-(1 << 40), -(1 << 20), -(1 << 20) + 1, -1, 1, (1 << 20) - 1, 1 << 20, 1 << 40)
     found = [
-        build_request(msgspec.structs.replace(ask(), priority=each), limits).keywords.get("priority") for each in values
+        TrtllmRequest(msgspec.structs.replace(ask(), priority=each), limits).keywords.get("priority") for each in values
     ]
     assert found[0] == found[1] == 1.0
     assert found[-1] == found[-2] == 0.0

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.engines.vllm.requests import (
     FetchedKv,
     VllmModelLimits,
-    build_request,
+    VllmRequest,
     num_remote_tokens,
     resamples_first_token,
 )
@@ -69,12 +69,12 @@ def test_fields_when_counted_then_all_of_sampling_are_held_here() -> None:
 @pytest.mark.parametrize("name", sorted(CHANGED))
 def test_call_when_a_field_is_set_then_vllms_says_the_same_and_nothing_else_changes(name: str) -> None:
     value, wanted = CHANGED[name]
-    plain = build_request(request(), RULES).sampling
-    assert build_request(request(**{name: value}), RULES).sampling == plain | wanted
+    plain = VllmRequest(request(), RULES).sampling
+    assert VllmRequest(request(**{name: value}), RULES).sampling == plain | wanted
 
 
 def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
-    call = build_request(request(), RULES)
+    call = VllmRequest(request(), RULES)
     assert call.sampling["ignore_eos"] is True
     assert call.sampling["stop_token_ids"] == [1, 2]
     assert call.sampling["detokenize"] is False
@@ -89,19 +89,19 @@ def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
     ],
 )
 def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(guided: StructuredOutput, wanted: Any) -> None:
-    assert build_request(request(guided=guided), RULES).guided == wanted
+    assert VllmRequest(request(guided=guided), RULES).guided == wanted
 
 
 def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> None:
     guided = StructuredOutput(alternatives=JSON.alternatives, trigger="<|go|>")
-    said = build_request(request(guided=guided), RULES).guided
+    said = VllmRequest(request(guided=guided), RULES).guided
     assert said is not None
     form = json.loads(said["structural_tag"])["format"]
     assert (form["type"], form["triggers"]) == ("triggered_tags", ["<|go|>"])
 
 
 def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_stays() -> None:
-    call = build_request(request(phase=Phase.PREFILL, min_tokens=4), RULES)
+    call = VllmRequest(request(phase=Phase.PREFILL, min_tokens=4), RULES)
     assert call.exports_kv
     assert (call.sampling["max_tokens"], call.sampling["min_tokens"]) == (1, 1)
     assert call.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"] is True
@@ -109,7 +109,7 @@ def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"length": 99}])
 def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(changes: dict[str, Any]) -> None:
-    call = build_request(request(phase=Phase.PREFILL, **changes), RULES)
+    call = VllmRequest(request(phase=Phase.PREFILL, **changes), RULES)
     assert not call.exports_kv
     assert "extra_args" not in call.sampling
 
@@ -133,7 +133,7 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
 ) -> None:
     asked = request(length, Phase.DECODE, **sampling)
     assert resamples_first_token(asked) is wanted
-    call = build_request(asked, RULES, TRANSFER_PARAMS)
+    call = VllmRequest(asked, RULES, TRANSFER_PARAMS)
     own = [] if wanted else [77]
     assert call.prompt == [*asked.token_ids, *own]
     assert list(call.first) == own
@@ -144,17 +144,17 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
 
 def test_seed_when_both_calls_make_a_random_first_token_then_decode_uses_prefills() -> None:
     asked = request(20, Phase.PREFILL, temperature=1.0, presence_penalty=0.5)
-    seed = build_request(asked, RULES).seed
+    seed = VllmRequest(asked, RULES).seed
     assert seed is not None
-    assert build_request(asked, RULES).seed != seed
+    assert VllmRequest(asked, RULES).seed != seed
     again = msgspec.structs.replace(asked, phase=Phase.DECODE)
     kv_params = FetchedKv(first_token=77, seed=seed, kv_transfer_params=PARAMS)
-    assert build_request(again, RULES, kv_params).sampling["seed"] == seed
+    assert VllmRequest(again, RULES, kv_params).sampling["seed"] == seed
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}])
 def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: dict[str, Any]) -> None:
-    assert build_request(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
+    assert VllmRequest(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
 
 
 @pytest.mark.parametrize(
@@ -191,22 +191,22 @@ def test_call_when_it_can_not_be_served_then_refused_by_name(
     asked: GenerateRequest, error: type[Exception], field: str | None
 ) -> None:
     with pytest.raises(error) as caught:
-        build_request(asked, RULES)
+        VllmRequest(asked, RULES)
     assert getattr(caught.value, "field", None) == field
 
 
 def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
     with pytest.raises(RequestRejected) as caught:
-        build_request(request(guided=JSON), rules(info=info_of(unsupported_features=("guided",))))
+        VllmRequest(request(guided=JSON), rules(info=info_of(unsupported_features=("guided",))))
     assert caught.value.field == "guided"
 
 
 def test_call_when_the_worker_is_aggregated_then_it_serves_no_call() -> None:
     with pytest.raises(RequestRejected) as caught:
-        build_request(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
+        VllmRequest(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
     assert caught.value.field == "phase"
 
 
 def test_decode_when_the_transfer_holds_all_tokens_then_refused() -> None:
     with pytest.raises(RequestRejected):
-        build_request(request(phase=Phase.DECODE, max_tokens=1), RULES, TRANSFER_PARAMS)
+        VllmRequest(request(phase=Phase.DECODE, max_tokens=1), RULES, TRANSFER_PARAMS)
