@@ -1,6 +1,6 @@
 """Import `tensorrt_llm` and bind the names that the engine uses, with the differences between releases.
 
-Importing this module does not import TensorRT-LLM; `load_bindings` does.
+Importing this module does not import TensorRT-LLM; `TrtllmBindings` does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import LibraryPackage, construct
@@ -47,17 +46,33 @@ _READ_S = 0.3  # time of one read of 1.0 and 1.1, which queue what they report a
 _OBJECTS = ("speculative_config", "sparse_attention_config")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmBindings:
     """The bound classes, untyped because the package may not be installed for type checks, and what they can do."""
 
-    version: str
-    release: str  # name of the manifest
-    classes: Mapping[str, Any]  # by name; None for one that the release lacks
-    parameters: frozenset[str]  # of `generate_async`
-    disagg_fields: frozenset[str]  # of DisaggregatedParams, of those that the engine uses
-    is_since_1_2: bool  # results report reused prompt tokens; structural tags have the form {"format": …}
-    is_since_1_3: bool  # `LLM` takes the arguments of _OBJECTS as dictionaries
+    def __init__(self) -> None:
+        """Import the package, which takes seconds. Environment variables must be set before.
+
+        Raises:
+            ConfigError: the package can't be imported or lacks a needed name.
+        """
+        self.version = str(PACKAGE.load().__version__)
+        # By name; None for one that the release lacks.
+        self.classes = {name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()}
+        has = {owner: _names(owner, self.classes) for owner in {**LIBRARY.needed, **LIBRARY.optional}}
+        check_needed(has, self.version)
+        self.parameters = has["LLM.generate_async"]
+        for name, (parameter, module) in _PARAMS.items():
+            self.classes[name] = PACKAGE.find_optional(name, module) if parameter in self.parameters else None
+        self.classes["Logprob"] = PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result")
+        used = {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]}
+        self.disagg_fields = has["DisaggregatedParams"] & used
+        release = release_for(self.version)
+        self.release = release.name  # of the manifest
+        # Results report reused prompt tokens; structural tags have the form {"format": …}.
+        self.is_since_1_2 = not release.name.startswith(("1.0", "1.1"))
+        # `LLM` takes the arguments of _OBJECTS as dictionaries.
+        self.is_since_1_3 = not release.name.startswith(("1.0", "1.1", "1.2"))
+        _note_differences(release, has)
 
     def healthy(self, llm: Any) -> bool:
         """Return False if the executor is shut down. True does not prove that it responds."""
@@ -155,34 +170,6 @@ class TrtllmBindings:
 
     def _make(self, name: str, values: Mapping[str, Any]) -> Any:
         return construct(PACKAGE.library, self.classes[name], values)
-
-
-def load_bindings() -> TrtllmBindings:
-    """Import the package and bind its names. It takes seconds; environment variables must be set before.
-
-    Raises:
-        ConfigError: the package can't be imported or lacks a needed name.
-    """
-    version = str(PACKAGE.load().__version__)
-    found = {name: PACKAGE.find(name, *modules) for name, modules in LIBRARY.modules.items()}
-    has = {owner: _names(owner, found) for owner in {**LIBRARY.needed, **LIBRARY.optional}}
-    check_needed(has, version)
-    parameters = has["LLM.generate_async"]
-    for name, (parameter, module) in _PARAMS.items():
-        found[name] = PACKAGE.find_optional(name, module) if parameter in parameters else None
-    found["Logprob"] = PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result")
-    release = release_for(version)
-    _note_differences(release, has)
-    return TrtllmBindings(
-        version=version,
-        release=release.name,
-        classes=found,
-        parameters=parameters,
-        disagg_fields=has["DisaggregatedParams"]
-        & {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]},
-        is_since_1_2=not release.name.startswith(("1.0", "1.1")),
-        is_since_1_3=not release.name.startswith(("1.0", "1.1", "1.2")),
-    )
 
 
 def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:

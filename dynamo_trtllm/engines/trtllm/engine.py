@@ -27,7 +27,7 @@ from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, load_bindings, release_line
+from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
@@ -164,7 +164,7 @@ class TrtllmEngine(ExternalEngine):
         apply_profile(self._args.profile)
         for name, value in self._cache_folders.items():
             environ.export(name, value, wanted_by="--compile-cache")
-        bindings = load_bindings()
+        bindings = TrtllmBindings()
         own = {"model": str(self._checkpoint.folder), "backend": "pytorch"}
         values = bindings.engine_arguments({**self._args.values, **own})
         try:

@@ -7,14 +7,14 @@ import importlib
 import pytest
 
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from dynamo_trtllm.engines.trtllm.bindings import load_bindings
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from tests.gpu.trtllm.signatures import argument_differences, differences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trtllm, pytest.mark.timeout(600)]
 
 
 def test_adapter_when_it_binds_then_the_installed_package_has_every_name() -> None:
-    assert load_bindings().version == importlib.import_module("tensorrt_llm").__version__
+    assert TrtllmBindings().version == importlib.import_module("tensorrt_llm").__version__
 
 
 def test_names_and_defaults_when_compared_then_the_manifest_is_true() -> None:

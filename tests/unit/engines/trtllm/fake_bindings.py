@@ -90,18 +90,16 @@ class Llm:
         return self.healthy
 
 
-def vendor(*fields: str) -> TrtllmBindings:
-    """Return bindings whose DisaggregatedParams has the `fields` besides those of PARAMS."""
-    made = ("LLM", "SamplingParams", "DisaggregatedParams", "GuidedDecodingParams")
-    return TrtllmBindings(
-        version="1.2.1",
-        release="1.2.1",
-        classes={**dict.fromkeys(made, dict), "RequestError": Refusal, "Logprob": None},
-        parameters=frozenset({"cache_salt", "priority"}),
-        disagg_fields=frozenset({"request_type", *PARAMS, *fields}),
-        is_since_1_2=True,
-        is_since_1_3=False,
-    )
+class FakeBindings(TrtllmBindings):
+    """Bindings whose DisaggregatedParams has the `fields` besides those of PARAMS."""
+
+    def __init__(self, *fields: str) -> None:
+        made = ("LLM", "SamplingParams", "DisaggregatedParams", "GuidedDecodingParams")
+        self.version = self.release = "1.2.1"
+        self.classes = {**dict.fromkeys(made, dict), "RequestError": Refusal, "Logprob": None}
+        self.parameters = frozenset({"cache_salt", "priority"})
+        self.disagg_fields = frozenset({"request_type", *PARAMS, *fields})
+        self.is_since_1_2, self.is_since_1_3 = True, False
 
 
 def make(
@@ -118,7 +116,7 @@ def make(
         structural_tags=True,
         min_tokens=True,
     )
-    llm, settled = Llm(), vendor(*fields)
+    llm, settled = Llm(), FakeBindings(*fields)
     library = TrtllmLibrary(
         bindings=settled, llm=llm, model_limits=rules, instance_id=1, ticket_ttl_s=ttl_s, kv_timeout_s=kv_timeout_s
     )

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.bindings import check_needed, load_bindings, release_line
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, check_needed, release_line
 from dynamo_trtllm.errors import ConfigError
 from tests.fakes_path import RELEASES, fake_tensorrt_llm
 
@@ -42,7 +42,7 @@ def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(
 def test_optional_when_release_has_a_name_then_it_is_used() -> None:
     for version in RELEASES:
         with fake_tensorrt_llm(version):
-            vendor = load_bindings()
+            vendor = TrtllmBindings()
         known = vendor.disagg_fields
         assert ("disagg_request_id" in known) is version.startswith("1.3")
         assert ("cache_salt" in vendor.parameters) is (version != "1.0.0")
@@ -56,4 +56,4 @@ def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> 
 
         del tensorrt_llm.llmapi.LLM
         with pytest.raises(ConfigError, match=r"no LLM in tensorrt_llm, tensorrt_llm\.llmapi"):
-            load_bindings()
+            TrtllmBindings()

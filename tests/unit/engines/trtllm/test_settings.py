@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm import engine
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Phase, Role
@@ -57,16 +57,8 @@ def checkpoint(**changes: Any) -> Checkpoint:
 OLD_FIELDS = frozenset({"first_gen_tokens", "opaque_state"})
 
 
-def bindings(fields: frozenset[str], *parameters: str) -> TrtllmBindings:
-    return TrtllmBindings(
-        version="",
-        release="",
-        classes={},
-        parameters=frozenset(parameters),
-        disagg_fields=fields,
-        is_since_1_2=True,
-        is_since_1_3=False,
-    )
+def bindings(fields: frozenset[str], *parameters: str) -> Any:
+    return SimpleNamespace(classes={}, parameters=frozenset(parameters), disagg_fields=fields, is_since_1_2=True)
 
 
 def refused(
