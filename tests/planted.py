@@ -122,8 +122,8 @@ PLANTS = (
         "min_tokens",
         "the PyTorch sampler of every release obeys it",
         f"{_TRTLLM}.engine",
-        "min_tokens=not has_torch_sampler(facts.args) or",
-        "min_tokens=True or",
+        "self.min_tokens = not has_torch_sampler(facts.args) or",
+        "self.min_tokens = True or",
         f"{_FIELD}[1.2.1]",
     ),
     Plant(

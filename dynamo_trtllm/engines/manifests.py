@@ -27,16 +27,18 @@ class Presence(StrEnum):
     NOT_READ = "not read"  # unknown: no manifest covers that part of the release
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestField:
-    """One field of a class, or one parameter of a method."""
+    """One field of a class, or one parameter of a method, from its entry in a manifest."""
 
-    name: str
-    type: str  # annotation in the source
-    required: bool
-    default: Any  # an enumeration member is represented by its name; None if unknown
-    default_known: bool
-    is_built: bool  # the default is an object from a factory; its fields have defaults of their own
+    def __init__(self, item: Mapping[str, Any]) -> None:
+        self.name: str = item["name"]
+        self.type: str = item["type"]  # annotation in the source
+        self.required = bool(item.get("required", not item.get("has_default", True)))
+        # An enumeration member is represented by its name; None if unknown.
+        self.default = _value(item.get("default"))
+        self.default_known = item.get("default_known", True) and not self.required
+        # The default is an object from a factory; its fields have defaults of their own.
+        self.is_built = str(item.get("default")).startswith("<factory")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,10 +138,10 @@ def _release(library: LibraryReleases, name: str, manifests: Iterable[str]) -> A
     for file in manifests:
         manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
         for cls, entry in manifest["classes"].items():
-            owners[cls] = {item["name"]: _field(item) for item in entry.get("fields", ())}
+            owners[cls] = {item["name"]: ManifestField(item) for item in entry.get("fields", ())}
             for method, described in entry.items():
                 if isinstance(described, dict):
-                    owners[f"{cls}.{method}"] = {item["name"]: _field(item) for item in described["params"]}
+                    owners[f"{cls}.{method}"] = {item["name"]: ManifestField(item) for item in described["params"]}
         enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
         not_read |= {_in_part(text) for text in manifest["not_read"]}
     types = " ".join(each.type for fields in owners.values() for each in fields.values())
@@ -162,18 +164,6 @@ def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
         for (cls, _, kind), value in listed
         if kind in ("properties", "members")
         for part in value.split("/")
-    )
-
-
-def _field(item: Mapping[str, Any]) -> ManifestField:
-    required = bool(item.get("required", not item.get("has_default", True)))
-    return ManifestField(
-        name=item["name"],
-        type=item["type"],
-        required=required,
-        default=_value(item.get("default")),
-        default_known=item.get("default_known", True) and not required,
-        is_built=str(item.get("default")).startswith("<factory"),
     )
 
 

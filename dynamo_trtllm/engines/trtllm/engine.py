@@ -32,7 +32,6 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
-from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -192,7 +191,7 @@ class TrtllmEngine(ExternalEngine):
             can_aggregate=True,
             files=checkpoint.files,
         )
-        limits = model_limits(facts, info, bindings)
+        limits = TrtllmModelLimits(facts, info, bindings)
         library = TrtllmLibrary(
             bindings=bindings,
             llm=self._llm,
@@ -356,18 +355,20 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     return min(candidates)
 
 
-def model_limits(facts: RoleFacts, info: EngineInfo, bindings: TrtllmBindings) -> TrtllmModelLimits:
-    """Return the limits for all requests. `info`: properties of the engine."""
-    xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
-    # The executor looks at conversation ids to choose a rank or to keep KV blocks.
-    affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and dp_ranks(facts) > 0
-    keeps_blocks = facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
-    return TrtllmModelLimits(
-        role=facts.role,
-        info=info,
-        prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},
-        structural_tags=xgrammar and bindings.is_since_1_2,
-        dp_ranks=dp_ranks(facts),
-        conversations=affinity or keeps_blocks,
-        min_tokens=not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE),
-    )
+class TrtllmModelLimits:
+    """Limits for all requests, from the model, the arguments and the release."""
+
+    def __init__(self, facts: RoleFacts, info: EngineInfo, bindings: TrtllmBindings) -> None:
+        self.role = facts.role
+        self.info = info  # the model's own stop tokens in it have the main one first
+        # Each leaves space for one output token in the context.
+        self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
+        # Supported by the guided-decoding backend, in the form {"format": …}.
+        self.structural_tags = facts.args.get("guided_decoding_backend") == "xgrammar" and bindings.is_since_1_2
+        # Works for all prompts.
+        self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE)
+        self.dp_ranks = dp_ranks(facts)  # attention-DP ranks among which a request can choose; 0: it can't
+        # The executor looks at conversation ids to choose a rank or to keep KV blocks.
+        affinity = facts.on("attention_dp_config.kv_cache_routing_conversation_affinity") and self.dp_ranks > 0
+        keeps_blocks = facts.inside("kv_cache_config.block_reuse_config").get("policy") == "per_conversation"
+        self.conversations = affinity or keeps_blocks

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.engines.external.library import Counts, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
@@ -19,13 +19,15 @@ from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.polling import StatsPoller, StepReader
 from dynamo_trtllm.engines.trtllm.requests import (
     NO_END,
-    TrtllmModelLimits,
     TrtllmRequest,
     reported_phases,
 )
 from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.trtllm.engine import TrtllmModelLimits
 
 _log = logging.getLogger(__name__)
 

@@ -5,30 +5,18 @@ Requests with unsupported fields are rejected before TensorRT-LLM receives them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dynamo_trtllm.engines.base import EngineInfo, PromptLimit, check_request, stop_token_ids
+from dynamo_trtllm.engines.base import check_request, stop_token_ids
 from dynamo_trtllm.engines.external.library import guided_params, is_plain
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.trtllm.engine import TrtllmModelLimits
+
 NO_END = -1  # TensorRT-LLM's own value for "no end token"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrtllmModelLimits:
-    """Limits for all requests, from the model, the arguments and the release."""
-
-    role: Role
-    info: EngineInfo  # the model's own stop tokens in it have the main one first
-    prompt_limits: Mapping[Phase, PromptLimit]  # each leaves space for one output token in the context
-    structural_tags: bool  # supported by the guided-decoding backend, in the form {"format": …}
-    min_tokens: bool  # works for all prompts
-    dp_ranks: int = 0  # attention-DP ranks among which a request can choose; 0: it can't
-    conversations: bool = False  # the executor looks at conversation ids
 
 
 class TrtllmRequest:

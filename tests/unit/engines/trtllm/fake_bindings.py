@@ -13,7 +13,6 @@ from dynamo_trtllm.engines.base import PromptLimit
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
-from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -109,12 +108,14 @@ def make(
     handoff_timeout_s: float = 30.0,
     kv_timeout_s: float = math.inf,
 ) -> tuple[ExternalEngine, Llm]:
-    rules = TrtllmModelLimits(
+    rules: Any = SimpleNamespace(
         role=role,
         info=info_of(context_length=1000, vocab_size=100),
         prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
         structural_tags=True,
         min_tokens=True,
+        dp_ranks=0,
+        conversations=False,
     )
     llm, settled = Llm(), FakeBindings(*fields)
     library = TrtllmLibrary(

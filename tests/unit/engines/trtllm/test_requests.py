@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import EngineInfo, PromptLimit
-from dynamo_trtllm.engines.trtllm.requests import TrtllmModelLimits, TrtllmRequest, reported_phases
+from dynamo_trtllm.engines.trtllm.requests import TrtllmRequest, reported_phases
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
 from tests.unit.engines.scripted_library import info_of
@@ -28,16 +28,18 @@ TIMES = (
 SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
 
 
-def rules(**changes: Any) -> TrtllmModelLimits:
+def rules(**changes: Any) -> Any:
     values = {
         "role": Role.PREFILL,
         "prompt_limits": {phase: PromptLimit(40, f"limit of {phase}") for phase in Phase},
         "structural_tags": True,
         "min_tokens": True,
+        "dp_ranks": 0,
+        "conversations": False,
     }
     own = {"vocab_size": 201088, "eos_token_ids": (RETURN, CALL, EOS)}
     own |= {name: changes.pop(name) for name in list(changes) if name in EngineInfo.__dataclass_fields__}
-    return TrtllmModelLimits(info=info_of(**own), **{**values, **changes})
+    return SimpleNamespace(info=info_of(**own), **{**values, **changes})
 
 
 def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = None, **sampling: Any) -> GenerateRequest:

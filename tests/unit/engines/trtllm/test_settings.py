@@ -118,7 +118,7 @@ def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role
 def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
     version: str, values: dict[str, Any], works: bool
 ) -> None:
-    found = engine.model_limits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
+    found = engine.TrtllmModelLimits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
     assert found.min_tokens is works
 
 
@@ -308,7 +308,7 @@ def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
 )
 def test_conversations_when_the_arguments_use_them_then_passed_on(values: dict[str, Any], conversations: bool) -> None:
     facts = facts_of("1.3.0rc29", Role.AGGREGATED, **values)
-    assert engine.model_limits(facts, info_of(), bindings(OLD_FIELDS)).conversations is conversations
+    assert engine.TrtllmModelLimits(facts, info_of(), bindings(OLD_FIELDS)).conversations is conversations
 
 
 @pytest.mark.parametrize(
