@@ -78,26 +78,20 @@ class PendingTransfers:
             kv_bytes: size of the KV.
             on_end: called once, at the end of the transfer.
         """
-        identity = self.identity
-        transfer_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
+        transfer_id = f"{self.identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, transfer_id)
         prompt_tokens = len(request.token_ids)
         self._pending[transfer_id] = _PendingTransfer(request.request_id, prompt_tokens, expiry, on_end)
         return KvTransferParams(
             version=TRANSFER_PARAMS_VERSION,
             transfer_id=transfer_id,
-            engine=identity.engine,
-            model=identity.model,
-            layout=identity.layout,
-            kv_compat=identity.kv_compat,
-            prefill_instance_id=identity.prefill_instance_id,
             expires_at=time.time() + self._ttl_s,
             prompt_tokens=prompt_tokens,
             first_token_ids=first.token_ids,
             first_logprobs=first.logprobs,
-            transport=identity.transport,
             kv_bytes=kv_bytes,
             engine_state=b"",
+            **self.identity._asdict(),
         )
 
     def validate(self, request: GenerateRequest, *, kv_bytes: int | None = None) -> KvTransferParams:
@@ -127,9 +121,14 @@ class PendingTransfers:
             raise TransferMismatch(f"KV transfer {kv_params.transfer_id} has no first token", field="first_token_ids")
         return kv_params
 
-    def release(self, transfer_id: str, outcome: ReleaseOutcome = ReleaseOutcome.FETCHED) -> None:
-        """End a transfer. Unknown and ended transfers are ignored."""
-        self._end(transfer_id, outcome)
+    def release(self, transfer_id: str, outcome: ReleaseOutcome | None = ReleaseOutcome.FETCHED) -> None:
+        """End a transfer. Unknown and ended transfers are ignored. `outcome`: None if it has expired."""
+        ended = self._pending.pop(transfer_id, None)
+        if ended is not None:
+            event = RecordedEvent.KV_EXPIRED if outcome is None else RecordedEvent.KV_RELEASED
+            RECORDER.record(ended.request_id, event)
+            ended.expiry.cancel()
+            ended.on_end(outcome)
 
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
@@ -139,25 +138,7 @@ class PendingTransfers:
         log.warning(
             "KV transfer %s expired after %.0f s without a fetch; check the decode workers", transfer_id, self._ttl_s
         )
-        self._end(transfer_id, None)
-
-    def _end(self, transfer_id: str, outcome: ReleaseOutcome | None) -> None:
-        ended = self._pending.pop(transfer_id, None)
-        if ended is not None:
-            event = RecordedEvent.KV_EXPIRED if outcome is None else RecordedEvent.KV_RELEASED
-            RECORDER.record(ended.request_id, event)
-            ended.expiry.cancel()
-            ended.on_end(outcome)
-
-
-class PublishedKv(NamedTuple):
-    """The KV of one prompt, as an engine publishes it."""
-
-    regions: Sequence[MemoryRegion]
-    engine_state: Callable[[bytes], bytes]  # returns the engine's part of the parameters from the backend's offer
-    on_unpublished: Callable[[], None]  # called once the memory is no longer read, also if `publish` fails
-    timings: Callable[[], PhaseTimings]  # returns those of the call; called once it is published
-    ready: int | None = None  # see `TransferBackend.publish`
+        self.release(transfer_id, None)
 
 
 class KvTransfers(PendingTransfers):
@@ -180,29 +161,37 @@ class KvTransfers(PendingTransfers):
         self._timeout_s = config.handoff_timeout_s
         self._unpublishing: set[asyncio.Task[None]] = set()
 
-    async def publish(self, request: GenerateRequest, first: Chunk, kv: PublishedKv) -> Chunk:
+    async def publish(
+        self,
+        request: GenerateRequest,
+        first: Chunk,
+        regions: Sequence[MemoryRegion],
+        on_unpublished: Callable[[], None],
+        *,
+        ready: int | None = None,
+    ) -> KvTransferParams:
         """Publish the KV of a prompt.
 
         Args:
             request: the prefill call.
             first: the first output token.
-            kv: the KV. From this call on, this object decides when its memory is free, also if the call fails.
+            regions: the KV.
+            on_unpublished: called once the memory is no longer read, also if this call fails.
+            ready: see `TransferBackend.publish`.
 
         Returns:
-            The terminal chunk of the call, with KV transfer parameters.
+            The KV transfer parameters. Their engine state is the backend's offer.
         """
-        kv_bytes = sum(region.num_bytes for region in kv.regions)
-        kv_params = self.add(request, first, kv_bytes, lambda _: self._begin_unpublish(transfer_id, kv.on_unpublished))
+        kv_bytes = sum(region.num_bytes for region in regions)
+        kv_params = self.add(request, first, kv_bytes, lambda _: self._begin_unpublish(transfer_id, on_unpublished))
         transfer_id = kv_params.transfer_id
         try:
-            offer = await self.backend.publish(transfer_id, kv.regions, ready=kv.ready)
+            offer = await self.backend.publish(transfer_id, regions, ready=ready)
         except BaseException:  # also if cancelled: the backend may have published this memory
             self.release(transfer_id)
             raise
-        kv_params = msgspec.structs.replace(kv_params, engine_state=kv.engine_state(offer))
         RECORDER.record(request.request_id, RecordedEvent.KV_PUBLISHED, kv_bytes)
-        stats = msgspec.structs.replace(kv.timings(), kv_bytes=kv_bytes, transport=kv_params.transport)
-        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=stats)
+        return msgspec.structs.replace(kv_params, engine_state=offer)
 
     async def fetch(self, request: GenerateRequest, offer: bytes, to: Destination) -> None:
         """Read the KV of a decode call's prompt within the time limits: its deadline, the expiry and the longest fetch.
@@ -290,7 +279,8 @@ class RequestPhases:
         """Return the timings of the phases that have ended."""
         return phase_timings(self.seconds, self._request.kv_params, cached_tokens=self.cached_tokens)
 
-    def exported(self) -> PhaseTimings:
-        """End the export of the KV. Return the timings of the call."""
+    def exported(self, kv_params: KvTransferParams) -> Chunk:
+        """End the export of the KV. Return the terminal chunk of the call."""
         self.end("export")
-        return self.timings()
+        timings = msgspec.structs.replace(self.timings(), kv_bytes=kv_params.kv_bytes, transport=kv_params.transport)
+        return Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=kv_params, stats=timings)

@@ -27,7 +27,7 @@ from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Over
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv, RequestPhases
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers, RequestPhases
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -225,8 +225,8 @@ class MockEngine(Engine):
 
         self._num_published += 1
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
-        published = PublishedKv(regions, lambda offer: offer, unpublished, stream.phases.exported)
-        return await self._transfers.publish(stream.request, Chunk(token_ids=token_ids([first])), published)
+        chunk = Chunk(token_ids=token_ids([first]))
+        return stream.phases.exported(await self._transfers.publish(stream.request, chunk, regions, unpublished))
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         self._transfers.release(transfer_id)

@@ -18,7 +18,7 @@ from dynamo_trtllm.engines.torch.sequence import TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
 from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, TransferBackend
-from dynamo_trtllm.kv_transfer.transfers import KvTransfers, PublishedKv
+from dynamo_trtllm.kv_transfer.transfers import KvTransfers
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, decode, encode
 
 if TYPE_CHECKING:
@@ -76,17 +76,11 @@ class KvConnector(KvTransfers):
         """
         seq.is_exported = True
         region_bytes = REGION_BYTES["cuda" if copied else "cpu"]
-        kv = PublishedKv(
-            [_region(region) for region in allocation.regions],
-            lambda offer: encode(TorchState(offer, seq.seed, region_bytes)),
-            seq.retire,
-            seq.phases.exported,
-            ready=0 if copied else None,
-        )
-        chunk = await self.publish(seq.request, seq.first, kv)
-        assert chunk.kv_params is not None
-        self._follow(chunk.kv_params.transfer_id, copied)
-        return chunk
+        regions, ready = [_region(region) for region in allocation.regions], 0 if copied else None
+        kv_params = await self.publish(seq.request, seq.first, regions, seq.retire, ready=ready)
+        self._follow(kv_params.transfer_id, copied)
+        engine_state = encode(TorchState(kv_params.engine_state, seq.seed, region_bytes))
+        return seq.phases.exported(msgspec.structs.replace(kv_params, engine_state=engine_state))
 
     def _follow(self, transfer_id: str, copied: Sequence[torch.cuda.Event]) -> None:
         """Mark each region as ready when its copy is done. A thread waits for the copies."""
