@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
 import tempfile
 import time
 from importlib import resources
@@ -147,9 +145,10 @@ def _checked_weights(compact: Path) -> bytes:
 
 def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
     config = json.loads(config_text)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        temporary.chmod(0o755)  # mkdtemp allows only its owner
+    prefix = f".{folder.name}."
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
+        temporary.chmod(0o755)  # a temporary folder allows only its owner
         tensors = temporary / "model.safetensors"
         save_file(expand_weights(load(data), config["vocab_size"]), tensors, metadata={"format": "pt"})
         tensors.chmod(0o644)  # safetensors allows only its owner
@@ -159,14 +158,8 @@ def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
         }
         (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         write_tokenizer(temporary, context_length=config["max_position_embeddings"])
-        _move_in_place(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _move_in_place(temporary: Path, folder: Path) -> None:
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was first, with the same content
-            raise
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first, with the same content
+                raise
