@@ -90,7 +90,8 @@ class TransferBackend(Protocol):
             The offer: what a peer passes to `read`.
 
         Raises:
-            TransferFailed: The backend is not running, or can't transfer such memory.
+            TransferFailed: The backend is not running, or can't transfer such memory. If this raises or is cancelled,
+                the memory may be reused after `unpublish`.
         """
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:

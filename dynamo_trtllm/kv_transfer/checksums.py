@@ -92,10 +92,7 @@ class Checksums:
         """
         if block.device == "cpu" and block.num_bytes <= _INLINE_BYTES:
             done: Future[int] = Future()
-            try:
-                done.set_result(self.hash(block))
-            except Exception as exc:  # noqa: BLE001 - the caller finds it in the future, as that of a thread
-                done.set_exception(exc)
+            done.set_result(self.hash(block))
             return done
         try:
             return self._pool.submit(self.hash, block)
@@ -248,15 +245,13 @@ async def ended(jobs: Iterable[Future[Any]]) -> None:
 
     The jobs read the caller's memory, so the caller must wait for them before it frees the memory.
     """
-    waiting = {asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()}
+    unfinished = [asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()]
+    waiting = asyncio.gather(*unfinished, return_exceptions=True)  # the awaiting call raises the exceptions
     is_cancelled = False
-    while waiting:
+    while not waiting.done():
         try:
-            done, waiting = await asyncio.wait(waiting)
+            await asyncio.shield(waiting)
         except asyncio.CancelledError:
             is_cancelled = True
-        else:
-            for each in done:
-                each.exception()  # mark the exception as retrieved; the awaiting call raises it
     if is_cancelled:
         raise asyncio.CancelledError

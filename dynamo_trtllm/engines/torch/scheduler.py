@@ -12,7 +12,7 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -60,13 +60,7 @@ class Scheduler:
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
         self._awaiting_buffer: deque[TorchSequence] = deque()  # prefilled, no buffer space yet
-        self._stages: tuple[MutableSequence[TorchSequence], ...] = (
-            self._waiting,
-            self._reserved,
-            self._prefilling,
-            self._decoding,
-            self._awaiting_buffer,
-        )
+        self._stages = [self._waiting, self._reserved, self._prefilling, self._decoding, self._awaiting_buffer]
         self._awaiting_fetch = AwaitingFetch()
         self._queue_clock = QueueClock()
         self._events: Delivery = []

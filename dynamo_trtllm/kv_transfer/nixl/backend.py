@@ -113,11 +113,14 @@ class NixlBackend:
         slot = self._validity_slots.acquire()
         nonce = self._validity_slots.activate(slot, len(regions) if ready is None else ready)
         region = self._bindings.region_of(live)
-        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=region is not None)
-        if region is None:
-            memory = await self._register_alone(transfer_id, live)
+        self._published[transfer_id] = _NixlPublished(slot=slot, in_region=region is not None or not live)
+        if not live:
+            memory = b""
+        elif region is not None:
+            memory = region.memory
         else:
-            memory = region.memory if live else b""
+            registering = self._registering.submit(self._register_alone, transfer_id, live)
+            memory = await asyncio.shield(asyncio.wrap_future(registering))
         method, entry = self.checksums.method(regions), self._published.get(transfer_id)
         if method and entry is not None:  # closing may have discarded it
             entry.checksum = OfferChecksum(self.checksums, tuple(regions), partial(self._set_checksum, slot))
@@ -139,27 +142,14 @@ class NixlBackend:
             )
         )
 
-    async def _register_alone(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> bytes:
-        """Register the memory of one transfer, and return NIXL's metadata for readers. On failure, discard it."""
+    def _register_alone(self, transfer_id: str, regions: Sequence[MemoryRegion]) -> bytes:
+        """Register the memory of one transfer, and return NIXL's metadata for readers.
 
-        def register() -> bytes:
-            if not regions:
-                return b""
-            try:
-                with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
-                    self._published[transfer_id].registered, memory = self._bindings.register(regions)
-            except TransferFailed:
-                self._discard(transfer_id)
-                raise
-            return memory
-
-        registering = self._registering.submit(register)
-        try:
-            return await asyncio.shield(asyncio.wrap_future(registering))
-        except asyncio.CancelledError:
-            if not self._closing:  # closing discards all transfers
-                self._registering.submit(self._discard, transfer_id)  # runs after the registration, on the same thread
-            raise
+        Runs on the registration thread, where `_discard` follows.
+        """
+        with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
+            self._published[transfer_id].registered, memory = self._bindings.register(regions)
+        return memory
 
     def _set_checksum(self, slot: int, checksum: int | None) -> None:
         """Publish a transfer's checksum in its validity slot. Called on a checksum thread."""

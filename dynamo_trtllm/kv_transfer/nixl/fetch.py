@@ -50,9 +50,6 @@ class RemoteAgents:
         self._connected: dict[str, RemoteAgent] = {}
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._connected)
-
     def is_connected(self, offer: NixlOffer) -> bool:
         """Return whether `connected` needs no connection and no metadata for this offer."""
         peer = self._connected.get(offer.agent)

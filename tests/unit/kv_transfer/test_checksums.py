@@ -69,20 +69,5 @@ async def test_stop_when_the_checksum_is_being_reported_then_it_waits_for_the_re
     assert len(found) == 1
 
 
-async def test_hashes_when_a_small_piece_can_not_be_hashed_then_its_holder_is_told(
-    checksums: Checksums, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(region: MemoryRegion) -> NoReturn:
-        raise RuntimeError("the memory is gone")
-
-    monkeypatch.setattr(checksums, "hash", broken)
-    found = list[int | None]()
-    offer = OfferChecksum(checksums, [MemoryRegion(0, 8)], found.append)
-    offer.mark_ready(1)
-    assert found == [None]
-    with pytest.raises(TransferFailed, match="the memory is gone"):
-        await offer.hashes(0)
-
-
 def test_submit_all_when_a_piece_has_no_bytes_then_nothing_is_hashed(checksums: Checksums) -> None:
     assert checksums.submit_all(MemoryRegion(0, 0, "cuda:0")) == checksums.submit_all(MemoryRegion(0, 0)) == []
