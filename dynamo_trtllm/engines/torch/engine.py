@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines.arguments import engine_arguments
@@ -31,7 +33,7 @@ from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Engi
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Limits, Phase, ReleaseOutcome, Role, StructuredOutput
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, ReleaseOutcome, Role, StructuredOutput
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 
 if TYPE_CHECKING:
@@ -103,9 +105,9 @@ class TorchEngine(Engine):
         plan = load.plan_memory(model, args, has_transfer_buffer=self._backend is not None)
         if model.tokenizer is not None and grammar.is_available():
             self._grammar_compiler = grammar.GrammarCompiler(
-                model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+                model.tokenizer, vocab_size=model.info.vocab_size, eos_token_ids=model.info.eos_token_ids
             )
-        pool = KvPool(model.layout, plan.num_blocks, windows=model.windows, device=model.device)
+        pool = KvPool(model.info.layout, plan.num_blocks, windows=model.windows, device=model.device)
         loop = asyncio.get_running_loop()
         scheduler = Scheduler(
             model.module,
@@ -117,20 +119,11 @@ class TorchEngine(Engine):
             on_freed=self._sequences.discard,
             on_end=partial(_call_soon, loop, self._end),
         )
-        info = EngineInfo(
-            engine="torch",
+        info = dataclasses.replace(
+            model.info,
             context_length=plan.context_length,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            renderer=model.renderer,
-            layout=model.layout,
-            limits=Limits(
-                max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens, kv_blocks=plan.num_blocks
-            ),
+            limits=msgspec.structs.replace(model.info.limits, kv_blocks=plan.num_blocks),
             unsupported_features=() if self._grammar_compiler is not None else ("guided",),
-            supported_features=("priority",),
-            files=model.files,
-            can_aggregate=True,
         )
         return info, scheduler
 

@@ -11,7 +11,6 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +22,13 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
 from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, model_file, read_eos_token_ids, renderer_of, served_files
 from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import NAME, block_bytes, most_bytes, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.messages import KvLayout, Limits
 
 log = logging.getLogger(__name__)
 _CONVERSION_S = 600.0  # wait for another process; converting 90 MB takes 25 s on two cores
@@ -38,18 +38,13 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A loaded model and the properties that the engine reads from its configuration."""
+    """A loaded model, and what its engine would register if KV memory were not limited."""
 
     module: torch.nn.Module
     device: torch.device
-    layout: KvLayout
-    longest: int  # longest request that the model and `max_seq_len` allow, in tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]  # per layer, in tokens; None: full attention
-    renderer: str
-    files: Mapping[str, Path]
     tokenizer: Path | None  # tokenizer.json, if the folder has one
+    info: EngineInfo
 
 
 def load(model_path: str, args: TorchArgs) -> LoadedModel:
@@ -90,18 +85,20 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
     )
-    return LoadedModel(
-        module=module,
-        device=device,
-        layout=layout,
-        longest=min(text.max_position_embeddings, args.max_seq_len or text.max_position_embeddings),
+    info = EngineInfo(
+        engine="torch",
+        context_length=min(text.max_position_embeddings, args.max_seq_len or text.max_position_embeddings),
         vocab_size=text.vocab_size,
         eos_token_ids=read_eos_token_ids(folder, {"eos_token_id": text.eos_token_id}, vocab_size=text.vocab_size),
-        windows=windows,
         renderer=renderer_of(config.model_type),
+        layout=layout,
+        limits=Limits(max_batch_size=args.max_batch_size, max_num_tokens=args.max_step_tokens),
+        supported_features=("priority",),
         files=served_files(folder, config.model_type),
-        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
+        can_aggregate=True,
     )
+    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
+    return LoadedModel(module=module, device=device, windows=windows, tokenizer=tokenizer, info=info)
 
 
 def _from_files(config: Any, folder: Path, _device: torch.device, dtype: torch.dtype) -> Any:
@@ -255,20 +252,20 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
             forever.
     """
     num_blocks = args.kv_cache_blocks or _fitting_blocks(model, args, has_transfer_buffer=has_transfer_buffer)
-    pool_tokens = num_blocks * model.layout.block_tokens
-    if pool_tokens < model.longest:
+    pool_tokens = num_blocks * model.info.layout.block_tokens
+    if pool_tokens < model.info.context_length:
         log.warning(
             "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
             pool_tokens,
-            model.longest,
+            model.info.context_length,
         )
-    context_length = min(model.longest, pool_tokens)
+    context_length = min(model.info.context_length, pool_tokens)
     if not has_transfer_buffer:
         return MemoryPlan(num_blocks, context_length, 0)
-    least = most_bytes(model.layout, model.windows, context_length)
+    least = most_bytes(model.info.layout, model.windows, context_length)
     least += -least % 4096
     if args.kv_staging_gib is None:
-        share = num_blocks * block_bytes(model.layout) // _TRANSFER_BUFFER_SHARE
+        share = num_blocks * block_bytes(model.info.layout) // _TRANSFER_BUFFER_SHARE
         return MemoryPlan(num_blocks, context_length, max(least, share))
     asked = int(args.kv_staging_gib * (1 << 30))
     if asked < least:
@@ -282,7 +279,7 @@ def plan_memory(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: boo
 
 def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer: bool) -> int:
     """Return the number of KV blocks that fit into the KV memory, but at most those that requests can use."""
-    block = block_bytes(model.layout)
+    block = block_bytes(model.info.layout)
     if args.kv_cache_gib is not None:
         kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
     elif model.device.type == "cuda":
@@ -293,7 +290,7 @@ def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer:
     fitting = kv_memory_bytes // block
     if has_transfer_buffer and model.device.type == "cuda":
         fitting = _beside_transfer_buffer(model, args, kv_memory_bytes)
-    blocks = min(fitting, args.max_batch_size * -(-model.longest // model.layout.block_tokens))
+    blocks = min(fitting, args.max_batch_size * -(-model.info.context_length // model.info.layout.block_tokens))
     if blocks < 1:
         raise ConfigError(
             f"{kv_memory_bytes >> 20} MiB of KV memory has no space for one KV block of "
@@ -305,10 +302,10 @@ def _fitting_blocks(model: LoadedModel, args: TorchArgs, *, has_transfer_buffer:
 
 def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, kv_memory_bytes: int) -> int:
     """Return the most blocks that leave enough memory for the transfer buffer."""
-    each = block_bytes(model.layout)
+    each = block_bytes(model.info.layout)
     if args.kv_staging_gib is not None:
         return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
-    whole = (kv_memory_bytes - most_bytes(model.layout, model.windows, model.longest)) // each
+    whole = (kv_memory_bytes - most_bytes(model.info.layout, model.windows, model.info.context_length)) // each
     # With fewer tokens than the longest request, the transfer buffer is at most as large as the blocks.
     short = kv_memory_bytes // (2 * each)
     return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))

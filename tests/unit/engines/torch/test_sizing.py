@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import block_bytes, most_bytes
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.messages import KvLayout, Limits
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.torch.load import LoadedModel
@@ -34,14 +35,17 @@ def model(device: str = "cuda", longest: int = 131072) -> LoadedModel:
     return LoadedModel(
         module=torch.nn.Identity(),
         device=torch.device(device, 0) if device == "cuda" else torch.device(device),
-        layout=KvLayout(dtype="bfloat16", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64),
-        longest=longest,
-        vocab_size=100,
-        eos_token_ids=(1,),
         windows=(128, None) * 18,
-        renderer="harmony",
-        files={},
         tokenizer=Path("none"),
+        info=EngineInfo(
+            engine="torch",
+            context_length=longest,
+            vocab_size=100,
+            eos_token_ids=(1,),
+            renderer="harmony",
+            layout=KvLayout(dtype="bfloat16", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64),
+            limits=Limits(),
+        ),
     )
 
 
@@ -52,7 +56,7 @@ def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
 ) -> None:
     args = TorchArgs(kv_cache_gib=room_gib, max_seq_len=max_seq_len, max_batch_size=1000)
     made = model(longest=max_seq_len or 131072)
-    layout = made.layout
+    layout = made.info.layout
     blocks, context, transfer_buffer = load.plan_memory(made, args, has_transfer_buffer=True)
     used = blocks * block_bytes(layout) + transfer_buffer
     assert 0.45 * room_gib * GIB < used <= room_gib * GIB + 4096  # or all that a thousand requests can use
@@ -63,7 +67,7 @@ def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
 def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(load: ModuleType) -> None:
     made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     plan = load.plan_memory(made, args, has_transfer_buffer=True)
-    assert plan == (15 * GIB // block_bytes(made.layout), 131072, 5 * GIB)
+    assert plan == (15 * GIB // block_bytes(made.info.layout), 131072, 5 * GIB)
     small = TorchArgs(kv_cache_gib=20, kv_staging_gib=1)
     with pytest.raises(ConfigError, match="raise it or lower max_seq_len"):
         load.plan_memory(made, small, has_transfer_buffer=True)
