@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
-_wanted_by: dict[str, str] = {}
 
 
 def export(name: str, value: str, *, wanted_by: str) -> str:
@@ -27,13 +26,7 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
         log.warning("%s=%r is set by the user, but %s needs %r; unset it", name, present, wanted_by, value)
         return present
     os.environ[name] = value
-    _wanted_by[name] = wanted_by
     return value
-
-
-def exported() -> dict[str, str]:
-    """Return the variables that this process has set, each mapped to the library that needs it."""
-    return dict(_wanted_by)
 
 
 def command_line() -> list[str]:
