@@ -23,7 +23,7 @@ from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.launch.launcher import LaunchRecord, ProcessRecord, launch_records
 from dynamo_trtllm.launch.plan import FRONTEND
-from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, request
+from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats, request
 from dynamo_trtllm.observability.metrics import PREFIX
 from dynamo_trtllm.observability.metrics_aggregator import sum_samples
 from dynamo_trtllm.sanitize import escape_controls, mask_address

@@ -22,8 +22,7 @@ from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console, next_line
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
-from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
-from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+from dynamo_trtllm.launch.servers import LocalServer, NotYet, is_taken, ready, start_etcd, start_nats, until
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.network.listening import bind

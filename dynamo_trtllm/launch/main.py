@@ -24,7 +24,7 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import Launcher, LaunchRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes, with_settings
-from dynamo_trtllm.launch.readiness_checks import NotYet, request, until
+from dynamo_trtllm.launch.servers import NotYet, request, until
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.subprocesses import RunFailed
 

@@ -1,6 +1,10 @@
-"""Start etcd and NATS servers from their wheels, on free loopback ports, for deployments of one machine.
+"""Check over the network that servers are ready, and start etcd and NATS for deployments of one machine.
 
-The servers exit with this process (see `spawn`). They are not for production: etcd has one member and fast timers.
+The checks use httptools, which is a dependency already, while an asyncio HTTP client is not. The standard library's
+client would block a thread that a stopping launcher has to wait for.
+
+etcd and NATS come from their wheels, listen on free loopback ports, and exit with this process (see `spawn`). They are
+not for production: etcd has one member and fast timers.
 """
 
 from __future__ import annotations
@@ -13,13 +17,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import httptools
+import msgspec
 
 from dynamo_trtllm.errors import ConfigError, install_hint
-from dynamo_trtllm.launch.readiness_checks import NotYet, check_etcd, check_nats, is_taken, until
 from dynamo_trtllm.network.addresses import free_ports
 from dynamo_trtllm.subprocesses import Child, describe, spawn
 
@@ -30,6 +38,162 @@ STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
 _PORT_TRIES = 5
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
+_ONE_ANSWER_S = 5.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_PAUSE_FRACTION = 0.1  # of the time waited so far
+_LONGEST_ANSWER_BYTES = 1 << 16
+_READ_BYTES = 1 << 14
+_CONNECT_TO = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # for a server that listens on every interface
+
+T = TypeVar("T")
+
+
+class NotYet(Exception):
+    """The process is not ready. The message gives the reason."""
+
+
+class ReadyAnswer(msgspec.Struct, frozen=True):
+    """Response body of GET /ready, of workers and frontends."""
+
+    status: str
+    reason: str = ""
+    instance_id: str = ""  # hexadecimal; empty for a frontend
+
+
+async def until(ask: Callable[[], Awaitable[T]], within_s: float, on_wait: Callable[[str], None] = lambda _: None) -> T:
+    """Call `ask` repeatedly until it returns.
+
+    The pause between calls is a tenth of the time waited, at least 0.05 s and at most 1 s.
+
+    Args:
+        ask: A check; it raises NotYet or OSError if the process is not ready.
+        within_s: Maximum time in seconds.
+        on_wait: Called with the reason after each attempt; empty if there was no connection.
+
+    Returns:
+        The value of `ask`.
+
+    Raises:
+        NotYet: The time is over. The message is that of the last attempt.
+    """
+    now = asyncio.get_running_loop().time
+    began, why = now(), ""
+    while True:
+        limit_s = min(_ONE_ANSWER_S, began + within_s - now())
+        try:
+            async with asyncio.timeout(limit_s):
+                return await ask()
+        except TimeoutError:
+            if limit_s == _ONE_ANSWER_S or not why:  # else the total limit cut this attempt short
+                why = "no response"
+        except (NotYet, OSError) as exc:
+            why = str(exc)
+            on_wait(why if isinstance(exc, NotYet) else "")
+        spent_s = now() - began
+        if spent_s >= within_s:
+            raise NotYet(why)
+        pause_s = min(max(_PAUSE_FRACTION * spent_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        await asyncio.sleep(min(pause_s, within_s - spent_s))
+
+
+async def ready(host: str, port: int) -> ReadyAnswer:
+    """Check that a worker or a frontend is ready.
+
+    Raises:
+        NotYet: It reports that it is not ready. The message is its reason.
+        OSError: There is no connection.
+    """
+    status, answer = await _get(host, port, "/ready", ReadyAnswer)
+    if status != 200:
+        raise NotYet(f"{answer.status}: {answer.reason}" if answer.reason else answer.status)
+    return answer
+
+
+async def check_etcd(host: str, port: int) -> None:
+    """Check that an etcd server is healthy, on its client port. Raise as `ready` does."""
+    status, answer = await _get(host, port, "/health", _EtcdHealth)
+    if status != 200 or answer.health != "true":
+        raise NotYet(f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy")
+
+
+async def check_nats(host: str, port: int) -> None:
+    """Check that a NATS server answers PING. Raise as `ready` does."""
+    async with _connection(host, port) as (reader, writer):
+        greeting = await reader.readline()
+        if not greeting.startswith(b"INFO "):
+            raise NotYet(f"the server is not NATS: it sent {greeting!r} instead of INFO")
+        writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
+        answer = await reader.readline()
+        if answer != b"PONG\r\n":
+            raise NotYet(f"NATS answered {answer!r} to PING")
+
+
+async def is_taken(host: str, port: int) -> bool:
+    """Return True if a process accepts connections at this address."""
+    try:
+        async with asyncio.timeout(_ONE_ANSWER_S), _connection(host, port):
+            return True
+    except OSError:
+        return False
+
+
+class _EtcdHealth(msgspec.Struct, frozen=True):
+    health: str
+    reason: str = ""
+
+
+async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
+    """Return the status and the decoded JSON body. Raise NotYet for other responses, OSError for no response."""
+    status, body = await request(host, port, "GET", path)
+    try:
+        return status, msgspec.json.decode(body, type=form)
+    except msgspec.DecodeError as exc:
+        raise NotYet(f"the response to GET {path} at port {port} can't be parsed: {exc}") from exc
+
+
+async def request(
+    host: str,
+    port: int,
+    method: str,
+    path: str,
+    content: bytes = b"",
+    headers: Mapping[str, str] = {},
+    *,
+    max_bytes: int = _LONGEST_ANSWER_BYTES,
+) -> tuple[int, bytes]:
+    """Return the status and the body of an HTTP response. Raise OSError if there is none, or it is too long."""
+    lines = {"Host": "localhost", "Connection": "close", "Content-Length": len(content), **headers}
+    head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    body: list[bytes] = []
+    is_complete = asyncio.Event()
+    parser = httptools.HttpResponseParser(SimpleNamespace(on_body=body.append, on_message_complete=is_complete.set))
+    read_bytes = 0
+    try:
+        async with _connection(host, port) as (reader, writer):
+            writer.write(head.encode() + b"\r\n" + content)
+            while not is_complete.is_set():
+                data = await reader.read(_READ_BYTES)
+                read_bytes += len(data)
+                if not data or read_bytes > max_bytes:
+                    raise ConnectionError(f"the response to {method} {path} is incomplete or too long")
+                parser.feed_data(data)
+        return parser.get_status_code(), b"".join(body)
+    except httptools.HttpParserError as exc:
+        raise ConnectionError(f"the response to {method} {path} at port {port} can't be parsed: {exc}") from exc
+
+
+@asynccontextmanager
+async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(_CONNECT_TO.get(host, host), port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+# --- etcd and NATS -------------------------------------------------------------------------------------
 
 
 class LocalServer(Child):
@@ -140,27 +304,26 @@ async def _at_port(
     raise ConfigError(f"{program}: no free loopback port found in {_PORT_TRIES} tries; stop processes that use ports")
 
 
-async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> None:
+async def _until_up(server: LocalServer, check: Callable[[], Awaitable[None]]) -> None:
     """Return when the server answers. Otherwise kill it, and raise _PortTaken, or ConfigError with the reason."""
-    asking = asyncio.create_task(until(ask, READY_TIMEOUT_S), name=f"asking {server.program}")
-    ending = asyncio.create_task(server.ended(), name=f"end of {server.program}")
-    is_up = False
+
+    async def answer_or_end() -> str:
+        """Return how the server ended; "" if it runs and answers."""
+        if not server.has_ended:
+            await check()
+        return describe(await server.ended()) if server.has_ended else ""
+
+    failure = "was cancelled"
     try:
-        await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
-            asking.result()
-            is_up = True
-            return
-        failure = describe(ending.result())
+        failure = await until(answer_or_end, READY_TIMEOUT_S)
     except NotYet as exc:
         failure = f"was not ready within {READY_TIMEOUT_S:g} s ({exc})"
     finally:
-        for task in (asking, ending):
-            task.cancel()
-        await asyncio.gather(asking, ending, return_exceptions=True)
-        if not is_up:
+        if failure:
             server.kill()
             await server.ended()
+    if not failure:
+        return
     last_lines = server.last_lines()
     if "address already in use" in last_lines:
         raise _PortTaken

@@ -16,7 +16,7 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.launcher import Launcher, ProcessRecord
 from dynamo_trtllm.launch.plan import ProcessSpec, processes
-from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
+from dynamo_trtllm.launch.servers import ReadyAnswer
 
 HOST = "127.0.0.1"
 KILLED = -signal.SIGKILL

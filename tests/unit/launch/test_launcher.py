@@ -16,7 +16,7 @@ from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
-from dynamo_trtllm.launch.readiness_checks import NotYet
+from dynamo_trtllm.launch.servers import NotYet
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses import BAD_CONFIG, RunFailed
 from tests.unit.launch.launcher_helpers import (

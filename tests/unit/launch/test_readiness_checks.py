@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from dynamo_trtllm.launch import readiness_checks
-from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, is_taken, ready, until
+from dynamo_trtllm.launch import servers
+from dynamo_trtllm.launch.servers import NotYet, ReadyAnswer, check_etcd, check_nats, is_taken, ready, until
 from tests.unit.launch.launcher_helpers import HOST, answering, http
 from tests.waiting import SOON_S
 
@@ -79,7 +79,7 @@ async def test_until_when_it_takes_connections_and_says_nothing_then_it_ends_in_
 
 
 async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness_checks, "_ONE_ANSWER_S", 0.1)
+    monkeypatch.setattr(servers, "_ONE_ANSWER_S", 0.1)
     with answering(b"", http(200, '{"status": "ready"}')) as port:
         assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
 
