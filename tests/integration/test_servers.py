@@ -74,10 +74,15 @@ async def test_server_when_it_can_not_come_up_then_error_has_the_log(tmp_path: P
         await servers.start_etcd(tmp_path)
 
 
-async def test_server_when_port_is_taken_then_error_names_it(tmp_path: Path, nats_server: str) -> None:
-    port = int(nats_server.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"nats-server: port {port} is in use"):
-        await servers.start_nats(tmp_path, port)
+async def test_server_when_its_port_is_taken_at_a_restart_then_error_names_it(tmp_path: Path) -> None:
+    server = await servers.start_nats(tmp_path)
+    await server.stop()
+    port = int(server.address.rpartition(":")[2])
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ConfigError, match=f"nats-server: port {port} is in use"),
+    ):
+        await server.restart()
 
 
 async def test_server_when_a_neighboring_port_is_taken_then_others_are_taken(
