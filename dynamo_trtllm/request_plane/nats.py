@@ -3,7 +3,8 @@
 The module works around these traps of nats-py 2.16: an oversized message closes the client for good; only pings detect
 a frozen server; a slow consumer loses messages silently; a `flush` that is cancelled or times out stops the read loop
 when its reply arrives, so it is never called; its `request` may return the reply to a caller that was cancelled (and
-takes twice the CPU time of an inbox for all replies), so it is not called either.
+takes twice the CPU time of an inbox for all replies), so it is not called either; its `publish` waits, and drops
+cancels, while as many bytes as `pending_size` are unsent, so that is more than there can be.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
 _PENDING_BYTES = 512 << 20
-_OUTGOING_MESSAGES = 1 << 16  # waiting to be passed to the client
+_UNSENT_MESSAGES = 1 << 16  # waiting to be written; beyond, messages are dropped
 _FLUSH_TIMEOUT_S = 2
 _CANCEL_AGAIN_S = 0.1
 CONNECT_OPTIONS: Final[dict[str, Any]] = {
@@ -38,7 +39,7 @@ CONNECT_OPTIONS: Final[dict[str, Any]] = {
     "max_reconnect_attempts": -1,
     "ping_interval": 2,
     "max_outstanding_pings": 2,
-    "flush_timeout": _FLUSH_TIMEOUT_S,  # without it, a publish to a frozen server would wait and ignore cancels
+    "pending_size": 1 << 40,
 }
 _LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends a line of more than 4096 bytes
 
@@ -83,39 +84,27 @@ async def _end_task(task: asyncio.Task[None]) -> None:
 
 def abort_client(client: Client) -> None:
     """Close the client and its connection without awaiting, so that a cancel can't interrupt this."""
-    for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
+    tasks = [client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task]
+    for task in (*tasks, *(each._wait_for_msgs_task for each in client._subs.values())):
         if task is not None:
             task.cancel()
-    _abort(client)
-    client._status = Client.CLOSED
-
-
-def _abort(client: Client) -> None:
     transport = client._transport
     if isinstance(transport, TcpTransport) and transport._io_writer is not None:
         transport._io_writer.transport.abort()
+    client._status = Client.CLOSED
 
 
 async def close_client(client: Client) -> None:
     """Close the client and its connection. It takes a few seconds if the server is frozen. Idempotent."""
-    if not await _close(client):
-        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops there halfway.
-        client._pending_data_size = 0
-        client._status = Client.DISCONNECTED
-        _abort(client)
-        await _close(client)
-
-
-async def _close(client: Client) -> bool:
     try:
         async with asyncio.timeout(_FLUSH_TIMEOUT_S):
             if client._reconnection_task is not None:
                 await _end_task(client._reconnection_task)  # the client cancels it only once
             await client.close()
     except (OSError, TimeoutError) as exc:
-        log.debug("closing the connection to NATS failed: %r", exc)
-        return False
-    return True
+        # nats-py 2.16 first writes pending data, even to a lost or frozen connection, and stops there halfway.
+        log.warning("connection to NATS closed, messages may be unsent: %r", exc)
+        abort_client(client)
 
 
 def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
@@ -124,7 +113,10 @@ def _set_reply(reply: asyncio.Future[Msg | None], message: Msg | None) -> None:
 
 
 class NatsTransport:
-    """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`."""
+    """A `Transport` over one NATS connection, which reconnects for ever. Usable after `connect`.
+
+    A task of `tasks` fails with Disconnected when the client stops reconnecting, as it does after a protocol error.
+    """
 
     def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
         self._tasks = tasks or BackgroundTasks()
@@ -135,10 +127,9 @@ class NatsTransport:
         self._ended = asyncio.Event()  # set when the client has given up by itself
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
-        self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
-        self._is_drop_reported = False  # its report is scheduled, or runs
-        self._writer: asyncio.Task[None] | None = None
-        self._writing = True
+        self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
+        self._drops = False  # messages, because too many are unsent
+        self._watch: asyncio.Task[None] | None = None
         self._is_waiting_logged = False
         # replies to requests, by the subject of the reply; None: it did not come in time
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
@@ -167,7 +158,7 @@ class NatsTransport:
             raise Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server") from exc
         self._is_open = True
         self._up.set()
-        self._writer = self._tasks.start(self._write(), "plane-nats-writer")
+        self._watch = self._tasks.start(self._until_ended(), "nats-watch")
 
     @property
     def max_message_bytes(self) -> int:
@@ -175,7 +166,7 @@ class NatsTransport:
 
     @property
     def is_writing(self) -> bool:
-        return self._client.pending_data_size > 0 or not self._outgoing.empty()
+        return bool(self._outgoing) or self._client.pending_data_size > 0
 
     def new_inbox(self) -> str:
         return self._client.new_inbox()
@@ -217,16 +208,12 @@ class NatsTransport:
             raise Unreachable(f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}")
         if not self._up.is_set():
             await self._connected(timeout_s)
-        caller, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert caller is not None
-        cancels, reply_to = caller.cancelling(), f"{self._replies_to}{next(self._reply_numbers)}"
+        loop, reply_to = asyncio.get_running_loop(), f"{self._replies_to}{next(self._reply_numbers)}"
         reply: asyncio.Future[Msg | None] = loop.create_future()
         self._replies[reply_to] = reply
         expiry = loop.call_later(timeout_s, _set_reply, reply, None)
         try:
-            await self._client.publish(subject, data, reply_to)
-            if caller.cancelling() > cancels:  # `publish` may block for _FLUSH_TIMEOUT_S, and drops a cancel then
-                raise asyncio.CancelledError
+            self._send(subject, data, reply_to)
             message = await reply
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
@@ -252,19 +239,43 @@ class NatsTransport:
             raise Disconnected(self._lacking) from exc
 
     def publish(self, subject: str, data: bytes) -> None:
+        if not self._is_open:
+            return
         if len(subject) > _LONGEST_SUBJECT:
             log.debug("message dropped: its subject has %d characters", len(subject))
             return
+        # Not sent within this call: an error ends all streams, which publish cancels.
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._send_outgoing)
+        self._outgoing.append((subject, data))
+
+    def _send_outgoing(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for subject, data in outgoing:
+            has_dropped, self._drops = self._drops, len(self._client._pending) >= _UNSENT_MESSAGES
+            if self._drops:
+                if not has_dropped:
+                    text = "message dropped: too many unsent messages; check the load of NATS"
+                    self._report_disconnect(Disconnected(text))
+                continue
+            try:
+                self._send(subject, data)
+            except nats_errors.BadSubjectError:  # a caller sent this subject; other callers lose no message
+                log.debug("message dropped: invalid subject %r", subject)
+            except (nats_errors.Error, OSError) as exc:
+                self._report_disconnect(Disconnected(f"sending to {subject} failed: {exc!r}"))
+
+    def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
+        """Pass a message to the client, whose `publish` does not wait with so large a `pending_size`."""
+        sending = self._client.publish(subject, data, reply_to)
         try:
-            self._outgoing.put_nowait((subject, data))
-        except asyncio.QueueFull:
-            # Not within this call: the callbacks end all streams, which publish cancels.
-            if not self._is_drop_reported:
-                self._is_drop_reported = True
-                asyncio.get_running_loop().call_soon(self._report_drop)
+            sending.send(None)
+        except StopIteration:
+            return
+        sending.close()  # the client has the message, and would only wait until it is written
 
     def try_publish(self, subject: str, data: bytes) -> bool:
-        if not self._up.is_set() or 2 * self._outgoing.qsize() > _OUTGOING_MESSAGES:
+        if not self._up.is_set() or 2 * (len(self._client._pending) + len(self._outgoing)) > _UNSENT_MESSAGES:
             return False
         if len(data) > self.max_message_bytes:
             log.warning("message to %s dropped: %d bytes are more than NATS allows", subject, len(data))
@@ -272,38 +283,13 @@ class NatsTransport:
             self.publish(subject, data)
         return True
 
-    def _report_drop(self) -> None:
-        error = Disconnected("message dropped: too many unsent messages; check the load of NATS")
-        try:
-            self._report_disconnect(error)
-        finally:
-            self._is_drop_reported = False
-
     async def aclose(self) -> None:
         if not self._is_open:
             return
         self._is_open = False
-        try:
-            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-                await self._outgoing.join()
-        except TimeoutError:
-            log.warning("NATS connection closed with %d messages unsent", self._outgoing.qsize())
-        if self._writer is not None:
-            self._writing = False  # `publish` may swallow the cancel
-            await self._tasks.cancel(self._writer)
+        self._send_outgoing()
+        await self._tasks.cancel(self._watch)
         await close_client(self._client)
-
-    async def _write(self) -> None:
-        while self._writing:
-            subject, data = await self._outgoing.get()
-            try:
-                await self._client.publish(subject, data)
-            except nats_errors.BadSubjectError:  # a caller sent this subject; other callers lose no message
-                log.debug("message dropped: invalid subject %r", subject)
-            except (nats_errors.Error, OSError) as exc:
-                self._report_disconnect(Disconnected(f"sending to {subject} failed: {exc!r}"))
-            finally:
-                self._outgoing.task_done()
 
     def _report_disconnect(self, error: DynamoError) -> None:
         log.warning("NATS at %s: %s", self._address, error)
@@ -319,7 +305,7 @@ class NatsTransport:
             )
         elif not isinstance(error, nats_errors.Error | OSError | TimeoutError):  # of the receiver of a message: a bug
             log.error("NATS at %s: unexpected error", self._address, exc_info=error)
-        elif self._writer is None and not self._is_waiting_logged:
+        elif not self._is_open and not self._is_waiting_logged:
             self._is_waiting_logged = True
             log.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
         else:
@@ -339,18 +325,13 @@ class NatsTransport:
             self._ended.set()
             log.error("NATS client at %s stopped reconnecting; restart this process", self._address)
 
-    async def until_ended(self) -> None:
-        """Wait until the client stops reconnecting, as nats-py does after a protocol error, and raise Disconnected."""
+    async def _until_ended(self) -> None:
         await self._ended.wait()
         raise Disconnected(f"NATS client at {self._address} stopped reconnecting; restart this process")
 
 
 class NatsPlane(Plane):
     """A request plane over NATS. Create it with `connect`."""
-
-    def __init__(self, transport: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
-        super().__init__(transport, limits, tasks)
-        self.until_ended = transport.until_ended
 
     @classmethod
     async def connect(

@@ -169,15 +169,10 @@ class Worker:
             if not isinstance(started, tuple):
                 log.info("stopped during start-up")
                 return
-            plane, service, sleeper = started
+            service, sleeper = started
             log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
-                await first_of(
-                    self._stop.wait(),
-                    service.until_failed(),
-                    plane.until_ended(),
-                    self._tasks.until_failed(),
-                )
+                await first_of(self._stop.wait(), service.until_failed(), self._tasks.until_failed())
             except DynamoError as exc:
                 log.error("shutting down (%s): %s", exc.code, exc.message)
                 self._health.failure = self._health.failure or exc.message
@@ -185,7 +180,7 @@ class Worker:
                 raise
             await self._drain(sleeper)
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[NatsPlane, WorkerService, Sleeper]:
+    async def _start(self, stack: AsyncExitStack) -> tuple[WorkerService, Sleeper]:
         """Start the parts of the worker, which `stack` closes."""
         namespace = endpoint_of(self._config).namespace
         folder = recorder_folder(self._config.recorder_dir, process_environment())
@@ -244,7 +239,7 @@ class Worker:
         stack.push_async_callback(self._sleeper.aclose)
         self._health.phase = "serving"
         RECORDER.record_process(RecordedEvent.READY)
-        return plane, service, self._sleeper
+        return service, self._sleeper
 
     def _publish_kv_events(
         self, engine: Engine, plane: NatsPlane, instance: Instance, stack: AsyncExitStack

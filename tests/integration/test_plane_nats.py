@@ -239,7 +239,7 @@ async def test_client_when_closed_for_good_then_named_and_calls_fail(nats_server
         await caller._transport._client.close()  # as nats-py does by itself after a protocol error
     assert "restart this process" in caplog.text
     with pytest.raises(Disconnected, match="stopped reconnecting"):
-        await asyncio.wait_for(caller.until_ended(), SOON_S)
+        await asyncio.wait_for(caller._tasks.until_failed(), SOON_S)
     with pytest.raises(Disconnected):
         await collect(caller)
 
@@ -353,8 +353,8 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
     assert plane.try_publish("s.events", b"1")
     assert plane.try_publish("s.events", b"x" * (plane._transport.max_message_bytes + 1))  # lost, and logged
     assert "more than NATS allows" in caplog.text
-    monkeypatch.setattr(nats_plane, "_OUTGOING_MESSAGES", 4)
-    accepted = [plane.try_publish("s.events", b"2") for _ in range(8)]  # within one turn, so none is sent
+    monkeypatch.setattr(nats_plane, "_UNSENT_MESSAGES", 8)
+    accepted = [plane.try_publish("s.events", b"2") for _ in range(16)]  # within one turn, so none is sent
     assert (accepted[0], accepted[-1]) == (True, False)
     assert await asyncio.wait_for(received.get(), SOON_S) == b"1"
     server.kill()

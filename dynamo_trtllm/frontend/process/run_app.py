@@ -93,7 +93,7 @@ async def run_app(
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
-        work = {"nats-watch": plane.until_ended(), "recordings": answer_queries(plane, config.namespace)}
+        work = {"recordings": answer_queries(plane, config.namespace)}
         work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
         work["discovery-watch"] = models.watch()
         if has_probes:

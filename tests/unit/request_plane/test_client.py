@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
+from nats.aio.client import Client
 
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, decode, token_ids
+from dynamo_trtllm.request_plane import nats
 from dynamo_trtllm.request_plane.client import Plane, PlaneLimits
 from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.nats import NatsTransport
@@ -102,8 +104,9 @@ async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_bla
 
 async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within_the_call() -> None:
     transport = NatsTransport.__new__(NatsTransport)
-    transport._outgoing = asyncio.Queue(1)
-    transport._is_drop_reported = False
+    transport._client = Client()
+    transport._client._pending = [b""] * nats._UNSENT_MESSAGES
+    transport._outgoing, transport._drops, transport._is_open = [], False, True
     transport._address = "n"
     reports: list[DynamoError] = []
 
