@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,7 +18,7 @@ from typing import TypeVar
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.etcd_store import Backoff, Change, EtcdStore, LeaseKeeper, Snapshot
+from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, LeaseKeeper, Snapshot, backoff
 from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.records import namespace_prefix, written
 from dynamo_trtllm.errors import Unreachable
@@ -69,7 +69,7 @@ class EtcdDiscovery:
         Raises:
             Unreachable: the last error.
         """
-        backoff = Backoff()
+        delays = backoff()
         loop = asyncio.get_running_loop()
         limit_s = AWAY_TIMEOUT_S if self._store.answered else self.start_timeout_s
         begun_s, log_at_s = loop.time(), 0.0
@@ -78,7 +78,7 @@ class EtcdDiscovery:
             try:
                 answer = await call()
             except Unreachable as exc:
-                delay_s, waited_s = backoff.next_s(), loop.time() - begun_s
+                delay_s, waited_s = next(delays), loop.time() - begun_s
                 if self._store.closed or waited_s + delay_s >= limit_s:
                     raise
                 if waited_s >= log_at_s:
@@ -95,18 +95,20 @@ class EtcdDiscovery:
         Raises:
             Unreachable: etcd does not answer the first list.
         """
-        prefix, cache, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self.lease_ttl_s), Backoff()
+        prefix, cache, delays = namespace_prefix(namespace), InstanceCache(grace_s=self.lease_ttl_s), backoff()
         loop = asyncio.get_running_loop()
         snapshot = await self._retry_at_start(lambda: self._store.read_all(prefix))
         for event in cache.relist(snapshot.records):
             yield event
         yield Synced()
         while not self._store.closed:
-            async with aclosing(self._changes(prefix, snapshot, cache, backoff)) as changes:
-                async for key, record in changes:
-                    for event in cache.delete(key) if record is None else cache.put(key, record):
-                        yield event
-            again = await self._list_again(prefix, cache, backoff)
+            async with aclosing(self._changes(prefix, snapshot, cache)) as batches:
+                async for batch in batches:
+                    delays = backoff()  # the watch runs
+                    for key, record in batch:
+                        for event in cache.delete(key) if record is None else cache.put(key, record):
+                            yield event
+            again = await self._list_again(prefix, cache, delays)
             if again is None:
                 return
             snapshot = again
@@ -117,8 +119,8 @@ class EtcdDiscovery:
                 log.warning(text, self.lease_ttl_s)
 
     async def _changes(
-        self, prefix: str, snapshot: Snapshot, cache: InstanceCache, backoff: Backoff
-    ) -> AsyncGenerator[Change, None]:
+        self, prefix: str, snapshot: Snapshot, cache: InstanceCache
+    ) -> AsyncGenerator[list[Change], None]:
         """Yield the changes after a list until the watch is interrupted, or until missing instances need a new list."""
         try:
             async with aclosing(self._store.changes(prefix, snapshot.revision + 1)) as batches:
@@ -127,9 +129,7 @@ class EtcdDiscovery:
                         batch = await anext(batches, None)
                     if batch is None:
                         break
-                    backoff.reset()
-                    for change in batch:
-                        yield change
+                    yield batch
             reason = "etcd ended the stream"
         except TimeoutError:
             return
@@ -139,10 +139,10 @@ class EtcdDiscovery:
             RECORDER.record_process(RecordedEvent.CONNECTION_LOST, _ETCD)
             log.warning("etcd watch of %s interrupted, keeping known instances: %s", prefix, reason)
 
-    async def _list_again(self, prefix: str, cache: InstanceCache, backoff: Backoff) -> Snapshot | None:
+    async def _list_again(self, prefix: str, cache: InstanceCache, delays: Iterator[float]) -> Snapshot | None:
         """Retry until the list is read. Return None if this object is closed first."""
         while not self._store.closed:
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(next(delays))
             try:
                 snapshot = await self._store.read_all(prefix)
             except Unreachable as exc:

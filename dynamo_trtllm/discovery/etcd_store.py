@@ -24,20 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc.aio
-from etcd3aio._protobuf import (
-    DeleteRangeRequest,
-    KVStub,
-    LeaseGrantRequest,
-    LeaseKeepAliveRequest,
-    LeaseRevokeRequest,
-    LeaseStub,
-    LeaseTimeToLiveRequest,
-    PutRequest,
-    RangeRequest,
-    WatchCreateRequest,
-    WatchRequest,
-    WatchStub,
-)
+from etcd3aio import _protobuf as pb
 from etcd3aio.kv import prefix_range_end
 
 from dynamo_trtllm.background import BackgroundTasks
@@ -50,6 +37,7 @@ CALL_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 2.0
 # Also for long leases: after etcd has lost its data, workers must register again before watchers remove them (10 s).
 LONGEST_PAUSE_S = 3.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0  # between attempts
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: deleted
 _DELETE = 1  # mvccpb.Event.EventType
 _PORT = re.compile(r":\d+$")
@@ -193,34 +181,34 @@ class EtcdStore:
         return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
 
     async def _range(self, prefix: str) -> Any:
-        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
-        return await self._call(KVStub, "Range", request)
+        request = pb.RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
+        return await self._call(pb.KVStub, "Range", request)
 
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:
             return None
-        reply = await self._call(LeaseStub, "LeaseTimeToLive", LeaseTimeToLiveRequest(ID=lease_id))
+        reply = await self._call(pb.LeaseStub, "LeaseTimeToLive", pb.LeaseTimeToLiveRequest(ID=lease_id))
         return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None  # 0: less than a second
 
     async def put(self, key: str, record: bytes, lease: Lease) -> None:
         """Write a record that expires with the lease."""
-        await self._call(KVStub, "Put", PutRequest(key=key_bytes(key), value=record, lease=lease.id))
+        await self._call(pb.KVStub, "Put", pb.PutRequest(key=key_bytes(key), value=record, lease=lease.id))
 
     async def delete(self, key: str) -> None:
         """Delete a key if it exists."""
-        await self._call(KVStub, "DeleteRange", DeleteRangeRequest(key=key_bytes(key)))
+        await self._call(pb.KVStub, "DeleteRange", pb.DeleteRangeRequest(key=key_bytes(key)))
 
     async def grant(self, ttl_s: float) -> Lease:
         """Create a lease of at least `ttl_s` seconds."""
-        reply = await self._call(LeaseStub, "LeaseGrant", LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s))))
+        reply = await self._call(pb.LeaseStub, "LeaseGrant", pb.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s))))
         return Lease(id=reply.ID, ttl_s=reply.TTL)
 
     async def keep_alive(self, lease: Lease) -> bool:
         """Renew a lease. Return False if it has expired."""
         with self._translated():
-            call = LeaseStub(self._channel).LeaseKeepAlive(timeout=CALL_TIMEOUT_S)
+            call = pb.LeaseStub(self._channel).LeaseKeepAlive(timeout=CALL_TIMEOUT_S)
             try:
-                await call.write(LeaseKeepAliveRequest(ID=lease.id))
+                await call.write(pb.LeaseKeepAliveRequest(ID=lease.id))
                 reply = await call.read()
             finally:
                 call.cancel()
@@ -232,7 +220,9 @@ class EtcdStore:
         """Revoke a lease, which deletes its keys. Ignore an unknown lease."""
         with self._translated():
             try:
-                await LeaseStub(self._channel).LeaseRevoke(LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S)
+                await pb.LeaseStub(self._channel).LeaseRevoke(
+                    pb.LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S
+                )
             except grpc.aio.AioRpcError as exc:
                 if exc.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
@@ -246,13 +236,13 @@ class EtcdStore:
         Raises:
             Unreachable: the connection is lost.
         """
-        create = WatchCreateRequest(
+        create = pb.WatchCreateRequest(
             key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=from_revision
         )
         with self._translated():
-            call = WatchStub(self._channel).Watch()
+            call = pb.WatchStub(self._channel).Watch()
             try:
-                await call.write(WatchRequest(create_request=create))
+                await call.write(pb.WatchRequest(create_request=create))
                 while (reply := await call.read()) is not grpc.aio.EOF and not reply.canceled:
                     if reply.header.revision + 1 < from_revision:
                         break
@@ -267,24 +257,12 @@ class EtcdStore:
             await channel.close()
 
 
-class Backoff:
-    """Delays that double up to a limit, with jitter of up to half so that clients don't retry together."""
-
-    FIRST_S = 0.05
-    LONGEST_S = 1.0
-
-    def __init__(self) -> None:
-        self._full_s = self.FIRST_S
-
-    def next_s(self) -> float:
-        """Return the next delay in seconds."""
-        delay = self._full_s * random.uniform(0.5, 1.0)
-        self._full_s = min(2 * self._full_s, self.LONGEST_S)
-        return delay
-
-    def reset(self) -> None:
-        """Start again with the first delay. Call it after a success."""
-        self._full_s = self.FIRST_S
+def backoff() -> Iterator[float]:
+    """Yield delays in seconds that double up to a limit, with jitter so that clients don't retry together."""
+    full_s = FIRST_DELAY_S
+    while True:
+        yield full_s * random.uniform(0.5, 1.0)
+        full_s = min(2 * full_s, LONGEST_DELAY_S)
 
 
 class LeaseKeeper:
@@ -326,13 +304,13 @@ class LeaseKeeper:
 
     async def _recover(self, lease: Lease) -> Lease:
         """Retry until the old lease is renewed or the key is written with a new lease. Return the lease."""
-        backoff = Backoff()
+        delays = backoff()
         while True:
             try:
                 return lease if await self._store.keep_alive(lease) else await self._acquire()
             except Unreachable as exc:
                 log.debug("registration %s: %s", self._key, exc.message)
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(next(delays))
 
     async def aclose(self) -> None:
         task, self._task = self._task, None
