@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; the size that a worker sends is not trusted
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
-_PRELOAD_AFTER_S: Final = 15.0
+_PRELOAD_AFTER_S: Final = 15.0  # the first seconds of a frontend are busy
 
 
 @dataclass(eq=False)
@@ -47,8 +47,7 @@ class ModelRegistry:
         self._served: dict[str, ServedModel] = {}
         self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._preloading: set[asyncio.Task[None]] = set()
-        self._preload_wanted: dict[str, asyncio.Event] = {}  # by model
+        self._preload_timers: dict[str, asyncio.TimerHandle] = {}  # by model
         self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
@@ -68,8 +67,18 @@ class ModelRegistry:
         return served
 
     def preload(self, name: str) -> None:
-        """Let the renderer of a loaded model load the rest now. Called for a long prompt. Idempotent."""
-        self._preload_wanted[name].set()
+        """Let the renderer of a loaded model load the rest now: for a long prompt, or by its timer. Idempotent."""
+
+        def preloaded(future: asyncio.Future[None]) -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                log.error("the tokenizer of model %s cannot be preloaded: %s", name, error, exc_info=error)
+
+        timer = self._preload_timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+            # Not in one of the few threads for requests.
+            loading = asyncio.get_running_loop().run_in_executor(None, self._served[name].renderer.preload)
+            loading.add_done_callback(preloaded)
 
     def names(self) -> list[str]:
         return sorted(self._served)
@@ -185,7 +194,8 @@ class ModelRegistry:
                     files = await self._fetch_all(card)
                     renderer = await in_thread(_renderer, card, files)
                     self._served[name] = ServedModel(card, renderer)
-                    self._preload(name, renderer)
+                    later = asyncio.get_running_loop().call_later(_PRELOAD_AFTER_S, self.preload, name)
+                    self._preload_timers[name] = later
                     self._announce(name)
                     if name not in self._announced:
                         reason = not_ready_reason(self._view.model(name), name, None)
@@ -200,25 +210,6 @@ class ModelRegistry:
                     await asyncio.sleep(_RETRY_S)
         finally:
             del self._loading[name]
-
-    def _preload(self, name: str, renderer: Renderer) -> None:
-        """Let the renderer load the rest when a long prompt comes, or else some time after the start, which is busy."""
-        wanted = self._preload_wanted[name] = asyncio.Event()
-
-        async def preload() -> None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PRELOAD_AFTER_S):
-                    await wanted.wait()
-            await asyncio.to_thread(renderer.preload)  # not in one of the few threads for requests
-
-        def preloaded(task: asyncio.Task[None]) -> None:
-            self._preloading.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("the tokenizer of model %s cannot be preloaded: %s", name, error, exc_info=error)
-
-        task = asyncio.create_task(preload(), name=f"preload {name}")
-        self._preloading.add(task)
-        task.add_done_callback(preloaded)
 
     async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
         """Fetch the card's files and return them by name. Raises as `_fetch`."""
@@ -257,10 +248,13 @@ class ModelRegistry:
         return bytes(data)
 
     async def aclose(self) -> None:
-        loading = [*self._loading.values(), *self._preloading]
+        loading = list(self._loading.values())
         for task in loading:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
+        for timer in self._preload_timers.values():
+            timer.cancel()
+        self._preload_timers.clear()
 
 
 def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
