@@ -24,7 +24,7 @@ from dynamo_trtllm.frontend.generation.completions import CHAT
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.request_context import AppState
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
@@ -148,7 +148,6 @@ def make_exchange(channel: str, steps: int, **fields: Any) -> Callable[[], Corou
         metrics=FrontendMetrics(),
         limiter=ConcurrencyLimiter(config.max_inflight),
         body_budget=BodyBudget(config.max_total_body_bytes),
-        running=InFlight(),
     )
     app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
 

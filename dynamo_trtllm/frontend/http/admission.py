@@ -7,8 +7,8 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from dynamo_trtllm import errors
@@ -232,43 +232,6 @@ class PlanningTime:
 
     def _begin_iteration(self) -> None:
         self._used_s = 0.0
-
-
-class InFlight:
-    """The generations in progress, by response id: the builder of the response and the task."""
-
-    def __init__(self) -> None:
-        self._running: dict[str, tuple[object, asyncio.Task[None]]] = {}
-        self._cancelled: set[str] = set()
-
-    def builder(self, answer_id: str) -> object:
-        """Return the builder of a response; None if no generation has this id."""
-        return self._running.get(answer_id, (None, None))[0]
-
-    def cancel(self, answer_id: str) -> None:
-        """Cancel a generation in progress, which then fails with `Cancelled`."""
-        self._cancelled.add(answer_id)
-        self._running[answer_id][1].cancel()
-
-    @contextmanager
-    def track(self, answer_id: str, builder: object) -> Iterator[None]:
-        """Register the current task as the generation of this id while the context is open.
-
-        Raises:
-            Cancelled: `cancel` was called for this id.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        self._running[answer_id] = builder, task
-        try:
-            yield
-        except asyncio.CancelledError:
-            if answer_id in self._cancelled:
-                raise errors.Cancelled(f"{answer_id} was cancelled on request") from None
-            raise
-        finally:
-            del self._running[answer_id]
-            self._cancelled.discard(answer_id)
 
 
 def check_json(request: HttpRequest) -> None:

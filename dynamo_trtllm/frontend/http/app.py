@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,10 +22,10 @@ from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
-from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, store_limits
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, StoredResponse, store_limits
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.openapi import document
-from dynamo_trtllm.frontend.http.request_context import AppState
+from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
@@ -164,22 +164,17 @@ class ResponseRoutes:
     """
 
     _store: ResponseStore
-    _running: InFlight
+    _running: Mapping[str, tuple[RequestContext, asyncio.Task[None]]]  # see `AppState`
 
     async def retrieve(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "stream", "include", "include[]")
         if _last(request, "stream", "false") != "false":
             raise UnsupportedParameter("stream is not supported for an existing response; leave it out", field="stream")
-        if (builder := self._storing_builder(request)) is not None:
-            response.send_json(200, builder.in_progress())
-        else:
-            response.send_json(200, (await self._store.get(_id(request))).response)
+        response.send_json(200, (await self._stored(request)).response)
 
     async def input_items(self, request: HttpRequest, response: HttpResponse) -> None:
         _check_query(request, "limit", "order", "after", "include", "include[]")
-        builder = self._storing_builder(request)
-        items = (await self._store.get(_id(request))).items if builder is None else builder.input_items()
-        response.send_json(200, _page(items, request))
+        response.send_json(200, _page((await self._stored(request)).items, request))
 
     async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
         response_id = _id(request)
@@ -194,19 +189,25 @@ class ResponseRoutes:
         if builder is None:
             response.send_json(200, (await self._store.get(_id(request))).response)
             return
-        self._running.cancel(builder.id)
+        context, task = self._running[builder.id]
+        context.is_cancelled = True
+        task.cancel()
         cancelled = builder.cancelled()
         if (packed := builder.pack(cancelled)) is not None:
             await self._store.put(builder.id, packed, builder.client)
         response.send_json(200, cancelled)
 
-    def _storing_builder(self, request: HttpRequest) -> ResponseBuilder | None:
-        """Return the builder of a response in progress that will be stored; None if it is to be sought in the store."""
+    async def _stored(self, request: HttpRequest) -> StoredResponse:
+        """Return a response as it is stored, or as it is now if it is in progress and will be stored."""
         builder = self._running_builder(request)
-        return builder if builder is not None and builder.stored else None
+        if builder is not None and builder.stored:
+            return StoredResponse(response=builder.in_progress(), items=builder.input_items())
+        return await self._store.get(_id(request))
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
-        builder = self._running.builder(_id(request))
+        """Return the builder of a response in progress."""
+        running = self._running.get(_id(request))
+        builder = None if running is None else running[0].builder
         return builder if isinstance(builder, ResponseBuilder) else None
 
 
@@ -299,7 +300,6 @@ def build_app(
         metrics=metrics,
         limiter=limiter,
         body_budget=budget,
-        running=InFlight(),
         traces=traces,
     )
     status_routes = StatusRoutes(models, metrics, not_ready_reason)

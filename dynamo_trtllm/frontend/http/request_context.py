@@ -18,10 +18,9 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.fleet.model_registry import ModelRegistry
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, ChoiceState, Usage
-from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, InFlight, PlanningTime, read_body
+from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter, PlanningTime, read_body
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
@@ -51,7 +50,8 @@ class AppState:
     metrics: FrontendMetrics
     limiter: ConcurrencyLimiter
     body_budget: BodyBudget
-    running: InFlight
+    # Requests whose choices run, by the id of the response.
+    running: dict[str, tuple[RequestContext, asyncio.Task[None]]] = field(default_factory=dict)
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     logged_fields: dict[str, None] = field(default_factory=dict)  # ignored fields that were logged, newest last
     traces: TraceExporter | None = None
@@ -74,7 +74,9 @@ class RequestContext:
         self._ignored = ""  # names of ignored fields, for the response header
         self.extra_fields: frozenset[str] = frozenset()  # of `nvext`, in the response
         self.answer_id = ""  # the id in the response; "" until it is known
-        self.encoder: AnswerBuilder | None = None  # of a streamed response
+        self.builder: AnswerBuilder | None = None  # of the response, as soon as it is planned
+        self.is_streamed = False  # the response is; known with the builder
+        self.is_cancelled = False  # on request of a client
         self.choices: list[ChoiceState] = []
         self._app_state = app_state
         self._endpoint = endpoint
@@ -86,7 +88,6 @@ class RequestContext:
         self._arrived_at = time.time()
         self._begun_s = request.arrived_s
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
-        self._traces: list[RouteTrace] = []  # of the choices
         self._model = ""
         self._candidates = 1
         app_state.metrics.request_started()
@@ -140,7 +141,6 @@ class RequestContext:
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
         self._observe_itl = metrics.child("itl_seconds", self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
-        self._traces = [choice.trace for choice in self.choices]
         for choice in self.choices[:: plan.candidates]:
             choice.record_prompt()
         if count > limiter.limit:
@@ -160,7 +160,7 @@ class RequestContext:
 
     def observe(self, delta: ChoiceDelta) -> None:
         """Record a delta when it arrives. TTFT counts once per request, inter-token latency in each choice."""
-        trace, now = self._traces[delta.index], time.monotonic()
+        trace, now = self.choices[delta.index].trace, time.monotonic()
         if delta.tokens:
             if trace.first_s is not None:
                 self._observe_itl((now - trace.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
@@ -232,7 +232,7 @@ class RequestContext:
             "kv_hit_rate": usage.cached_tokens / max(1, usage.prompt_tokens),
         }
         first_s = self._first_s()
-        called_s = (span.begin_s for trace in self._traces for span in trace.spans if span.phase in _CALLS)
+        called_s = (span.begin_s for choice in self.choices for span in choice.trace.spans if span.phase in _CALLS)
         call_s = min(called_s, default=None)
         if first_s is not None and call_s is not None:
             timing["prefill_wait_time_ms"] = (call_s - self._begun_s) * 1e3
@@ -345,7 +345,8 @@ class RequestContext:
         return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
     def _first_s(self) -> float | None:
-        return min((trace.first_s for trace in self._traces if trace.first_s is not None), default=None)
+        traces = [choice.trace for choice in self.choices]
+        return min((trace.first_s for trace in traces if trace.first_s is not None), default=None)
 
     def _finishes(self) -> str:
         return ",".join(dict.fromkeys(choice.finish for choice in self.choices if choice.finish is not None))

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.background import in_thread
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
@@ -130,13 +130,21 @@ class GenerateEndpoint(Generic[B]):
         response.deadline = context.deadline
         await context.begin(plan, adapter.id_prefix)
         meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()), client=context.client)
-        builder = adapter.builder(meta, body, plan)
-        with self._app_state.running.track(context.answer_id, builder):
+        context.is_streamed, context.builder = body.stream, adapter.builder(meta, body, plan)
+        task, running = asyncio.current_task(), self._app_state.running
+        assert task is not None
+        running[context.answer_id] = context, task
+        try:
             if body.stream:
-                context.encoder = builder
-                await self._stream(context, response, builder)
+                await self._stream(context, response, context.builder)
             else:
-                await self._aggregate(context, response, plan, builder)
+                await self._aggregate(context, response, plan, context.builder)
+        except asyncio.CancelledError:
+            if context.is_cancelled:
+                raise Cancelled(f"{context.answer_id} was cancelled on request") from None
+            raise
+        finally:
+            del running[context.answer_id]
 
     async def _plan(self, context: RequestContext, request: HttpRequest) -> tuple[B, GenerationPlan]:
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
@@ -193,12 +201,13 @@ class GenerateEndpoint(Generic[B]):
     async def _deltas(self, context: RequestContext, response: HttpResponse) -> AsyncGenerator[ChoiceDelta, None]:
         """Run all choices. Yield their deltas that were not written at once; the first error ends all choices.
 
-        A delta is written within the call that has its tokens. It waits to be yielded while the client reads slowly,
-        behind earlier ones or an error, and if it is the last of its choice.
+        A delta of a stream is written within the call that has its tokens. It waits to be yielded while the client
+        reads slowly, behind earlier ones or an error, and if it is the last of its choice.
         """
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
         limit, num_pending = MAX_PENDING_TOKENS * len(context.choices), 0  # tokens and deltas that are not sent yet
-        encoder, observe, write = context.encoder, context.observe, response.write
+        encoder = context.builder if context.is_streamed else None
+        observe, write = context.observe, response.write
 
         def deliver(item: ChoiceDelta | DynamoError) -> None:
             nonlocal num_pending
@@ -271,8 +280,8 @@ class GenerateEndpoint(Generic[B]):
         """Send the error as HTTP status, or as the last event of a started stream, or log it after the last."""
         if response.ended:
             log.info("a request failed after its complete response: %s", error)
-        elif context.encoder is not None and response.started:
-            await response.send_events(context.encoder.error(error), last=True)
+        elif context.builder is not None and context.is_streamed and response.started:
+            await response.send_events(context.builder.error(error), last=True)
         else:
             is_overloaded = isinstance(error, Overloaded)
             response.send_error(error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S)
