@@ -101,11 +101,15 @@ class ResponseBuilder:
 
     def in_progress(self) -> dict[str, Any]:
         """Return the response as it is now."""
-        return self._base | {"status": "in_progress", "output": self._output.items("in_progress")}
+        return self._response("in_progress", "in_progress")
 
     def cancelled(self) -> dict[str, Any]:
         """Return the response after its cancellation."""
-        return self._base | {"status": "cancelled", "output": self._output.items("incomplete")}
+        return self._response("cancelled", "incomplete")
+
+    def _response(self, status: str, open_item: str, **fields: Any) -> dict[str, Any]:
+        """Return the response with these fields. `open_item`: the status of an item that is not complete."""
+        return self._base | {"status": status, "output": self._output.items(open_item)} | fields
 
     def input_items(self) -> list[Item]:
         return named(self._items, self.id)
@@ -131,22 +135,19 @@ class ResponseBuilder:
         """Return the complete response. Called once, after the last delta."""
         self._output.finish(self._final_status)
         is_incomplete = self._final_status == "incomplete"
-        final = (
-            self._base
-            | {
-                "status": self._final_status,
-                "completed_at": None if is_incomplete else int(time.time()),
-                "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
-                "output": self._output.items("completed"),
-                "usage": {
-                    "input_tokens": usage.prompt_tokens,
-                    "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-                    "output_tokens": usage.completion_tokens,
-                    "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                    "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-                },
-            }
-            | extras
+        final = self._response(
+            self._final_status,
+            "completed",
+            completed_at=None if is_incomplete else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if is_incomplete else None,
+            usage={
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+            **extras,
         )
         self.packed = self.pack(final)
         return final
@@ -176,11 +177,8 @@ class ResponseBuilder:
         events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
             return self._encoded(*events, {"type": "response.incomplete", "response": self.cancelled()})
-        failed = self._base | {
-            "status": "failed",
-            "error": {"code": _error_code(error), "message": error.message},
-            "output": self._output.items("incomplete"),
-        }
+        reason = {"code": _error_code(error), "message": error.message}
+        failed = self._response("failed", "incomplete", error=reason)
         return self._encoded(
             *events,
             {"type": "error", "code": error.code, "message": error.message, "param": error.field},
