@@ -312,7 +312,7 @@ class ResponseRequest(SamplingFields):
     def _fields_agree(self) -> ResponseRequest:
         if self.n != 1:
             unsupported("is not supported, except as 1; leave it out", field="n")
-        if self.continuous_usage:
+        if self.stream_options.continuous_usage_stats:
             unsupported(
                 "is not supported, except as false; leave it out", field="stream_options.continuous_usage_stats"
             )

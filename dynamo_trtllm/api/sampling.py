@@ -93,7 +93,7 @@ class StreamOptions(RequestModel):
     no_ops: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool = False  # every event has the usage so far
 
     @model_validator(mode="after")
     def _has_usage(self) -> StreamOptions:
@@ -102,6 +102,7 @@ class StreamOptions(RequestModel):
         return self
 
 
+_NO_STREAM_OPTIONS = StreamOptions()
 Priority = Annotated[int, Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
 DpRank = Annotated[int, Field(ge=0, lt=MAX_DP_RANKS)]
 
@@ -143,7 +144,7 @@ class SamplingFields(RequestModel):
     model: Id
     stream: bool = False
     timeout: float | None = Field(None, gt=0)  # seconds until the response must be complete; the server caps it
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = Field(default_factory=lambda: _NO_STREAM_OPTIONS)
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
@@ -177,7 +178,7 @@ class SamplingFields(RequestModel):
         _ = self.past_eos, self.salt, self._priority()
         if self.attention_dp_relax and self.nvext.dp_rank is None and self.nvext.prefill_dp_rank is None:
             invalid("is only allowed with nvext.dp_rank or nvext.prefill_dp_rank", field="attention_dp_relax")
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             invalid("is only allowed with stream set to true", field="stream_options")
         return self
 
@@ -185,15 +186,6 @@ class SamplingFields(RequestModel):
         hints = self.nvext.agent_hints
         hint = None if hints is None or hints.priority is None else -hints.priority
         return agreed({"priority": self.priority, "nvext.agent_hints.priority": hint})
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        """True if every event of a stream has the usage so far."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def past_eos(self) -> bool:

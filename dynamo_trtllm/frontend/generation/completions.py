@@ -46,13 +46,14 @@ class CompletionBuilder:
     ) -> None:
         kind = choice.event_kind if body.stream else choice.kind
         self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
-        self._include_usage = body.include_usage
+        self._include_usage = body.stream_options.include_usage
         # One request for each choice of the response. The candidates of a prompt differ only in their seeds.
         returned = [each for each in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
         end = {"usage": None} if self._include_usage else {}
         self._choices = [choice(at, each, self._base, end) for at, each in enumerate(returned)]
         # Tokens of each prompt and of each output so far, if every event has them, as in vLLM.
-        self._counts = [[len(each.request.token_ids), 0] for each in returned] if body.continuous_usage else None
+        is_counted = body.stream_options.continuous_usage_stats
+        self._counts = [[len(each.request.token_ids), 0] for each in returned] if is_counted else None
 
     # --- complete ------------------------------------------------------------------------------------------
 
