@@ -380,4 +380,3 @@ class ResponseMeta:
     id: str
     model: str
     created: int
-    client: str = ""  # the client's network address; "" if unknown

@@ -358,7 +358,7 @@ class CompletionAdapter(Generic[B]):
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> CompletionBuilder:
         return CompletionBuilder(self.choice, meta, body, plan)
 
-    async def on_complete(self, answer: object) -> None:
+    async def on_complete(self, answer: object, client: str) -> None:
         pass
 
 

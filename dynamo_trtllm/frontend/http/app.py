@@ -194,7 +194,7 @@ class ResponseRoutes:
         task.cancel()
         cancelled = builder.cancelled()
         if (packed := builder.pack(cancelled)) is not None:
-            await self._store.put(builder.id, packed, builder.client)
+            await self._store.put(builder.id, packed, context.client)
         response.send_json(200, cancelled)
 
     async def _stored(self, request: HttpRequest) -> StoredResponse:

@@ -61,8 +61,13 @@ class ApiAdapter(Protocol[B]):
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> AnswerBuilder:
         """Return the encoder of the response's events if it is streamed, otherwise its aggregator."""
 
-    async def on_complete(self, answer: Any) -> None:
-        """Handle a complete response before its last part is sent. `answer`: what `builder` returned."""
+    async def on_complete(self, answer: Any, client: str) -> None:
+        """Handle a complete response before its last part is sent.
+
+        Args:
+            answer: what `builder` returned.
+            client: the client's network address; "" if unknown.
+        """
 
 
 def _session_id(request: HttpRequest) -> str:
@@ -129,7 +134,7 @@ class GenerateEndpoint(Generic[B]):
         context.release_body()
         response.deadline = context.deadline
         await context.begin(plan, adapter.id_prefix)
-        meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()), client=context.client)
+        meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()))
         context.is_streamed, context.builder = body.stream, adapter.builder(meta, body, plan)
         task, running = asyncio.current_task(), self._app_state.running
         assert task is not None
@@ -258,7 +263,7 @@ class GenerateEndpoint(Generic[B]):
                     num_unfinished -= 1
                     if not num_unfinished:
                         data += encoder.finish(context.usage(), context.extras())
-                        await self._adapter.on_complete(encoder)
+                        await self._adapter.on_complete(encoder, context.client)
                 if data:
                     await response.send_events(data, last=not num_unfinished)
 
@@ -273,7 +278,7 @@ class GenerateEndpoint(Generic[B]):
         for delta in pick_best_of(candidates, plan, lambda index: context.choices[index].mean_logprob):
             aggregator.push(delta)
         body = aggregator.body(context.usage(), context.extras())
-        await self._adapter.on_complete(aggregator)
+        await self._adapter.on_complete(aggregator, context.client)
         response.send_json(200, body, context.served_by())
 
     async def _fail(self, error: DynamoError, response: HttpResponse, context: RequestContext) -> None:

@@ -89,7 +89,6 @@ class ResponseBuilder:
 
     def __init__(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan, max_stored_bytes: int) -> None:
         self.id = meta.id
-        self.client = meta.client
         self.stored = body.store
         self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
         self._output = OutputBuilder(self.id, plan.renderer)
@@ -296,9 +295,9 @@ class ResponsesAdapter:
     def builder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
         return ResponseBuilder(meta, body, plan, self._store.max_bytes)
 
-    async def on_complete(self, answer: ResponseBuilder) -> None:
+    async def on_complete(self, answer: ResponseBuilder, client: str) -> None:
         if answer.packed is not None:
-            await self._store.put(answer.id, answer.packed, answer.client)
+            await self._store.put(answer.id, answer.packed, client)
 
 
 async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
