@@ -72,7 +72,7 @@ class LibraryReleases:
     @functools.cached_property
     def releases(self) -> tuple[ApiManifest, ...]:
         """All known releases, oldest first."""
-        return tuple(_release(self, name, manifests) for name, manifests in self.manifests.items())
+        return tuple(ApiManifest(self, name, manifests) for name, manifests in self.manifests.items())
 
     @property
     def newest(self) -> ApiManifest:
@@ -82,20 +82,34 @@ class LibraryReleases:
     @functools.cached_property
     def unreleased(self) -> ApiManifest | None:
         """An unreleased commit, which may have names that the next release lacks."""
-        return _release(self, self.development, [self.development]) if self.development else None
+        return ApiManifest(self, self.development, [self.development]) if self.development else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiManifest:
     """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
 
-    library: LibraryReleases
-    name: str
-    owners: Mapping[str, Mapping[str, ManifestField]]
-    members: frozenset[str]  # properties and methods with unknown types: `CompletionOutput.length`
-    mentioned: frozenset[str]  # every name in the annotations
-    enums: Mapping[str, tuple[str, ...]]
-    not_read: frozenset[str]  # owners that no manifest covers; "… in part" for partly covered ones
+    def __init__(self, library: LibraryReleases, name: str, manifests: Iterable[str]) -> None:
+        """Read manifests of a library, of which a later one replaces classes of an earlier one."""
+        self.library = library
+        self.name = name
+        self.owners: dict[str, Mapping[str, ManifestField]] = {}
+        self.enums: dict[str, tuple[str, ...]] = {}
+        not_read: set[str] = set()
+        for file in manifests:
+            manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
+            for cls, entry in manifest["classes"].items():
+                self.owners[cls] = {item["name"]: ManifestField(item) for item in entry.get("fields", ())}
+                for method, described in entry.items():
+                    if isinstance(described, dict):
+                        parameters = {item["name"]: ManifestField(item) for item in described["params"]}
+                        self.owners[f"{cls}.{method}"] = parameters
+            self.enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
+            not_read |= {_in_part(text) for text in manifest["not_read"]}
+        # Owners that no manifest covers; "… in part" for partly covered ones.
+        self.not_read = frozenset(not_read - self.owners.keys())
+        self.members = _members(self.enums)  # properties and methods with unknown types: `CompletionOutput.length`
+        types = " ".join(each.type for fields in self.owners.values() for each in fields.values())
+        self.mentioned = frozenset(re.findall(r"\w+", types))  # every name in the annotations
 
     @property
     def title(self) -> str:
@@ -129,31 +143,6 @@ class ApiManifest:
     def values(self, enum: str) -> tuple[str, ...]:
         """Return the known members of an enumeration."""
         return self.enums.get(enum, ())
-
-
-def _release(library: LibraryReleases, name: str, manifests: Iterable[str]) -> ApiManifest:
-    owners: dict[str, Mapping[str, ManifestField]] = {}
-    enums: dict[str, tuple[str, ...]] = {}
-    not_read: set[str] = set()
-    for file in manifests:
-        manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
-        for cls, entry in manifest["classes"].items():
-            owners[cls] = {item["name"]: ManifestField(item) for item in entry.get("fields", ())}
-            for method, described in entry.items():
-                if isinstance(described, dict):
-                    owners[f"{cls}.{method}"] = {item["name"]: ManifestField(item) for item in described["params"]}
-        enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
-        not_read |= {_in_part(text) for text in manifest["not_read"]}
-    types = " ".join(each.type for fields in owners.values() for each in fields.values())
-    return ApiManifest(
-        library=library,
-        name=name,
-        owners=owners,
-        members=_members(enums),
-        mentioned=frozenset(re.findall(r"\w+", types)),
-        enums=enums,
-        not_read=frozenset(not_read - owners.keys()),
-    )
 
 
 def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:

@@ -7,9 +7,9 @@ is on docs/trtllm-not-read.md.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterable
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -116,10 +116,10 @@ def without(release: ApiManifest, owner: str, name: str) -> ApiManifest:
     """The release as if the name had been renamed in it."""
     fields = {key: field for key, field in release.owners.get(owner, {}).items() if key != name}
     owners = {key: value for key, value in release.owners.items() if key != f"{owner}.{name}"}
-    members = release.members - {f"{owner}.{name}"}
-    return replace(
-        release, owners={**owners, owner: {**fields, "renamed": next(iter(fields.values()), None)}}, members=members
-    )  # type: ignore[dict-item]
+    renamed = copy.copy(release)
+    renamed.owners = {**owners, owner: {**fields, "renamed": next(iter(fields.values()), None)}}  # type: ignore[dict-item]
+    renamed.members = release.members - {f"{owner}.{name}"}
+    return renamed
 
 
 @pytest.mark.parametrize("version", RELEASES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from dataclasses import replace
 
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases
 from dynamo_trtllm.errors import ConfigError
@@ -39,7 +39,9 @@ def release_for(version: str) -> ApiManifest:
         _log.warning(
             "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md", version, release.title
         )
-        return replace(release, not_read=release.not_read | {f"{owner} in part" for owner in release.owners})
+        release = copy.copy(release)
+        release.not_read |= {f"{owner} in part" for owner in release.owners}
+        return release
     if version != release.name:
         _log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
     return release
