@@ -136,7 +136,7 @@ class TrtllmEngine(ExternalEngine):
         info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
         await self._warm_up(info)
         if self._args.values.get("enable_iter_perf_stats"):
-            library.poll_stats(self._step_reader(library.num_kv_ranks))
+            library.poll_stats(self._step_reader())
         return info
 
     @property
@@ -144,13 +144,13 @@ class TrtllmEngine(ExternalEngine):
         """See `Engine.steps`. Empty if `enable_iter_perf_stats` is off."""
         return self._steps
 
-    def _step_reader(self, num_ranks: int) -> StepReader | None:
+    def _step_reader(self) -> StepReader | None:
         """Return a reader of steps. None: the stages of a pipeline compute different steps at the same time."""
         if self._facts.size("pipeline_parallel_size") > 1:
             return None
         cuts = self._facts.on("enable_chunked_prefill")  # at whole blocks
         full_step = self._facts.max_num_tokens - self._facts.block_tokens + 1 if cuts else 0
-        return StepReader(self._steps, self._running, num_ranks, full_step)
+        return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, full_step)
 
     def _running(self) -> tuple[float, int]:
         """Return the mean context of the requests in the batch, and the longest prompt. Called on a thread."""
@@ -200,7 +200,6 @@ class TrtllmEngine(ExternalEngine):
             ticket_ttl_s=self.ticket_ttl_s,
             kv_timeout_s=kv_timeout_s(facts),
             runtime=facts.set_runtime,
-            num_kv_ranks=facts.tensor_parallel if facts.on("enable_attention_dp") else 1,
         )
         self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
         limit = limits.prompt_limits[Phase[facts.role.name]]

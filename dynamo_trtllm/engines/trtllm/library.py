@@ -62,14 +62,15 @@ class TrtllmLibrary:
     instance_id: int  # of the worker
     ticket_ttl_s: float  # until a KV transfer expires
     kv_timeout_s: float = math.inf  # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
-    num_kv_ranks: int = 1  # attention-DP ranks, each with its own KV blocks; 1 without attention DP
     runtime: str | None = None  # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     probe: EndpointProbe = field(default_factory=EndpointProbe)
     last_result_at: float = field(default_factory=time.monotonic)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), self.num_kv_ranks)
+        # Attention-DP ranks have KV blocks of their own.
+        num_kv_ranks = self.model_limits.dp_ranks or 1
+        self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), num_kv_ranks)
         self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)  # all KV blocks may belong to transfers
 
     def poll_stats(self, step_reader: StepReader | None = None) -> None:
