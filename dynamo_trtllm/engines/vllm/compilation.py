@@ -304,24 +304,23 @@ def loosen_kernels() -> None:
 _counting: list[Callable[[], int]] = []  # at most one: ends the counting, and returns the count
 
 
-def start_counting() -> None:
-    """Count the kernels that Triton compiles or loads from its cache, in place of vLLM's monitor, which logs each.
+def count_compilations(*, begins: bool) -> int:
+    """Begin or end counting the kernels that Triton compiles or loads from its cache.
 
-    Without Triton, nothing is counted.
+    Meanwhile, vLLM's monitor does not log each. Without Triton, nothing is counted.
+
+    Returns:
+        The count since the last beginning.
     """
-    if importlib.util.find_spec("triton") is None:
-        return
-    runtime = importlib.import_module("triton").knobs.runtime
-    monitor, compiled = runtime.jit_post_compile_hook, itertools.count()
-    runtime.jit_post_compile_hook = lambda **_: next(compiled)
+    ended = _counting.pop()() if _counting else 0
+    if begins and importlib.util.find_spec("triton") is not None:
+        runtime = importlib.import_module("triton").knobs.runtime
+        monitor, compiled = runtime.jit_post_compile_hook, itertools.count()
+        runtime.jit_post_compile_hook = lambda **_: next(compiled)
 
-    def stop() -> int:
-        runtime.jit_post_compile_hook = monitor
-        return next(compiled)
+        def stop() -> int:
+            runtime.jit_post_compile_hook = monitor
+            return next(compiled)
 
-    _counting.append(stop)
-
-
-def stop_counting() -> int:
-    """End counting. Return the count, 0 if nothing was counted."""
-    return _counting.pop()() if _counting else 0
+        _counting.append(stop)
+    return ended

@@ -89,12 +89,9 @@ class WorkerExtension:
         Returns:
             The count, 0 at the beginning and without Triton.
         """
-        ended = compilation.stop_counting()
-        if begins:
-            compilation.start_counting()
-        else:
+        if not begins:
             compilation.end_compiling()
-        return ended
+        return compilation.count_compilations(begins=begins)
 
     def dynamo_release_kv(self, request_ids: list[str]) -> list[str]:
         """End the leases of finished prefill requests.
