@@ -41,10 +41,10 @@ class BlockTable:
         self.chain: list[CachedBlock] = []
         self.refused_at = -1  # the manager's changes when it had too few blocks for the request
 
-    def own(self, most: int | None = None) -> list[int]:
-        """Return the numbers of those of the first `most` blocks that the cache does not have."""
+    def own(self) -> list[int]:
+        """Return the numbers of the blocks that the cache does not have."""
         cached = {block.number for block in self.chain}
-        return [number for number in self.numbers[:most] if number not in cached]
+        return [number for number in self.numbers if number not in cached]
 
 
 class BlockManager:
@@ -146,17 +146,12 @@ class BlockManager:
             del self._blocks[block.key]
         self._report_removed(known)
 
-    def free(self, table: BlockTable) -> list[int]:
-        """End the use of a request's blocks. Repeated calls are allowed.
-
-        Returns:
-            The numbers of forgotten blocks that are free now.
-        """
+    def free(self, table: BlockTable) -> None:
+        """End the use of a request's blocks. Repeated calls are allowed."""
         own, forgotten = table.own(), self._release(table.chain)
         self._free += reversed(own + forgotten)
         self._changes += bool(table.numbers)
         table.numbers, table.chain = [], []
-        return forgotten
 
     def _match(self, prompt: TokenIds, salt: str | None) -> list[CachedBlock]:
         found: list[CachedBlock] = []

@@ -132,16 +132,14 @@ class Scheduler:
         self._events.append(partial(self.on_freed, seq))
 
     def _drop(self, seq: TorchSequence) -> None:
-        if seq in self._reserved:  # parts of its KV may have been written
-            self.blocks.discard(seq)
-        elif seq in self._decoding:
+        if seq in self._decoding:
             self.blocks.store(seq)
         for seqs in self._stages:
             if seq in seqs:
                 seqs.remove(seq)
         self._awaiting_fetch.discard(seq)
         self._free_allocation(seq)
-        self.blocks.free(seq)
+        self.blocks.manager.free(seq.block_table)
 
     def _free_allocation(self, seq: TorchSequence) -> None:
         if seq.allocation is not None:
@@ -344,7 +342,7 @@ class Scheduler:
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
         log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
-        self.blocks.discard(seq)
+        self.blocks.manager.forget(seq.block_table)
         self._decoding.remove(seq)
         self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"

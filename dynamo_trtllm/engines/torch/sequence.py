@@ -219,10 +219,10 @@ class SchedulerLoad:
 
 
 class BlockAllocator:
-    """Reserves KV blocks for sequences, and writes zeros to those whose content no other sequence may read.
+    """Reserves KV blocks for sequences, and decides which of them later sequences reuse.
 
     Args:
-        pool: the memory. The allocator is the only one who reserves and frees its blocks.
+        pool: the memory.
         has_prefix_cache: False: nothing is reused.
     """
 
@@ -262,17 +262,3 @@ class BlockAllocator:
         if is_whole:
             ids = (seq.request.token_ids + seq.output_ids)[: seq.num_computed_tokens]
             self.manager.store(seq.block_table, ids, seq.request.cache_salt)
-
-    def discard(self, seq: TorchSequence) -> None:
-        """Let no other sequence reuse the blocks of a sequence, and queue a write of zeros to its own ones."""
-        self.manager.forget(seq.block_table)
-        written = self._pool.blocks_for(max(seq.prompt_tokens, seq.num_computed_tokens))
-        self._scrub(seq.block_table.own(written))
-
-    def free(self, seq: TorchSequence) -> None:
-        """End the use of a sequence's blocks. Repeated calls are allowed."""
-        self._scrub(self.manager.free(seq.block_table))
-
-    def _scrub(self, numbers: list[int]) -> None:
-        if numbers:
-            self._pool.scrub(torch.tensor(numbers, dtype=torch.long, device=self._pool.device))
