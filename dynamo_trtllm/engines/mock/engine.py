@@ -126,7 +126,6 @@ class MockEngine(Engine):
             args.kv_cache_blocks, args.kv_block_size, has_prefix_cache=args.enable_prefix_caching
         )
         self.work = asyncio.Event()  # set when the next step has work
-        self._num_published = 0  # prompts whose KV is held
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
@@ -219,11 +218,9 @@ class MockEngine(Engine):
         block_table, stream.block_table = stream.block_table, BlockTable()  # stays reserved until `unpublished`
 
         def unpublished(_: array[int] = kv) -> None:  # keeps the memory alive until then
-            self._num_published -= 1
             self._free(block_table)
             self._note_idle()
 
-        self._num_published += 1
         regions = [MemoryRegion(kv.buffer_info()[0], len(kv) * kv.itemsize)]
         chunk = Chunk(token_ids=token_ids([first]))
         return stream.phases.exported(await self._transfers.publish(stream.request, chunk, regions, unpublished))
@@ -235,7 +232,7 @@ class MockEngine(Engine):
         return self._transfers.is_pending(transfer_id)
 
     def _note_idle(self) -> None:
-        if not (self._waiting or self._running or self._num_published):
+        if not (self._waiting or self._running or self._blocks.used):  # those of published prompts
             self._idle.set()
 
     @property

@@ -85,9 +85,8 @@ class NixlBackend:
     def check(self) -> None:
         if self._bindings.agent is None or self._closing:
             return
-        threads = {"nixl-notices": self._listener.is_alive(), "nixl-fetch": self._fetching.is_alive()}
-        if ended := [name for name, is_alive in threads.items() if not is_alive]:
-            names = " and ".join(ended)
+        threads = self._listener, self._fetching.thread
+        if names := " and ".join(thread.name for thread in threads if not thread.is_alive()):
             raise EngineFailed(f"KV transfer over {self.name} has stopped: thread {names} ended; restart the worker")
 
     def _require_running(self, wanted: str) -> None:
@@ -123,7 +122,9 @@ class NixlBackend:
             memory = await asyncio.shield(asyncio.wrap_future(registering))
         method, entry = self.checksums.method(regions), self._published.get(transfer_id)
         if method and entry is not None:  # closing may have discarded it
-            entry.checksum = OfferChecksum(self.checksums, tuple(regions), partial(self._set_checksum, slot))
+            entry.checksum = OfferChecksum(
+                self.checksums, tuple(regions), partial(self._validity_slots.set_checksum, slot)
+            )
             entry.checksum.mark_ready(self._validity_slots.get(slot).ready)
         with self._wake:
             self._wake.notify()
@@ -150,13 +151,6 @@ class NixlBackend:
         with self._bindings.translated(f"KV transfer {transfer_id}: can't register its memory"):
             self._published[transfer_id].registered, memory = self._bindings.register(regions)
         return memory
-
-    def _set_checksum(self, slot: int, checksum: int | None) -> None:
-        """Publish a transfer's checksum in its validity slot. Called on a checksum thread."""
-        if checksum is None:
-            self._validity_slots.clear(slot)  # fail the reader, which would otherwise wait for the checksum
-        else:
-            self._validity_slots.set_checksum(slot, checksum)
 
     def mark_ready(self, transfer_id: str, ready: int) -> None:
         entry = self._published.get(transfer_id)

@@ -63,8 +63,8 @@ class TransferPoller:
         self._closing = False
         self._nothing = select.poll()
         self._prepare = prepare
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def submit(self, steps: PollSteps, *, step_now: bool = False) -> Future[None]:
         """Queue a fetch. Its steps are taken to the end, unless the future is cancelled before the first step.
@@ -83,14 +83,10 @@ class TransferPoller:
             self._coming.put(fetch)
         return fetch.result
 
-    def is_alive(self) -> bool:
-        """Return whether the thread runs."""
-        return self._thread.is_alive()
-
     def shutdown(self) -> None:
         """Wait for running fetches and cancel queued ones. `submit` must not be called after this."""
         self._coming.put(None)
-        self._thread.join()
+        self.thread.join()
 
     def _run(self) -> None:
         if self._prepare is not None:

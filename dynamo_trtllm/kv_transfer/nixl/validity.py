@@ -80,8 +80,11 @@ class ValiditySlots:
         """Publish that the first `ready` regions hold their data."""
         self._write(slot, NONCE_BYTES, ready.to_bytes(COUNT_BYTES, "little"))
 
-    def set_checksum(self, slot: int, checksum: int) -> None:
-        """Publish the checksum of all regions. Thread-safe."""
+    def set_checksum(self, slot: int, checksum: int | None) -> None:
+        """Publish the checksum of all regions. Thread-safe. None: it can't be computed; fail its reads instead."""
+        if checksum is None:
+            self.clear(slot)
+            return
         self._write(slot, PLAIN_BYTES, checksum.to_bytes(CHECKSUM_BYTES, "little"))
 
     def clear(self, slot: int) -> None:
