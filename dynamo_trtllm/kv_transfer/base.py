@@ -64,7 +64,7 @@ class TransferBackend(Protocol):
 
         Args:
             on_fetched: Called on the event loop with the id of a transfer each time a peer reports that it has read the
-                KV.
+                KV. The transfer may have been unpublished since then.
 
         Raises:
             ConfigError: The backend can't start with this configuration.

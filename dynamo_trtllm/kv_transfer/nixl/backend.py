@@ -209,13 +209,8 @@ class NixlBackend:
                 if self._validity_slots.was_read(entry.slot)
             ]
             wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
-            if read:
-                self._loop.call_soon_threadsafe(self._report_fetched, read)
-
-    def _report_fetched(self, transfer_ids: Sequence[str]) -> None:
-        for transfer_id in transfer_ids:
-            if transfer_id in self._published:  # ignore a late acknowledgment of an unpublished transfer
-                self._on_fetched(transfer_id)
+            for transfer_id in read:
+                self._loop.call_soon_threadsafe(self._on_fetched, transfer_id)
 
     # --- decode worker ---------------------------------------------------------------------------------------
 
