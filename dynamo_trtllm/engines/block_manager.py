@@ -43,15 +43,15 @@ class BlockTable:
 
     def own(self) -> list[int]:
         """Return the numbers of the blocks that the cache does not have."""
-        cached = {block.number for block in self.chain}
-        return [number for number in self.numbers if number not in cached]
+        pairs = zip(self.numbers, self.chain, strict=False)
+        return [number for number, cached in pairs if number != cached.number] + self.numbers[len(self.chain) :]
 
 
 class BlockManager:
     """The KV blocks of one engine. Not thread-safe.
 
-    The most recently freed block is reserved first, so that the operating system maps no more memory than was used. The
-    hash of a full block stands for all tokens up to its end. It is a number that no other block of this engine gets.
+    The most recently freed blocks are reserved first, so that the operating system maps no more memory than was used.
+    The hash of a full block stands for all tokens up to its end. It is a number that no other block of this engine gets.
 
     Args:
         num_blocks: number of blocks.
@@ -64,7 +64,7 @@ class BlockManager:
         self._num_blocks = num_blocks
         self._block_tokens = block_tokens
         self._has_prefix_cache = has_prefix_cache
-        self._free = list(range(num_blocks - 1, -1, -1))  # the last one is reserved first
+        self._free = list(range(num_blocks))  # the last ones are reserved first
         self._blocks: dict[_Key, CachedBlock] = {}
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()  # by hash, the least recently used first
         self._last_hash = 0
@@ -100,8 +100,10 @@ class BlockManager:
             return False
         if num_new > len(self._free):
             self._evict(num_new - len(self._free))
+        begin = len(self._free) - num_new
         table.chain = reused
-        table.numbers = [block.number for block in reused] + [self._free.pop() for _ in range(num_new)]
+        table.numbers = [block.number for block in reused] + self._free[begin:]
+        del self._free[begin:]
         return True
 
     def store(self, table: BlockTable, tokens: TokenIds, salt: str | None) -> None:
@@ -148,8 +150,8 @@ class BlockManager:
 
     def free(self, table: BlockTable) -> None:
         """End the use of a request's blocks. Repeated calls are allowed."""
-        own, forgotten = table.own(), self._release(table.chain)
-        self._free += reversed(own + forgotten)
+        self._free += table.own()
+        self._free += self._release(table.chain)
         self._changes += bool(table.numbers)
         table.numbers, table.chain = [], []
 
@@ -189,7 +191,7 @@ class BlockManager:
         evicted = [self._unused.popitem(last=False)[1] for _ in range(count)]
         for block in evicted:
             del self._blocks[block.key]
-        self._free += reversed([block.number for block in evicted])
+        self._free += [block.number for block in evicted]
         self._report_removed(evicted)
 
     def _report_removed(self, blocks: Sequence[CachedBlock]) -> None:

@@ -57,7 +57,7 @@ class TransferBackend(Protocol):
     checksums: Checksums
     # Called on each thread that passes memory to the library, before `start` returns or when the thread starts. An
     # engine with GPU memory sets it, to make that GPU the thread's current one.
-    prepare_thread: Callable[[], None] | None
+    prepare_thread: Callable[[], None]
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Start the backend.

@@ -82,7 +82,7 @@ class TcpBackend:
         self, bind_host: str = LOOPBACK, advertise_host: str = LOOPBACK, checksums: Checksums | None = None
     ) -> None:
         self.checksums = checksums or Checksums()
-        self.prepare_thread: Callable[[], None] | None = None  # not called: it can't transfer GPU memory
+        self.prepare_thread: Callable[[], None] = lambda: None  # not called: it can't transfer GPU memory
         self._published: dict[str, PublishedRegions] = {}
         self._bind_host = bind_host
         self._advertise_host = advertise_host

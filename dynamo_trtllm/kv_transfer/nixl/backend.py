@@ -63,7 +63,7 @@ class NixlBackend:
         self._wake = threading.Condition()
         self._closing = False
         self._ending: asyncio.Task[None] | None = None
-        self.prepare_thread: Callable[[], None] | None = None
+        self.prepare_thread: Callable[[], None] = lambda: None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Open the NIXL agents and start the threads, see `TransferBackend.start`.
@@ -73,8 +73,7 @@ class NixlBackend:
         """
         self._loop = asyncio.get_running_loop()
         self._on_fetched = on_fetched
-        if self.prepare_thread is not None:
-            self.prepare_thread()  # reads may begin on this thread, too
+        self.prepare_thread()  # reads may begin on this thread, too
         self._fetching = TransferPoller("nixl-fetch", self.prepare_thread)
         self._registering = ThreadPoolExecutor(1, "nixl-register", initializer=self.prepare_thread)
         opening = self._registering.submit(self._bindings.open, self._agent_name, self._validity_slots)
@@ -187,8 +186,7 @@ class NixlBackend:
 
     def _listen(self) -> None:
         """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is published."""
-        if self.prepare_thread is not None:
-            self.prepare_thread()
+        self.prepare_thread()
         shortest_s, longest_s = _NOTICE_WAIT_S
         wait_s, published_at = shortest_s, 0.0
         while True:

@@ -55,7 +55,7 @@ class TransferPoller:
         prepare: called on the thread at its start.
     """
 
-    def __init__(self, name: str, prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
         self._coming: SimpleQueue[_PolledFetch | None] = SimpleQueue()
         self._waiting: deque[_PolledFetch] = deque()
         self._moving: list[_PolledFetch] = []
@@ -89,8 +89,7 @@ class TransferPoller:
         self.thread.join()
 
     def _run(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
+        self._prepare()
         pause_s: float | None = None
         while not (self._closing and not self._moving):
             self._receive(pause_s)
