@@ -171,8 +171,7 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self._environ = dict(self.environ)
-        self._all_ready = asyncio.Event()
-        self._not_ready = {spec.name for spec in self.specs}
+        self._not_ready = {spec.name for spec in self.specs}  # names of those that have never been ready
         self._processes: dict[str, ManagedProcess] = {}  # current or last run by name
         self._mapped: set[str] = set()  # processes of which others may have mapped memory of an earlier run
         self._changed = asyncio.Event()  # set when a process has become ready or has exited
@@ -204,12 +203,12 @@ class Launcher:
             if address == START:
                 address = await self._start_server(name, partial(start, folder / name))
             self._environ[ADDRESS_VARIABLES[name]] = address
-        self.record.etcd = self._environ[ADDRESS_VARIABLES["etcd"]]
-        self.record.nats = self._environ[ADDRESS_VARIABLES["nats"]]
+            setattr(self.record, name, address)
         self._write_record()
         for spec in self.specs:
             self._supervisor.keep(spec.name, partial(self._running, spec), partial(self._before_restart, spec))
-        await self._all_ready.wait()
+        while self._not_ready:
+            await self._changed.wait()
         if await on_ready(self.record):
             self._supervisor.stop()
 
@@ -328,6 +327,7 @@ class Launcher:
         except NotYet as exc:
             raise RunFailed(f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
         process.is_ready = True
+        self._not_ready.discard(spec.name)
         self._notify_changed()
         if spec.is_frontend:
             where = f"at http://{process.record.address}"
@@ -336,9 +336,6 @@ class Launcher:
             self._write_record()
             where = f"as instance {answer.instance_id}"
         self.console.report_ready(spec.name, time.monotonic() - began, where)
-        self._not_ready.discard(spec.name)
-        if not self._not_ready:
-            self._all_ready.set()
 
 
 def _check_port(spec: ProcessSpec) -> None:
