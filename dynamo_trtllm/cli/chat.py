@@ -74,10 +74,8 @@ def only_model(names: Sequence[str], url: str) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise ConfigError(f"{mask_address(url)} has no model yet; start a worker, or pass --model", field="model")
-    raise ConfigError(
-        f"{mask_address(url)} has several models; choose one with --model: {', '.join(names)}", field="model"
-    )
+        raise ConfigError(f"{mask_address(url)} has no model yet; start a worker, or pass --model")
+    raise ConfigError(f"{mask_address(url)} has several models; choose one with --model: {', '.join(names)}")
 
 
 def notice_writer(out: TextIO, *, has_colors: bool) -> Callable[[str], None]:

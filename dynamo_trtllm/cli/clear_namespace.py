@@ -77,7 +77,7 @@ async def clear(config: ClearNamespaceConfig) -> bool:
 
 def _read_confirmation() -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("confirmation needs a terminal, and stdin is none; pass --yes", field="yes")
+        raise ConfigError("confirmation needs a terminal, and stdin is none; pass --yes")
     sys.stdout.write("Remove all of it? [y/N] ")
     sys.stdout.flush()
     return sys.stdin.readline().strip().lower() in _YES

@@ -94,7 +94,7 @@ def find(name: str) -> Command:
     from dynamo_trtllm.config.base import suggest
 
     guess = suggest(name, COMMANDS)
-    raise ConfigError(f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help"), field=name)
+    raise ConfigError(f"unknown command {name!r}; " + (f"did you mean {guess}?" if guess else "see --help"))
 
 
 def _overview() -> CommandParser:

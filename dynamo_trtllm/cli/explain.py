@@ -79,7 +79,7 @@ def main(config: ExplainConfig) -> int:
 def _read(config: ExplainConfig) -> Recordings:
     folder = recorder_folder(config.recorder_dir, process_environment())
     if folder is None:
-        raise ConfigError("--recorder-dir off records nothing; pass the folder of the processes", field="recorder_dir")
+        raise ConfigError("--recorder-dir off records nothing; pass the folder of the processes")
     reason = f"{folder} has no recording"
     try:
         local = Recordings.read(folder)

@@ -214,8 +214,7 @@ def _check_engine_of(path: Path) -> None:
             raise ConfigError(
                 f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it has "
                 f"{match}); to check it: {CONSOLE} worker --engine {engine} --model-path MODEL "
-                f"--extra-engine-args {path} --print-config",
-                field=match,
+                f"--extra-engine-args {path} --print-config"
             )
 
 
@@ -226,7 +225,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
         ConfigError: The file does not exist, or a flag is wrong or sets what this command sets.
     """
     if not os.path.isfile(find_file(path)):
-        raise ConfigError(f"file {path} does not exist", field=str(role))
+        raise ConfigError(f"file {path} does not exist")
     fixed = {  # field -> value, and what to do instead of another one
         "model_path": (config.model_path or "model", "pass --model-path to this command"),
         "engine": ("trtllm", "only TensorRT-LLM is checked"),
@@ -245,7 +244,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
         for name, (value, instead) in fixed.items():
             if str(getattr(worker, name)) != value:
                 flag = worker.source_of(name).removeprefix("flag ")
-                raise ConfigError(f"{flag} {getattr(worker, name)} can't be used here: {instead}", field=name)
+                raise ConfigError(f"{flag} {getattr(worker, name)} can't be used here: {instead}")
         return worker
     except ConfigError as exc:
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc

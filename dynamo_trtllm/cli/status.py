@@ -187,9 +187,7 @@ async def _of_frontend(url: str, deadline: float) -> DeploymentReport:
     parts = urllib.parse.urlsplit(url)
     shown = mask_address(url)
     if parts.scheme != "http" or "@" in parts.netloc or parts.path or parts.query:
-        raise ConfigError(
-            f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path", field="url"
-        )
+        raise ConfigError(f"--url is {shown!r}: status needs http://HOST:PORT, without TLS, password or path")
     host, port = parts.hostname or "", parts.port or 80
     record = ProcessRecord(name=FRONTEND, role=FRONTEND, host=host, port=port, pid=0)
     health, process = await asyncio.gather(_health(host, port, deadline), _of_process(record, deadline))

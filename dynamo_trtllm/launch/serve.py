@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +106,12 @@ def _worker_flags(words: Sequence[str]) -> dict[str, Any]:
     given = {name for name in WorkerConfig.model_fields if config.source_of(name).startswith("flag ")}
     if wrong := sorted(given.intersection(_NOT_FOR_WORKERS)):
         flag = config.source_of(wrong[0]).removeprefix("flag ")
-        raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}", field=wrong[0])
-    return {name: _plain(getattr(config, name)) for name in WorkerConfig.model_fields if name in given}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return os.path.realpath(os.path.expanduser(value))
-    return value.value if isinstance(value, Enum) else value
+        raise ConfigError(f"{flag} can't be used after --: {_NOT_FOR_WORKERS[wrong[0]]}")
+    values = {name: getattr(config, name) for name in WorkerConfig.model_fields if name in given}
+    paths = {
+        name: os.path.realpath(os.path.expanduser(path)) for name, path in values.items() if isinstance(path, Path)
+    }
+    return values | paths
 
 
 def machine_facts(environment: Mapping[str, str]) -> MachineFacts:
@@ -148,7 +145,7 @@ def _model(config: ServeConfig) -> tuple[HubModel | None, ModelFacts]:
     is_bundled, is_folder = name in demo_models.BUNDLED, os.path.isdir(path)
     is_on_hub = not is_bundled and not is_folder and demo_models.HUB_NAME.fullmatch(name) is not None
     if config.revision is not None and not is_on_hub:
-        raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it", field="revision")
+        raise ConfigError(f"--revision needs a model on the Hub, not {name}; remove it")
     path = os.path.realpath(path) if is_folder else name
     shown = config.served_model_name or (Path(path).name if is_folder else name)
     facts = ModelFacts(path=path, name=shown, weight_bytes=None, torch_values=None, num_heads=None)

@@ -86,7 +86,7 @@ def _engine(machine: MachineFacts, model: ModelFacts, wishes: ServeConfig) -> tu
                 why = f"{' and '.join(map(_TITLES.__getitem__, better))} not installed" if better else "installed"
             return engine, why
     names = " or ".join(_TITLES[engine] for engine in possible)
-    raise ConfigError(f"no engine for this machine is installed ({names}); {install_hint('torch')}", field="engine")
+    raise ConfigError(f"no engine for this machine is installed ({names}); {install_hint('torch')}")
 
 
 def _on_cpu(
@@ -95,8 +95,7 @@ def _on_cpu(
     if wishes.tensor_parallel_size not in (None, 1):
         raise ConfigError(
             f"--tensor-parallel-size {wishes.tensor_parallel_size} needs GPUs, but these workers run on the CPU; "
-            "remove it",
-            field="tensor_parallel_size",
+            "remove it"
         )
     each = 0 if engine == "mock" else _bytes_in_memory(engine, model, on_gpu=False) or 0
     limit = int(machine.memory_bytes * _MAX_WEIGHT_FRACTION)
@@ -104,8 +103,7 @@ def _on_cpu(
     if (needed := _WORKER_BYTES * sum(workers.values())) > limit:
         raise ConfigError(
             f"{_described(workers)} need at least {_gib(needed)} of memory without weights, but "
-            f"{_gib(machine.memory_bytes)} are available; ask for fewer with --prefill and --decode",
-            field="prefill",
+            f"{_gib(machine.memory_bytes)} are available; ask for fewer with --prefill and --decode"
         )
     reasons["topology"] = _described(workers) + (
         ", as given" if _wished(wishes) else ", the smallest disaggregated deployment"
@@ -117,8 +115,7 @@ def _on_cpu(
         raise ConfigError(
             f"{_described(workers)} of {model.name} on the CPU would hold {_gib(needed)} of weights, but "
             f"{_gib(machine.memory_bytes)} of memory are available, of which weights may take "
-            f"{_MAX_WEIGHT_FRACTION:.0%}; use a smaller model, or a machine with GPUs",
-            field="model",
+            f"{_MAX_WEIGHT_FRACTION:.0%}; use a smaller model, or a machine with GPUs"
         )
     threads = max(1, machine.cpus // sum(workers.values()))
     reasons["devices"] = f"CPU, {threads} of {machine.cpus} cores per worker"
@@ -132,8 +129,7 @@ def _on_gpus(
     busy = [str(gpu.number) for gpu in machine.gpus if gpu not in free]
     if not free:
         raise ConfigError(
-            f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that nvidia-smi lists",
-            field="devices",
+            f"every GPU is in use: {', '.join(map(_memory, machine.gpus))}; stop the processes that nvidia-smi lists"
         )
     size, why = _tensor_parallel_size(engine, free, model, wishes)
     if (workers := _wished(wishes)) is not None:
@@ -148,8 +144,7 @@ def _on_gpus(
     if needed > len(free):
         raise ConfigError(
             f"{_described(workers)} with {size} GPUs each need {needed} GPUs, but {len(free)} are free"
-            f"{' (in use: ' + ', '.join(busy) + ')' if busy else ''}; ask for fewer workers",
-            field="prefill",
+            f"{' (in use: ' + ', '.join(busy) + ')' if busy else ''}; ask for fewer workers"
         )
     chosen = [gpu.number for gpu in free[:needed]]
     rest = len(free) - needed
@@ -166,10 +161,7 @@ def _tensor_parallel_size(
 ) -> tuple[int, str]:
     """Return the number of GPUs per worker and the reason for it."""
     if engine == "torch" and wishes.tensor_parallel_size not in (None, 1):
-        raise ConfigError(
-            "the torch engine runs on one GPU; remove --tensor-parallel-size, or use another --engine",
-            field="tensor_parallel_size",
-        )
+        raise ConfigError("the torch engine runs on one GPU; remove --tensor-parallel-size, or use another --engine")
     if wishes.tensor_parallel_size is not None:
         return wishes.tensor_parallel_size, "as many per worker as given"
     weights = _bytes_in_memory(engine, model, on_gpu=True)
@@ -183,8 +175,7 @@ def _tensor_parallel_size(
         advice = "use vLLM or TensorRT-LLM, or " if engine == "torch" else ""
         raise ConfigError(
             f"{model.name} has {_gib(weights)} of weights with {_TITLES[engine]}, but GPUs of {_memory(gpus[0])} hold "
-            f"{_gib(limit)} each, and there are {len(gpus)}; {advice}choose a smaller model",
-            field="model",
+            f"{_gib(limit)} each, and there are {len(gpus)}; {advice}choose a smaller model"
         )
     enough = "fit one GPU" if size == 1 else f"need {size} GPUs"
     return size, f"{_gib(weights)} of weights {enough} with {_gib(limit)} for weights each"

@@ -45,8 +45,7 @@ def reserve_port(config: FrontendConfig) -> socket.socket:
     if config.workers > _PROCESSES_PER_CORE * cores:
         raise ConfigError(
             f"--workers {config.workers} is more than {_PROCESSES_PER_CORE} processes for each of the {cores} CPU "
-            "cores; one process per core is enough",
-            field="workers",
+            "cores; one process per core is enough"
         )
     with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
