@@ -289,46 +289,35 @@ def reject_unknown(
     Raises:
         ConfigError: There is an unknown word. The message says what to type or do instead.
     """
-    positional = [
-        getattr(given, flag.field)[flag.names[0]][0]
-        for flag in flags_of(model)
-        if flag.positional and hasattr(given, flag.field)
-    ]
-    words = [*positional, *unknown]
+    positional = next((flag for flag in flags_of(model) if flag.positional), None)
+    first: Mapping[str, tuple[str, str]] = getattr(given, positional.field, {}) if positional else {}
+    words = [*(value for value, _ in first.values()), *unknown]
     if words and words[0].replace("_", "-") in _SUBCOMMANDS:
-        _reject_subcommand(words)
+        name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
+        raise ConfigError(
+            f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve {name}; for a "
+            f"deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; for one worker: {_WORKER} --model-path "
+            f"{name}"
+        )
     if not unknown:
         return
     word = unknown[0]
     if not word.startswith("-"):
-        _reject_positional(model, word)
+        if positional is not None:
+            raise ConfigError(f"{word!r} is a second {positional.names[0]}; give only one")
+        hint = "every setting is a flag, see --help"
+        if "model_path" in model.model_fields:
+            hint = f"if it is the model, type --model-path {word}"
+        raise ConfigError(f"unexpected argument {word!r}; {hint}")
     name = word.partition("=")[0]
-    answer = _answer(model, name.lstrip("-").replace("_", "-"))
+    answer = _answer(model, positional, name.lstrip("-").replace("_", "-"))
     if answer is None:
         guess = suggest(name, (each for each in parser._option_string_actions if each.startswith("--")))
         answer = f"did you mean {guess}?" if guess else "see --help"
-    raise ConfigError(f"unknown flag {name}; {answer}", field=name)
+    raise ConfigError(f"unknown flag {name}; {answer}")
 
 
-def _reject_subcommand(words: Sequence[str]) -> NoReturn:
-    name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
-    raise ConfigError(
-        f"there is no subcommand {words[0]!r}; to serve a model on this machine: {CONSOLE} serve {name}; for a "
-        f"deployment file: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; for one worker: {_WORKER} --model-path {name}",
-        field=words[0],
-    )
-
-
-def _reject_positional(model: type[Config], word: str) -> NoReturn:
-    hint = "every setting is a flag, see --help"
-    if positional := next((flag.names[0] for flag in flags_of(model) if flag.positional), None):
-        raise ConfigError(f"{word!r} is a second {positional}; give only one", field=word)
-    if "model_path" in model.model_fields:
-        hint = f"if it is the model, type --model-path {word}"
-    raise ConfigError(f"unexpected argument {word!r}; {hint}", field=word)
-
-
-def _answer(model: type[Config], name: str) -> str | None:
+def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:
     """Return what to type or do instead of an unknown flag; None if it is not known, here or in other servers."""
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
@@ -336,10 +325,9 @@ def _answer(model: type[Config], name: str) -> str | None:
     fields = read_yaml(Path(__file__).with_name("other_servers.yaml")).get(name) or own.get(name, [])
     if isinstance(fields, str):
         return fields
-    positional = {flag.field: flag.names[0] for flag in flags_of(model) if flag.positional}
     for field in fields:
-        if field in positional:
-            return f"{positional[field]} is the first argument: type the value without --{name}"
+        if positional is not None and field == positional.field:
+            return f"{positional.names[0]} is the first argument: type the value without --{name}"
         if field in model.model_fields:
             return f"use {_flag(field)}" if _flag(field) != f"--{name}" else None
     for each, command in _COMMANDS.items():
