@@ -80,8 +80,7 @@ class Plane:
         self._unsubscribe: Unsubscribe | None = None
         self._subscribe_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, StreamReceiver]] = {}  # by the worker's subject, then by stream
-        self._subjects: dict[str, None] = {}  # of the workers called, the latest last
-        self._cancelled: dict[int, None] = {}  # streams that this process closed before their last frame, latest last
+        self._cancelled: dict[int, str] = {}  # subjects of streams closed before their last frame came, latest last
         self._num_pings = 0  # sent to all workers
         self._num_unreadable = 0  # messages
         self._on_load: Callable[[LoadReport], None] | None = None
@@ -141,7 +140,6 @@ class Plane:
         )
         self._inbox[stream] = receiver
         self._running.setdefault(subject, {})[stream] = receiver
-        remember(self._subjects, subject)
         deadline = loop.call_later(request.deadline - time.time(), _deadline_passed, receiver)
         receiver.run(self._open(subject, stream, request, receiver), f"plane-open-{request.request_id}")
         return receiver
@@ -156,7 +154,7 @@ class Plane:
 
     def _send_cancel(self, subject: str, stream: int, request_id: str) -> None:
         RECORDER.record(request_id, RecordedEvent.CALL_CANCELLED)
-        remember(self._cancelled, stream)
+        remember(self._cancelled, stream, subject)
         self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
@@ -269,12 +267,11 @@ class Plane:
         if report.ping:
             for stream, receiver in list(running.items()):
                 receiver.compare_with_worker(report.ping, sent.get(stream))
-        if report.subject in self._subjects:
-            # The first cancel was lost or has not arrived yet. A stream that ended with its last frame must not be
-            # cancelled: the report may be old, or may list it because its KV transfer is pending.
-            again = [stream for stream in sent if stream in self._cancelled]
-            for stream in again[:_CANCELS_AT_ONCE]:
-                self._cancel(report.subject, stream)
+        # The first cancel was lost or has not arrived yet. A stream that ended with its last frame must not be
+        # cancelled: the report may be old, or may list it because its KV transfer is pending.
+        again = [stream for stream in sent if self._cancelled.get(stream) == report.subject]
+        for stream in again[:_CANCELS_AT_ONCE]:
+            self._cancel(report.subject, stream)
 
     def _ping_message(self, _subject: str) -> bytes:
         self._num_pings += 1

@@ -46,6 +46,7 @@ _WAITED_ITERATIONS = 4  # a transport that takes longer to write is stuck or has
 _REMEMBERED = 16_384  # enough to detect repeated messages, which arrive soon after the first
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 
 def control_subject(subject: str) -> str:
@@ -53,10 +54,10 @@ def control_subject(subject: str) -> str:
     return f"{subject}.control"
 
 
-def remember(latest: dict[K, None], key: K) -> None:
+def remember(latest: dict[K, V], key: K, value: V) -> None:
     """Put the key last. Drop the first key if there are more than _REMEMBERED."""
     latest.pop(key, None)
-    latest[key] = None
+    latest[key] = value
     if len(latest) > _REMEMBERED:
         del latest[next(iter(latest))]
 
@@ -230,7 +231,7 @@ class EndpointServer:
         caller = self._callers.setdefault(opening.inbox, _Caller(opening.inbox))
         caller.reads_tokens |= opening.wire >= _TOKENS_SINCE
         stream = caller.streams[opening.stream] = ServerStream(caller, opening.stream)
-        remember(self._latest_openings, (opening.inbox, opening.stream))
+        remember(self._latest_openings, (opening.inbox, opening.stream), None)
         self.running += 1
         self._idle.clear()
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock

@@ -223,32 +223,27 @@ def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Rende
     Raises:
         ConfigError: A renderer or parser does not exist, or a file is missing or can't be parsed.
     """
-    for name, known in PARSERS.get(card.renderer, {}).items():
-        if getattr(card, name) not in known:
+    parsers = PARSERS.get(card.renderer)
+    if parsers is None:
+        raise ConfigError(
+            f"model {card.name!r} needs the renderer {card.renderer!r}; this version has only {' and '.join(PARSERS)}",
+            field="renderer",
+        )
+    chosen = {name: getattr(card, name) for name in parsers}
+    for name, known in parsers.items():
+        if chosen[name] not in known:
             raise ConfigError(
-                f"model {card.name!r} needs the {name} {getattr(card, name)!r}, which the renderer {card.renderer} "
+                f"model {card.name!r} needs the {name} {chosen[name]!r}, which the renderer {card.renderer} "
                 f"does not have; choose one of {', '.join(known)}",
                 field=name,
             )
-    match card.renderer:
-        case "harmony":
-            from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+    if card.renderer == "harmony":
+        from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
-            return HarmonyRenderer(reasoning_parser=card.reasoning_parser, tool_call_parser=card.tool_call_parser)
-        case "chat_template":
-            from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
+        return HarmonyRenderer(**chosen)
+    from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 
-            return ChatTemplateRenderer(
-                files,
-                stop_token_ids=card.eos_token_ids,
-                reasoning_parser=card.reasoning_parser,
-                tool_call_parser=card.tool_call_parser,
-            )
-        case other:
-            raise ConfigError(
-                f"model {card.name!r} needs the renderer {other!r}; this version has only harmony and chat_template",
-                field="renderer",
-            )
+    return ChatTemplateRenderer(files, stop_token_ids=card.eos_token_ids, **chosen)
 
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
