@@ -42,7 +42,7 @@ from dynamo_trtllm.request_plane.frames import (
 )
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject, remember
 from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
-from dynamo_trtllm.streams import OnEvent, Stream, StreamHandle
+from dynamo_trtllm.streams import OnEvent, StreamHandle
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,6 @@ class Plane:
             DeadlineExceeded: the request's deadline passes.
         """
         stream, loop = next(self._numbers), asyncio.get_running_loop()
-        if self._is_closed:
-            closed = Stream(on_event)
-            loop.call_soon(closed.emit, errors.Disconnected(_CLOSED))
-            return closed
         receiver = StreamReceiver(
             on_event,
             self._opening,
@@ -207,6 +203,8 @@ class Plane:
                 self._heartbeat.start()
 
     async def _open(self, subject: str, stream: int, request: GenerateRequest, receiver: StreamReceiver) -> None:
+        if self._is_closed:
+            raise errors.Disconnected(_CLOSED)
         if self._unsubscribe is None:
             await self._subscribe()
         left_s = request.deadline - time.time()
