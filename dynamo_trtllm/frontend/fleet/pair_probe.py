@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -26,9 +27,8 @@ from dynamo_trtllm.frontend.fleet.known_answers import ANSWER_TOKENS, KnownAnswe
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Restart, Sampling, TokenIds
-from dynamo_trtllm.request_plane.client import Plane
 from dynamo_trtllm.router.policy import PairBreakers, WorkerSelection
-from dynamo_trtllm.router.view import MAX_PAIRS, ClusterView, Pair, format_pair, is_probed, new_pairs, pairs_with
+from dynamo_trtllm.router.view import MAX_PAIRS, Pair, format_pair, is_probed, new_pairs, pairs_with
 from dynamo_trtllm.streams import run_stream
 
 log = logging.getLogger(__name__)
@@ -56,23 +56,24 @@ class PairProbeMetrics(Protocol):
     def probe_finished(self, *, model: str, code: str) -> None: ...
 
 
+@dataclass(eq=False)
 class PairProbes:
-    """The probes of all pairs. The owner runs `run` in a task."""
+    """The probes of all pairs of a pipeline. The owner runs `run` in a task.
 
-    def __init__(
-        self, view: ClusterView, pipeline: Pipeline, breakers: PairBreakers, *, interval_s: float, timeout_s: float
-    ) -> None:
-        """Create the probes, which `run` sends.
+    Args:
+        pipeline: runs the probes. Its breakers record their outcomes.
+        metrics: counts the probes.
+        interval_s: seconds between probes of an idle pair, of at most MAX_PAIRS.
+        timeout_s: longest time of each request of a probe.
+    """
 
-        Args:
-            interval_s: seconds between probes of an idle pair, of at most MAX_PAIRS.
-            timeout_s: longest time of each request of a probe.
-        """
-        self._view = view
-        self._pipeline = pipeline
-        self._breakers = breakers
-        self._base_interval_s = interval_s
-        self._timeout_s = timeout_s
+    pipeline: Pipeline
+    metrics: PairProbeMetrics
+    interval_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._view, self._breakers = self.pipeline.view, self.pipeline.breakers
         self._known_answers = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
@@ -80,38 +81,38 @@ class PairProbes:
         self._unexpected_failures: set[Pair] = set()
         self._inconclusive: set[str] = set()  # models for which this was logged
         self._probing: set[Pair] = set()
-        self._changes = view.subscribe()
+        self._changes = self._view.subscribe()
         self._queue: list[tuple[float, int, Pair]] = []  # a heap by the time at which a pair is due
         self._due_at: dict[Pair, float] = {}  # the time that counts of each pair in the queue
         self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _MAX_CONCURRENT))
         self._all_slots = asyncio.Semaphore(_MAX_ALL)
         self._probed = asyncio.Event()
 
-    async def run(self, plane: Plane, metrics: PairProbeMetrics) -> None:
+    async def run(self) -> None:
         """Send probes until cancelled. Each pair is probed in its own task, so that a slow one delays no other."""
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._view.changed
                 self._probed.clear()
                 self._schedule_changed()
-                if plane.unavailable_reason() is not None:  # thousands of probes would fail per second
+                if self.pipeline.plane.unavailable_reason() is not None:  # thousands of probes would fail per second
                     await asyncio.sleep(_UNAVAILABLE_S)
                     continue
                 now = time.monotonic()
                 for pair, model in self._pop_due(now):
                     self._probing.add(pair)
-                    group.create_task(self._probe_one(pair, model, plane, metrics), name="pair probe")
+                    group.create_task(self._probe_one(pair, model), name="pair probe")
                 timeout_s = max(0.0, self._queue[0][0] - now) if self._queue else None
                 await first_of(changed.wait(), self._probed.wait(), timeout_s=timeout_s)
 
     @property
-    def _interval_s(self) -> float:
+    def _idle_s(self) -> float:
         """Time between probes of an idle pair: longer with many pairs, so that probes are never most of the load."""
-        return self._base_interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
+        return self.interval_s * max(1.0, len(self._due_at) / MAX_PAIRS)
 
     def _schedule_changed(self) -> None:
         """Schedule the pairs that are new or may be due earlier than before, and drop instances that are gone."""
-        self._pipeline.update_breakers()  # new pairs get no requests before their probe
+        self.pipeline.update_breakers()  # new pairs get no requests before their probe
         if not all(change.is_added for change in self._changes):
             self._keep_only(self._view.ids())
         while self._changes:
@@ -122,7 +123,7 @@ class PairProbes:
             self._schedule(self._breakers.rescheduled.pop())
 
     def _schedule(self, pair: Pair) -> None:
-        due_at = self._breakers.due_at(pair, self._interval_s)
+        due_at = self._breakers.due_at(pair, self._idle_s)
         if pair not in self._probing and due_at < self._due_at.get(pair, math.inf):
             self._due_at[pair] = due_at
             heapq.heappush(self._queue, (due_at, next(self._numbers), pair))
@@ -143,7 +144,7 @@ class PairProbes:
             model = selection.decode.card.name
             if not is_probed(self._view.model(model), pair, self._breakers.quarantined):
                 continue
-            if self._breakers.due_at(pair, self._interval_s) > now:
+            if self._breakers.due_at(pair, self._idle_s) > now:
                 self._schedule(pair)
             else:
                 yield pair, model
@@ -157,13 +158,13 @@ class PairProbes:
         for decode in [decode for decode in self._slots if decode not in ids]:
             del self._slots[decode]
 
-    async def _probe_one(self, pair: Pair, model: str, plane: Plane, metrics: PairProbeMetrics) -> None:
+    async def _probe_one(self, pair: Pair, model: str) -> None:
         try:
             async with self._slots[pair[1]], self._all_slots:
                 code = await self._probe_safely(pair)
-            metrics.probe_finished(model=model, code=code)
+            self.metrics.probe_finished(model=model, code=code)
             if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:  # else it makes no instance a suspect
-                await self._restart_suspects(pair, plane)
+                await self._restart_suspects(pair)
         finally:
             self._probing.discard(pair)
             self._schedule(pair)
@@ -194,7 +195,7 @@ class PairProbes:
         try:
             result = await self._compare(selection, trace)
         except TimeoutError:
-            result = _ProbeResult("canary", f"no answer to a probe within {self._timeout_s:g} s")
+            result = _ProbeResult("canary", f"no answer to a probe within {self.timeout_s:g} s")
         except (errors.TransferFailed, errors.TransferTimeout) as exc:
             return exc.code  # the pipeline has recorded it
         except errors.CapacityError as exc:  # a busy worker is not a broken pair
@@ -204,7 +205,7 @@ class PairProbes:
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
             at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
             if at is not None:
-                self._pipeline.record_unreachable(at, exc)
+                self.pipeline.record_unreachable(at, exc)
             return exc.code
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
@@ -217,7 +218,7 @@ class PairProbes:
         elif result.code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
-            self._pipeline.record_success(pair, is_probe=True, note=result.text)
+            self.pipeline.record_success(pair, is_probe=True, note=result.text)
             self._log_inconclusive(selection, result.text)
         return result.code
 
@@ -274,7 +275,7 @@ class PairProbes:
             token_ids=prompt,
             sampling=Sampling(max_tokens=ANSWER_TOKENS - num_resumed, temperature=0.0, ignore_eos=True),
             # Later than the limit below, which thus always decides: this one ends what a lost cancel would leave.
-            deadline=time.time() + self._timeout_s + _CANCEL_S,
+            deadline=time.time() + self.timeout_s + _CANCEL_S,
             num_resumed_output_tokens=num_resumed,
             cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
         )
@@ -284,8 +285,8 @@ class PairProbes:
             tokens.extend(chunk.token_ids)
             return True
 
-        async with asyncio.timeout(self._timeout_s):
-            await run_stream(partial(self._pipeline.probe, selection, request, trace), collect)
+        async with asyncio.timeout(self.timeout_s):
+            await run_stream(partial(self.pipeline.probe, selection, request, trace), collect)
         return tokens
 
     def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:
@@ -305,7 +306,7 @@ class PairProbes:
         if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
             log.error("%s quarantined: %s", format_pair(pair), reason)
 
-    async def _restart_suspects(self, pair: Pair, plane: Plane) -> None:
+    async def _restart_suspects(self, pair: Pair) -> None:
         """Ask the instances of a failing pair to restart if they are suspects."""
         for instance_id in (self._suspects(pair) & set(pair)) - self._asked_to_restart:
             self._asked_to_restart.add(instance_id)
@@ -314,7 +315,7 @@ class PairProbes:
                 continue
             log.error("%s worker %x fails with every peer; requesting restart", instance.role, instance_id)
             try:
-                await plane.control(instance.subject, Restart("KV transfer fails with every peer"))
+                await self.pipeline.plane.control(instance.subject, Restart("KV transfer fails with every peer"))
             except DynamoError as exc:
                 if isinstance(exc, errors.PlaneError):
                     self._asked_to_restart.discard(instance_id)  # it may not have received the request

@@ -94,11 +94,11 @@ async def run_app(
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.close_responses)
         work = {"recordings": answer_queries(plane, config.namespace)}
-        work |= routing_work(config.namespace, plane, pipeline, breakers, metrics)
+        work |= routing_work(config.namespace, pipeline, metrics)
         work["discovery-watch"] = models.watch()
         if has_probes:
             times = {"interval_s": config.canary_interval_s, "timeout_s": config.canary_timeout_s}
-            work["pair-probes"] = PairProbes(view, pipeline, breakers, **times).run(plane, metrics)
+            work["pair-probes"] = PairProbes(pipeline, metrics, **times).run()
         work |= {} if app.traces is None else {"traces": app.traces.run()}
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
@@ -145,16 +145,14 @@ async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
         await changed.wait()
 
 
-def routing_work(
-    namespace: str, plane: Plane, pipeline: Pipeline, breakers: PairBreakers, metrics: FrontendMetrics
-) -> dict[str, Coroutine[Any, Any, None]]:
+def routing_work(namespace: str, pipeline: Pipeline, metrics: FrontendMetrics) -> dict[str, Coroutine[Any, Any, None]]:
     """Return the background work, by the names of its tasks, that keeps up to date what selections read."""
-    work = {"pairs": prune_breakers(pipeline.view, breakers)}
-    if pipeline.placement is not None:
-        work["loads"] = follow_loads(plane, namespace, pipeline.view, pipeline.placement.loads)
-        if pipeline.placement.prefixes is not None:
-            feed = PrefixFeed(pipeline.placement.prefixes, pipeline.view, plane, namespace, metrics)
-            work["kv-events"] = feed.run()
+    view, plane, placement = pipeline.view, pipeline.plane, pipeline.placement
+    work = {"pairs": prune_breakers(view, pipeline.breakers)}
+    if placement is not None:
+        work["loads"] = follow_loads(plane, namespace, view, placement.loads)
+        if placement.prefixes is not None:
+            work["kv-events"] = PrefixFeed(placement.prefixes, view, plane, namespace, metrics).run()
     return work
 
 

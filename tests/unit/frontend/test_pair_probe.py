@@ -112,7 +112,7 @@ class Bench:
         self.plane, self.view = InprocPlane(), ClusterView()
         self.breakers = PairBreakers(limits)
         self.pipeline = Pipeline(self.view, self.plane, breakers=self.breakers)
-        self.canaries = PairProbes(self.view, self.pipeline, self.breakers, interval_s=interval_s, timeout_s=timeout_s)
+        self.canaries = PairProbes(self.pipeline, self, interval_s=interval_s, timeout_s=timeout_s)
         self.codes: Counter[str] = Counter()
 
     def probe_finished(self, *, model: str, code: str) -> None:
@@ -137,7 +137,7 @@ class Bench:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.canaries.run(self.plane, self))
+        task = asyncio.create_task(self.canaries.run())
         try:
             yield
         finally:

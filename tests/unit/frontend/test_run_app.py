@@ -109,10 +109,7 @@ async def test_routing_work_when_a_mode_is_set_then_what_it_reads_is_kept_up_to_
 ) -> None:
     config, plane, breakers = FrontendConfig(**settings), InprocPlane(), PairBreakers()
     pipeline = Pipeline(ClusterView(), plane, breakers=breakers, placement=placement_of(config))
-    tasks = {
-        name: asyncio.create_task(each)
-        for name, each in routing_work("ns", plane, pipeline, breakers, FrontendMetrics()).items()
-    }
+    tasks = {name: asyncio.create_task(each) for name, each in routing_work("ns", pipeline, FrontendMetrics()).items()}
     assert set(tasks) == work
     pipeline.view.add(make_instance(1))
     await asyncio.sleep(0.01)
