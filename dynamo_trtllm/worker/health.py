@@ -101,27 +101,23 @@ def health_app(health: Health, render_metrics: Callable[[], bytes], verbs: Verbs
 async def health_server(
     host: str,
     port: int | None,
-    health: Health,
-    render_metrics: Callable[[], bytes],
+    app: Router,
     tasks: BackgroundTasks,
-    verbs: Verbs | None = None,
 ) -> AsyncIterator[int | None]:
     """Serve the health routes over HTTP while the context is open, and return the port.
 
     Args:
         host: address to listen on.
         port: None: no server; 0: any free port.
-        health: health of the worker.
-        render_metrics: returns the body of /metrics.
+        app: of `health_app`.
         tasks: owner of the server's task.
-        verbs: see `health_app`.
     """
     if port is None:
         yield None
         return
     with listen(host, port, setting="system") as sock:
         port = sock.getsockname()[1]
-        server = HttpServer(health_app(health, render_metrics, verbs), LIMITS, shutdown_s=1)
+        server = HttpServer(app, LIMITS, shutdown_s=1)
         task = tasks.start(server.serve(sock), "worker-health")
         warn_if_exposed(host, port, "read health and metrics", "--system-host")
         log.info("health at http://%s:%d", "localhost" if host in _REACHED_AS_LOCALHOST else host, port)

@@ -237,8 +237,6 @@ class WorkerService:
         self._load_read_at = 0.0  # of `time.monotonic()`
         self._new_tokens = self._new_requests = 0  # of prompts that came since
         self._cost = CostFit(self.cost_prior, engine.steps, self.metrics.observe_prediction)
-        self._model = instance.card.name
-        self._role = instance.role
         self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
@@ -268,10 +266,11 @@ class WorkerService:
         return stream
 
     def _check(self, request: GenerateRequest) -> None:
-        if request.model != self._model:
-            raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
+        model = self.instance.card.name
+        if request.model != model:
+            raise ModelNotFound(f"this worker serves {model!r}, not {request.model!r}", field="model")
         if request.phase not in self._phases:
-            raise InvalidRequest(f"a {self._role} worker does not serve {request.phase} calls", field="phase")
+            raise InvalidRequest(f"a {self.instance.role} worker does not serve {request.phase} calls", field="phase")
         if (request.phase is Phase.DECODE) != (request.kv_params is not None):
             has = "no" if request.kv_params is None else "unexpected"
             raise InvalidRequest(f"the {request.phase} call has {has} KV transfer parameters")
@@ -297,7 +296,7 @@ class WorkerService:
 
     def _work(self, prompt_tokens: int) -> EngineWork:
         """Return what the engine does when a prompt arrives, and count the prompt for the next one."""
-        load, decodes = self.load_report(), self._role is not Role.PREFILL
+        load, decodes = self.load_report(), self.instance.role is not Role.PREFILL
         work = load.work(decodes=decodes, more_tokens=self._new_tokens, more_requests=self._new_requests)
         self._new_tokens += prompt_tokens
         self._new_requests += 1
@@ -310,8 +309,8 @@ class WorkerService:
             case messages.ReleaseKv(transfer_id, outcome):
                 self.engine.release(transfer_id, outcome)
             case messages.ReserveSlot(reservation_id, expires_at, left_s):
-                if self._role is not Role.DECODE:
-                    raise InvalidRequest(f"a {self._role} worker has no decode slots to reserve")
+                if self.instance.role is not Role.DECODE:
+                    raise InvalidRequest(f"a {self.instance.role} worker has no decode slots to reserve")
                 self.admission.reserve(reservation_id, time.time() + left_s if left_s else expires_at)
             case messages.ReleaseSlot(reservation_id):
                 self.admission.unreserve(reservation_id)

@@ -37,7 +37,7 @@ from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.transport import load_subject
 from dynamo_trtllm.worker import startup
-from dynamo_trtllm.worker.health import Health, broadcast_load, health_server
+from dynamo_trtllm.worker.health import Health, broadcast_load, health_app, health_server
 from dynamo_trtllm.worker.service import Admission, WorkerService
 from dynamo_trtllm.worker.sleep import Sleeper, drain
 
@@ -110,7 +110,6 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self.instance_id = secrets.randbits(_ID_BITS)
-        self._sampling_defaults = SamplingDefaults()
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
@@ -187,20 +186,13 @@ class Worker:
         kind = str(self._config.disaggregation_mode)
         RECORDER.start(folder, namespace=namespace, kind=kind, instance_id=self.instance_id)
         stack.callback(RECORDER.stop)
-        self._config, self._sampling_defaults = await asyncio.to_thread(_completed, self._config)
+        self._config, sampling_defaults = await asyncio.to_thread(_completed, self._config)
         config = self._config
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
-        await stack.enter_async_context(
-            health_server(
-                config.system_host,
-                config.system_port,
-                self._health,
-                lambda: self._metrics.render(asdict(engine.stats())),
-                self._tasks,
-                {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)},
-            )
-        )
+        verbs = {"/sleep": lambda: self._change(Sleeper.sleep), "/wake": lambda: self._change(Sleeper.wake)}
+        app = health_app(self._health, lambda: self._metrics.render(asdict(engine.stats())), verbs)
+        await stack.enter_async_context(health_server(config.system_host, config.system_port, app, self._tasks))
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)
         stack.push_async_callback(plane.aclose)
@@ -212,7 +204,7 @@ class Worker:
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
         self._health.phase = "registering"
-        instance, files = self._describe(info, publishes_kv_events=config.publish_kv_events)
+        instance, files = self._describe(info, sampling_defaults)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
         admission = Admission(batch + config.max_queued_requests if batch else None, config.max_ticket_kv_fraction)
         kv_events = self._publish_kv_events(engine, plane, instance, stack)
@@ -253,14 +245,14 @@ class Worker:
         engine.start_kv_events(publisher.on_events)
         return publisher
 
-    def _describe(self, info: EngineInfo, *, publishes_kv_events: bool) -> tuple[Instance, dict[str, Path]]:
+    def _describe(self, info: EngineInfo, sampling_defaults: SamplingDefaults) -> tuple[Instance, dict[str, Path]]:
         """Return the instance to register, and the paths of the card's files by content hash."""
         config = self._config
         role = config.disaggregation_mode
-        endpoint = endpoint_of(self._config)
+        endpoint = endpoint_of(config)
         digests = {name: startup.digest(path) for name, path in info.files.items()}
         card = ModelDeploymentCard(
-            name=self._config.model_name,
+            name=config.model_name,
             context_length=info.context_length,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -268,7 +260,7 @@ class Worker:
             **startup.parsers(config, info.renderer),
             unsupported_features=info.unsupported_features,
             files=digests,
-            sampling_defaults=startup.without_unsupported(self._sampling_defaults, info.unsupported_features),
+            sampling_defaults=startup.without_unsupported(sampling_defaults, info.unsupported_features),
         )
         instance = Instance(
             id=self.instance_id,
@@ -287,7 +279,7 @@ class Worker:
             strategy=config.disaggregation_strategy,
             version=__version__,
             wire=WIRE_VERSION,
-            publishes_kv_events=publishes_kv_events,
+            publishes_kv_events=config.publish_kv_events,
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
 

@@ -51,7 +51,10 @@ async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
 
 async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with health_server("127.0.0.1", 0, Health(), metrics, BackgroundTasks()), httpx.AsyncClient() as client:
+    async with (
+        health_server("127.0.0.1", 0, health_app(Health(), metrics), BackgroundTasks()),
+        httpx.AsyncClient() as client,
+    ):
         found = re.search(r"health at http://localhost:(\d+)", caplog.text)
         assert found is not None
         assert (await client.get(f"http://127.0.0.1:{found[1]}/live")).status_code == 200
@@ -63,7 +66,7 @@ async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--system-port {port} can't be opened on --system-host 127.0.0.1"):
-            await health_server("127.0.0.1", port, Health(), metrics, BackgroundTasks()).__aenter__()
+            await health_server("127.0.0.1", port, health_app(Health(), metrics), BackgroundTasks()).__aenter__()
 
 
 @asynccontextmanager
@@ -73,7 +76,7 @@ async def served(
     """Yield the port of a server with other limits. No task of it may fail."""
     monkeypatch.setattr(health, "LIMITS", dataclasses.replace(health.LIMITS, **limits))
     tasks = BackgroundTasks()
-    async with health_server("127.0.0.1", 0, Health(), render, tasks) as opened:
+    async with health_server("127.0.0.1", 0, health_app(Health(), render), tasks) as opened:
         assert opened is not None
         yield opened
     assert tasks.failure is None
