@@ -51,7 +51,6 @@ class ControlPipe:
     _on_ready: Callable[[], None] = lambda: None
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
     _waiting: dict[int, asyncio.Future[bytes]] = field(default_factory=dict, init=False)
-    _is_closed: bool = field(default=False, init=False)
     is_other_ready: bool = field(default=False, init=False)
 
     async def run(self) -> None:
@@ -72,7 +71,6 @@ class ControlPipe:
 
     def close(self) -> None:
         """Close the pipe and fail the requests that wait for a reply. Idempotent."""
-        self._is_closed = True
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._disconnected())
@@ -88,7 +86,7 @@ class ControlPipe:
             DeadlineExceeded: no reply within `within_s` seconds.
             Disconnected: the other end is closed.
         """
-        if self._is_closed:
+        if self._writer.is_closing():
             raise self._disconnected()
         number = next(self._numbers)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
