@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.background import first_of
@@ -43,13 +43,6 @@ _SUSPECT_OPENINGS = 3  # in a row, of the breakers of all pairs of an instance: 
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
-
-
-class _ProbeResult(NamedTuple):
-    """The result of a probe: its code in the metric, and a reason or note."""
-
-    code: str
-    text: str = ""
 
 
 class PairProbeMetrics(Protocol):
@@ -193,9 +186,9 @@ class PairProbes:
             return "gone"
         trace = RouteTrace()
         try:
-            result = await self._compare(selection, trace)
+            code, text = await self._compare(selection, trace)
         except TimeoutError:
-            result = _ProbeResult("canary", f"no answer to a probe within {self.timeout_s:g} s")
+            code, text = "canary", f"no answer to a probe within {self.timeout_s:g} s"
         except (errors.TransferFailed, errors.TransferTimeout) as exc:
             return exc.code  # the pipeline has recorded it
         except errors.CapacityError as exc:  # a busy worker is not a broken pair
@@ -210,20 +203,20 @@ class PairProbes:
         except DynamoError as exc:
             self._record_failure(pair, f"{exc.code}: {exc.message}")
             return exc.code
-        if result.code == "mismatch":
+        if code == "mismatch":
             self._known_answers.forget(selection.decode.id)
-            self._record_failure(pair, result.text, is_wrong=True)
-        elif result.code == "canary":
-            self._record_failure(pair, result.text)
-        elif result.code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
+            self._record_failure(pair, text, is_wrong=True)
+        elif code == "canary":
+            self._record_failure(pair, text)
+        elif code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
-            self.pipeline.record_success(pair, is_probe=True, note=result.text)
-            self._log_inconclusive(selection, result.text)
-        return result.code
+            self.pipeline.record_success(pair, is_probe=True, note=text)
+            self._log_inconclusive(selection, text)
+        return code
 
-    async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> _ProbeResult:
-        """Compare the pair's answers with known ones.
+    async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> tuple[str, str]:
+        """Compare the pair's answers with known ones. Return the code for the metric, and a reason or note.
 
         The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers differ, or if some differ
         and the others prove nothing.
@@ -237,27 +230,22 @@ class PairProbes:
             prompt = random_prompt(selection) if known_answer is None else known_answer.prompt
             tokens = await ask(selection, prompt, 0)
             if len(tokens) != ANSWER_TOKENS:
-                return _ProbeResult("canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}")
+                return "canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}"
             if selection.prefill is None:
-                return _ProbeResult(_PASSED)
+                return _PASSED, ""
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
-                text = "the decode worker answered a probe without reading the prefill worker's KV"
-                return _ProbeResult("canary", text)
+                return "canary", "the decode worker answered a probe without reading the prefill worker's KV"
             if known_answer is None and num_wrong:
                 text = "its answer to a probe is not the known one, and no worker gives another one to compare with"
-                return _ProbeResult("canary", text)
+                return "canary", text
             if known_answer is None:
-                return _ProbeResult(
-                    _INCONCLUSIVE, "no worker of the model can run aggregated requests: wrong KV would go unnoticed"
-                )
+                return _INCONCLUSIVE, "no worker of the model can run aggregated requests: wrong KV would go unnoticed"
             if tokens == known_answer.tokens and known_answer.depends_on_kv:
-                return _ProbeResult(_PASSED)
+                return _PASSED, ""
             num_wrong += tokens != known_answer.tokens
         if not num_wrong:
-            return _ProbeResult(
-                _INCONCLUSIVE, "the model answers all prompts alike: KV of another prompt would go unnoticed"
-            )
-        return _ProbeResult(
+            return _INCONCLUSIVE, "the model answers all prompts alike: KV of another prompt would go unnoticed"
+        return (
             "mismatch",
             f"its answers to {_PROMPTS} prompts differ from those of one worker that ran the same requests alone: KV "
             "arrives changed, stale or not at all; check that both workers have the same build, model files and KV "
