@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, RequestError, RequestRejected
 from dynamo_trtllm.messages import Instance, Role, TokenIds, token_ids
@@ -41,12 +42,6 @@ It raises DynamoError if the request failed, and TimeoutError if the answer took
 """
 
 
-class _Key(NamedTuple):
-    decode: int
-    prompt_tokens: int
-    number: int
-
-
 @dataclass(slots=True, eq=False)
 class _Making:
     """A known answer that is there or being made. The task is cancelled when no pair waits for it any more."""
@@ -59,7 +54,8 @@ class KnownAnswers:
     """The known answers per decode instance, requested when first needed."""
 
     def __init__(self) -> None:
-        self._answers: dict[_Key, _Making] = {}
+        # By decode instance, and by length of the prompt and number of the answer.
+        self._answers: defaultdict[int, dict[tuple[int, int], _Making]] = defaultdict(dict)
 
     async def get(self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
         """Return known answer `number` (from 0) for a pair; None if no worker of the model can give one.
@@ -70,11 +66,11 @@ class KnownAnswers:
         sources = _sources(selection, view)
         if not is_salted(selection):  # without salts, a prefix cache would hit on a prompt that was used before
             return await _make(selection, sources, ask)
-        key = _Key(selection.decode.id, _prompt_tokens(selection), number)
-        making = self._answers.get(key)
+        answers, key = self._answers[selection.decode.id], (_prompt_tokens(selection), number)
+        making = answers.get(key)
         if making is None:
             task = asyncio.create_task(_make(selection, sources, ask), name="known answer")
-            making = self._answers[key] = _Making(task)
+            making = answers[key] = _Making(task)
         making.num_waiting += 1
         answer: KnownAnswer | None = None
         try:
@@ -84,18 +80,18 @@ class KnownAnswers:
             if not making.num_waiting:
                 making.task.cancel()  # nothing happens if it has ended
             is_useless = answer is None and (making.task.done() or not making.num_waiting)
-            if is_useless and self._answers.get(key) is making:
-                del self._answers[key]
+            if is_useless and answers.get(key) is making:
+                del answers[key]
         return answer
 
     def forget(self, decode: int) -> None:
         """Drop the answers of a decode instance, so that new prompts are used: two tokens may be equally likely."""
-        self._answers = {key: answer for key, answer in self._answers.items() if key.decode != decode}
+        self._answers.pop(decode, None)
 
     def keep_only(self, ids: Iterable[int]) -> None:
         """Drop the answers of instances that are not in `ids`."""
-        current = set(ids)
-        self._answers = {key: answer for key, answer in self._answers.items() if key.decode in current}
+        for decode in self._answers.keys() - set(ids):
+            del self._answers[decode]
 
 
 def random_prompt(selection: WorkerSelection) -> TokenIds:
