@@ -274,7 +274,7 @@ class PairProbes:
             return True
 
         async with asyncio.timeout(self.timeout_s):
-            await run_stream(partial(self.pipeline.probe, selection, request, trace), collect)
+            await run_stream(partial(self.pipeline.generate, request, trace, selection=selection), collect)
         return tokens
 
     def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:

@@ -98,7 +98,7 @@ class GenerationFlow:
         request: GenerateRequest,
         trace: RouteTrace,
         options: PipelineOptions,
-        selection: WorkerSelection | None = None,
+        selection: WorkerSelection | None,
     ) -> None:
         self.state = State.NEW
         self.request = request

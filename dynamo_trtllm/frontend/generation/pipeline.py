@@ -66,7 +66,9 @@ class Pipeline:
         # Changes whose new pairs are not withheld yet.
         self._changes = self.view.subscribe() if self.options.has_probes else deque[Change]()
 
-    def generate(self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent) -> StreamHandle:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent, selection: WorkerSelection | None = None
+    ) -> StreamHandle:
         """Start a request as `streams.Generator.generate` does. Failed calls are retried or continued by other workers.
 
         The last event is the error if there is no worker (NoInstances, TransferMismatch), if the stream broke and its
@@ -74,15 +76,8 @@ class Pipeline:
 
         Args:
             trace: filled while the request runs.
-        """
-        return _RunningRequest(self, request, trace, on_event)
-
-    def probe(
-        self, selection: WorkerSelection, request: GenerateRequest, trace: RouteTrace, on_event: OnEvent
-    ) -> StreamHandle:
-        """Start one attempt on the given instances, without recovery. The caller records whether the pair works.
-
-        A failed KV transfer is recorded here.
+            selection: run one attempt on these workers, without recovery: a probe. Its caller records whether the pair
+                works; a failed KV transfer is recorded here.
         """
         return _RunningRequest(self, request, trace, on_event, selection)
 
@@ -202,7 +197,7 @@ class _RunningRequest(Stream):
         request: GenerateRequest,
         trace: RouteTrace,
         on_event: OnEvent,
-        selection: WorkerSelection | None = None,
+        selection: WorkerSelection | None,
     ) -> None:
         super().__init__(on_event)
         self._pipeline, self._trace = pipeline, trace

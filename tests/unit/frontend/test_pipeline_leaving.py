@@ -94,8 +94,9 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(clus
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
     selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
+    probe = partial(cluster.pipeline.generate, request(), RouteTrace(), selection=selection)
     with pytest.raises(Draining):
-        await run_stream(partial(cluster.pipeline.probe, selection, request(), RouteTrace()), lambda chunk: True)
+        await run_stream(probe, lambda chunk: True)
     assert other.requests == []
 
 
