@@ -77,10 +77,6 @@ class GenerationPlan:
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
     items: tuple[dict[str, Any], ...] = ()  # of `/v1/responses`: those of earlier turns, then those of the request
 
-    @property
-    def renderer(self) -> Renderer:
-        return self.choices[0].renderer
-
     def scheduled(self, fields: Mapping[str, Any]) -> Self:
         """Return the plan with these fields in the request of every choice."""
         if not fields:

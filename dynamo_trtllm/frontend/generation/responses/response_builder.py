@@ -91,7 +91,7 @@ class ResponseBuilder:
         self.id = meta.id
         self.stored = body.store
         self.packed: bytes | None = None  # the complete response as stored; None: it is not stored
-        self._output = OutputBuilder(self.id, plan.renderer)
+        self._output = OutputBuilder(self.id, plan.choices[0].renderer)
         self._items = plan.items
         self._base = _echo(meta, body, plan)
         self._finish = ""
