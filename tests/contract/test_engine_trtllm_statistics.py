@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo_trtllm.engines.trtllm.polling import StatsPoller
 from dynamo_trtllm.messages import Role
 from tests.engines import check_stats, make, prefill_params, prompt_of, started, stats
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
@@ -56,6 +58,19 @@ async def test_statistics_when_new_ones_come_all_the_time_then_they_are_read(ver
         async with started(engine), asyncio.timeout(SOON_S):
             while not stats(engine).kv_blocks_total:
                 engine._llm._executor.note_step()
+                await asyncio.sleep(0.005)
+
+
+async def test_statistics_when_none_came_for_a_while_then_new_ones_are_read_without_a_new_request(
+    gpt_oss: Path,
+) -> None:
+    with fake_tensorrt_llm(RELEASES[0]):
+        engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED)
+        async with started(engine), asyncio.timeout(SOON_S):
+            await asyncio.sleep(3 * StatsPoller.timeout_s)
+            poller, before = engine.library._stats_poller, time.monotonic()
+            engine._llm._executor.note_step()
+            while poller.changed_at < before:  # noqa: ASYNC110 - a thread sets it
                 await asyncio.sleep(0.005)
 
 

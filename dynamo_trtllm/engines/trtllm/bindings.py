@@ -10,8 +10,8 @@ import copy
 import inspect
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import LibraryPackage, construct
@@ -39,6 +39,7 @@ _PARAMS: Mapping[str, tuple[str, str]] = {
 }
 
 _READ_S = 0.3  # time of one read of 1.0 and 1.1, which queue what they report about as often
+_NEVER_S = 1e6
 
 # Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
 # dictionary with it fails, and without it the first class that fits is taken (DecodingBaseConfig and
@@ -101,7 +102,8 @@ class TrtllmBindings:
         The functions of 1.0 and 1.1 read until nothing comes within the timeout, so they do not return under load. Then
         they lose what they read: at the end, their queue returns None, which is parsed as JSON (`get_results` in
         executor/result.py and `_SyncQueue.get` in llmapi/utils.py). So their asynchronous forms are read for a limited
-        time, and only these: a queue that was read otherwise refuses them (`AsyncQueue.get`).
+        time, and only these: a queue that was read otherwise refuses them (`AsyncQueue.get`). Their own timeout must
+        not pass, because then they end until the next request is submitted.
 
         Args:
             llm: the LLM, whose calls are made on the running event loop.
@@ -113,12 +115,12 @@ class TrtllmBindings:
         loop, iterate = asyncio.get_running_loop(), getattr(llm, f"{name}_async")
 
         async def rows(timeout: float) -> list[Mapping[str, Any]]:
-            found, until = [], time.monotonic() + _READ_S
-            async for row in iterate(timeout=timeout):
-                found.append(row)
-                if time.monotonic() > until:
-                    break
-                await asyncio.sleep(0)  # rows that are there do not wait, and others need the event loop, too
+            found: list[Mapping[str, Any]] = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(timeout, _READ_S)):
+                    async for row in iterate(timeout=_NEVER_S):
+                        found.append(row)
+                        await asyncio.sleep(0)  # rows that are there do not wait, and others need the event loop, too
             return found
 
         return lambda timeout: asyncio.run_coroutine_threadsafe(rows(timeout), loop).result()

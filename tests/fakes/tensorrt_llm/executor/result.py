@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import queue
+import time
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -211,16 +212,21 @@ class GenerationResult:
 
 
 class IterationResult:
-    """Statistics as they come, up to a time-out. Made at once; only its steps wait."""
+    """Statistics as they come. When nothing came for the time-out, it ends until the next request is submitted."""
 
-    def __init__(self, get: Any, timeout: float) -> None:
+    def __init__(self, get: Any) -> None:
         self._get = get
-        self._timeout = timeout
+        self.timeout = 2.0
+        self.is_done = False
 
     def __aiter__(self) -> IterationResult:
         return self
 
     async def __anext__(self) -> Any:
-        if rows := await asyncio.to_thread(self._get, self._timeout, 1):
-            return rows[0]
+        deadline = time.monotonic() + self.timeout
+        while not self.is_done:
+            if rows := self._get(0.0, 1):
+                return rows[0]
+            self.is_done = time.monotonic() > deadline
+            await asyncio.sleep(0.002)
         raise StopAsyncIteration

@@ -80,9 +80,12 @@ class LLM:
             raise RuntimeError("Executor worker returned error") from exc
         self._core = Core(args)
         self._executor: GenerationExecutor | None = GenerationExecutor(self._core, args, transceiver)
+        self._iterations: dict[str, IterationResult] = {}
 
     def generate_async(self, *args: Any, **kwargs: Any) -> RequestOutput:
         """Returns at once."""
+        for each in self._iterations.values():
+            each.is_done = False
         given = _GENERATE_ASYNC.bind(self, *args, **kwargs)
         given.apply_defaults()
         call = given.arguments
@@ -152,14 +155,19 @@ class LLM:
         return _read(self._running_executor().get_stats, timeout or 0)
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
-        return IterationResult(self._running_executor().get_stats, timeout or 0)
+        return self._iterated("stats", self._running_executor().get_stats, timeout)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Blocks up to the time-out when there is nothing new."""
         return _read(self._running_executor().kv_events.take, timeout or 0)
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
-        return IterationResult(self._running_executor().kv_events.take, timeout or 0)
+        return self._iterated("kv_events", self._running_executor().kv_events.take, timeout)
+
+    def _iterated(self, name: str, get: Any, timeout: float | None) -> IterationResult:
+        iterated = self._iterations.setdefault(name, IterationResult(get))
+        iterated.timeout = timeout or 0
+        return iterated
 
     def _running_executor(self) -> GenerationExecutor:
         if self._executor is None:
