@@ -51,7 +51,7 @@ class BlockManager:
     """The KV blocks of one engine. Not thread-safe.
 
     The most recently freed blocks are reserved first, so that the operating system maps no more memory than was used.
-    The hash of a full block stands for all tokens up to its end. It is a number that no other block of this engine gets.
+    The hash of a full block stands for all tokens up to its end. It is a number that no other block of the engine gets.
 
     Args:
         num_blocks: number of blocks.
