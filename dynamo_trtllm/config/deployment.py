@@ -251,14 +251,11 @@ def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str 
     try:
         return model.model_validate(values)
     except ValidationError as exc:
-        first, cause = exc.errors(include_url=False)[0], exc
-    # pydantic puts the tried alternative of a union into the path, which the file does not contain
-    parts = [part for part in first["loc"] if isinstance(part, int) or part.replace("-", "_").isidentifier()]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-    place = where + joint + path if path else where
-    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    if first["type"] == "missing":
-        raise ConfigError(f"{place} is missing", field=path) from cause
-    if first["type"] == "value_error":
-        raise ConfigError(f"{place}: {message}", field=path or None) from cause
-    raise ConfigError(f"{place} is {first['input']!r}: {message}", field=path or None) from cause
+        first = exc.errors(include_url=False)[0]
+        # pydantic puts the tried alternative of a union into the path, which the file does not contain
+        parts = [part for part in first["loc"] if isinstance(part, int) or part.replace("-", "_").isidentifier()]
+        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+        message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+        problems = {"missing": " is missing", "value_error": f": {message}"}
+        problem = problems.get(first["type"], f" is {first['input']!r}: {message}")
+        raise ConfigError(f"{where}{joint if path else ''}{path}{problem}", field=path or None) from exc
