@@ -43,6 +43,13 @@ _IN_WORKER: Final[dict[int, str]] = {
     RecordedEvent.KV_FETCHED: "the KV has arrived, and the engine has not generated from it",
     RecordedEvent.CALL_CANCELLED: "the call was cancelled, and has not ended",
 }
+_WHY_SILENT: Final = {
+    ProcessState.RUNNING: "",
+    ProcessState.FROZEN: "it is frozen for {:.0f} s (stopped by a signal); resume it or kill it",
+    ProcessState.BLOCKED: "its event loop is blocked for {:.0f} s; see its stack, or restart it",
+    ProcessState.KILLED: "it was killed or crashed",
+    ProcessState.ENDED: "it has ended",
+}
 _HOLDS_KV: Final = (RecordedEvent.KV_PUBLISHED, RecordedEvent.KV_RELEASED, RecordedEvent.KV_EXPIRED)
 
 
@@ -150,17 +157,7 @@ def _why_misdated(process: ProcessRecording) -> str:
 
 def _why_silent(process: ProcessRecording) -> str:
     """Return why a process does not work; "" if it works."""
-    match process.state:
-        case ProcessState.FROZEN:
-            return f"it is frozen for {process.silent_s:.0f} s (stopped by a signal); resume it or kill it"
-        case ProcessState.BLOCKED:
-            return f"its event loop is blocked for {process.silent_s:.0f} s; see its stack, or restart it"
-        case ProcessState.KILLED:
-            return "it was killed or crashed"
-        case ProcessState.ENDED:
-            return "it has ended"
-        case _:
-            return ""
+    return _WHY_SILENT[process.state].format(process.silent_s)
 
 
 def stuck_requests(recordings: Recordings, older_than_s: float) -> list[StuckRequest]:
