@@ -269,25 +269,18 @@ class FrontendConfig(ProcessConfig):
         return self.response_store == "jetstream" or (self.response_store == "auto" and self.workers > 1)
 
     @model_validator(mode="after")
-    def _routing_is_used(self) -> FrontendConfig:
+    def _settings_fit(self) -> FrontendConfig:
+        """Reject settings of routing that have no effect, and limits and stores that contradict each other."""
         if self.router_mode != "kv":
             for name in ("router_kv_events", "router_ttl_secs", "router_kv_overlap_score_credit", "router_temperature"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     flag = f"--{name.replace('_', '-')}"
                     raise ValueError(f"{flag} has an effect only with --router-mode kv; add that, or remove the flag")
-        return self
-
-    @model_validator(mode="after")
-    def _one_body_fits(self) -> FrontendConfig:
         if 2 * self.max_body_bytes > self.max_total_body_bytes:
             raise ValueError(
                 f"--max-total-body-bytes {self.max_total_body_bytes} must be at least twice --max-body-bytes "
                 f"{self.max_body_bytes}; raise it or lower --max-body-bytes"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _store_fits_workers(self) -> FrontendConfig:
         if self.workers > 1 and not self.shares_responses:
             raise ValueError(
                 f"--response-store memory cannot be combined with --workers {self.workers} (each process has its own "
