@@ -205,8 +205,6 @@ def _from_environment(
 def _without_unusable_otel(model: type[Config], env: Mapping[str, str], typed: Collection[str]) -> Mapping[str, str]:
     """Leave out empty OTEL_ variables, and all if one can't be used: clusters set them for other programs in a pod."""
     flags = {flag.env: flag for flag in flags_of(model) if flag.env is not None and flag.env.startswith("OTEL_")}
-    if not flags.keys() & env.keys():
-        return env
     env = {name: text for name, text in env.items() if name not in flags or text.strip()}
     problem, is_off = "", env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     for name, flag in flags.items():
