@@ -58,8 +58,8 @@ class MemoryTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         self.is_reading = True
 
-    def can_write_eof(self) -> bool:
-        return False
+    def write_eof(self) -> None:
+        self.close()  # the client has read everything
 
     def close(self) -> None:
         if not self._closed:

@@ -375,13 +375,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Close the connection after the client has had time to read what was sent."""
-        if self._transport.can_write_eof():
-            self._is_lingering = True
-            self._transport.write_eof()
-            self._end_linger()
-        else:
-            self._transport.close()
-            self._read_timer.watch()
+        self._is_lingering = True
+        self._transport.write_eof()
+        self._end_linger()
 
     def _end_linger(self) -> None:
         if self._transport.get_write_buffer_size():
