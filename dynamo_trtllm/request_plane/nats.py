@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
 _PENDING_BYTES = 512 << 20
 _UNSENT_MESSAGES = 1 << 16  # waiting to be written; beyond, messages are dropped
-_FLUSH_TIMEOUT_S = 2
+_CLOSE_TIMEOUT_S = 2
 _CANCEL_AGAIN_S = 0.1
-CONNECT_OPTIONS: Final[dict[str, Any]] = {
+_CONNECT_OPTIONS: Final[dict[str, Any]] = {
     "reconnect_time_wait": 0.1,
     "max_reconnect_attempts": -1,
     "ping_interval": 2,
@@ -47,14 +47,14 @@ _LONGEST_SUBJECT = 1024  # a server closes the connection of a client that sends
 async def connect_client(client: Client, url: str, timeout_s: float, **callbacks: Any) -> None:
     """Connect a client. If this fails or is cancelled, close all that the client opened.
 
-    Without a limit, the client retries for ever. It connects in a task of its own, so that `end_task` can end it. Its
+    Without a limit, the client retries for ever. It connects in a task of its own, so that `_end_task` can end it. Its
     `close` does not help: a client that is cancelled while it closes a failed connection assumes that it is closed, and
     leaves the connection open.
 
     Raises:
         TimeoutError: the client did not connect in time.
     """
-    connecting = asyncio.get_running_loop().create_task(client.connect(url, **callbacks, **CONNECT_OPTIONS))
+    connecting = asyncio.get_running_loop().create_task(client.connect(url, **callbacks, **_CONNECT_OPTIONS))
     try:
         await asyncio.wait({connecting}, timeout=timeout_s)
         if not connecting.done():
@@ -97,7 +97,7 @@ def abort_client(client: Client) -> None:
 async def close_client(client: Client) -> None:
     """Close the client and its connection. It takes a few seconds if the server is frozen. Idempotent."""
     try:
-        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             if client._reconnection_task is not None:
                 await _end_task(client._reconnection_task)  # the client cancels it only once
             await client.close()

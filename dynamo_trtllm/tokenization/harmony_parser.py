@@ -81,8 +81,8 @@ class HarmonyParser:
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
 
     Args:
-        content: Token texts of the vocabulary, whose control tokens have none.
-        reasoning: The same as reasoning.
+        content: Token texts of the vocabulary, as deltas of content. Control tokens have none.
+        reasoning: The same texts, as deltas of reasoning.
         forced_ids: Ids that follow the prompt. They are not output.
         is_reasoning_split: If False, reasoning is content.
         is_call_split: If False, the arguments of calls are content.
