@@ -35,7 +35,6 @@ class GenerationOptions:
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True  # False: the output ends before the second call
     output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
-    cache_salt: str | None = None
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
@@ -94,7 +93,6 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=next(iter(formats.values()), None),
-        cache_salt=body.salt,
         shows_reasoning=body.include_reasoning,
         returns_token_ids=body.return_token_ids,
         skip_special_tokens=body.skip_special_tokens,
