@@ -47,14 +47,12 @@ class GenerationOptions:
         return self.names.get(field, field)
 
 
-def reject_unsupported(
-    requested: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
-) -> None:
+def reject_unsupported(options: GenerationOptions, cache_salt: str | None, card: ModelDeploymentCard) -> None:
     """Raise UnsupportedParameter if the request sets a field that the model's engine does not support."""
     for unsupported in card.unsupported_features:
-        given = cache_salt if unsupported == "cache_salt" else getattr(requested, unsupported, None)
+        given = cache_salt if unsupported == "cache_salt" else getattr(options.sampling, unsupported, None)
         if given != _DEFAULTS.get(unsupported):
-            reject(names.get(unsupported, unsupported), card)
+            reject(options.name(unsupported), card)
 
 
 def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does not support it") -> NoReturn:

@@ -97,7 +97,7 @@ def prepare_conversation(
 ) -> GenerationPlan:
     """Plan a conversation of any API. `conversation.tools` are all tools of the request. Raises as `prepare_chat`."""
     renderer, requested = served.renderer, options.sampling
-    reject_unsupported(requested, call.cache_salt, served.card, options.names)
+    reject_unsupported(options, call.cache_salt, served.card)
     tools = visible_tools(conversation.tools, options)
     schema = options.output_format.json_schema if options.output_format is not None else ""
     prompt = render_prompt(
@@ -148,7 +148,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateReq
         skip_special_tokens=body.skip_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
-    reject_unsupported(requested, call.cache_salt, served.card, options.names)
+    reject_unsupported(options, call.cache_salt, served.card)
     selects_best = body.candidates > body.n
     if selects_best and "logprobs" in served.card.unsupported_features:
         reject("best_of", served.card, "its engine does not return the log-probabilities that best_of needs")
