@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
@@ -56,8 +56,8 @@ class StatusRoutes:
     _metrics: FrontendMetrics
     _not_ready_reason: Callable[[], str | None]
 
-    def __post_init__(self) -> None:
-        self._created = int(time.time())  # models have no creation time: the frontend's start is used
+    # Models have no creation time: the frontend's start is used.
+    _created: int = field(default_factory=lambda: int(time.time()))
 
     async def models(self, request: HttpRequest, response: HttpResponse) -> None:
         cards = [self._models.get(name).card for name in self._models.names()]
@@ -177,7 +177,7 @@ class ResponseRoutes:
         response.send_json(200, _page((await self._stored(request)).items, request))
 
     async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
-        response_id = _id(request)
+        response_id = request.path_params["id"]
         if self._running_builder(request) is not None:
             raise InvalidRequest(f"response {response_id!r} is still in progress; cancel it first")
         await self._store.delete(response_id)
@@ -187,7 +187,7 @@ class ResponseRoutes:
         """Cancel a response in progress, prefill and decode. A response that has ended is returned unchanged."""
         builder = self._running_builder(request)
         if builder is None:
-            response.send_json(200, (await self._store.get(_id(request))).response)
+            response.send_json(200, (await self._store.get(request.path_params["id"])).response)
             return
         context, task = self._running[builder.id]
         context.is_cancelled = True
@@ -202,17 +202,13 @@ class ResponseRoutes:
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
-        return await self._store.get(_id(request))
+        return await self._store.get(request.path_params["id"])
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
         """Return the builder of a response in progress."""
-        running = self._running.get(_id(request))
+        running = self._running.get(request.path_params["id"])
         builder = None if running is None else running[0].builder
         return builder if isinstance(builder, ResponseBuilder) else None
-
-
-def _id(request: HttpRequest) -> str:
-    return request.path_params["id"]
 
 
 def _last(request: HttpRequest, name: str, default: str) -> str:
