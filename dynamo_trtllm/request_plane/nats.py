@@ -124,12 +124,10 @@ class NatsTransport:
         self._address = mask_address(url)
         self._lacking = f"no connection to NATS at {self._address}; check that NATS runs"
         self._client = Client()
-        self._ended = asyncio.Event()  # set when the client has given up by itself
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
         self._drops = False  # messages, because too many are unsent
-        self._watch: asyncio.Task[None] | None = None
         self._is_waiting_logged = False
         # replies to requests, by the subject of the reply; None: it did not come in time
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
@@ -158,7 +156,6 @@ class NatsTransport:
             raise Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server") from exc
         self._is_open = True
         self._up.set()
-        self._watch = self._tasks.start(self._until_ended(), "nats-watch")
 
     @property
     def max_message_bytes(self) -> int:
@@ -288,7 +285,6 @@ class NatsTransport:
             return
         self._is_open = False
         self._send_outgoing()
-        await self._tasks.cancel(self._watch)
         await close_client(self._client)
 
     def _report_disconnect(self, error: DynamoError) -> None:
@@ -322,11 +318,10 @@ class NatsTransport:
 
     async def _on_closed(self) -> None:
         if self._is_open:
-            self._ended.set()
             log.error("NATS client at %s stopped reconnecting; restart this process", self._address)
+            self._tasks.start(self._fail(), "nats-watch")
 
-    async def _until_ended(self) -> None:
-        await self._ended.wait()
+    async def _fail(self) -> None:
         raise Disconnected(f"NATS client at {self._address} stopped reconnecting; restart this process")
 
 

@@ -22,7 +22,7 @@ async def end(name: str) -> None:
     found[0].cancel()
 
 
-@pytest.mark.parametrize("name", ["discovery-watch", "pair-probes", "nats-watch"])
+@pytest.mark.parametrize("name", ["discovery-watch", "pair-probes"])
 async def test_frontend_when_a_background_task_dies_then_ready_names_it_and_the_process_ends(
     etcd_server: str, nats_server: str, name: str
 ) -> None:
