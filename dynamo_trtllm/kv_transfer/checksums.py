@@ -216,11 +216,8 @@ async def results(jobs: Sequence[Future[int]]) -> list[int]:
     Raises:
         TransferFailed: They can't be computed.
     """
-    if waiting := [asyncio.wrap_future(job) for job in jobs if not job.done()]:
-        done, _ = await asyncio.wait(waiting)
-        for each in done:
-            if not each.cancelled():
-                each.exception()  # mark the exception as retrieved; `hashes_of` raises it
+    waiting = (asyncio.wrap_future(job) for job in jobs if not job.done())
+    await asyncio.shield(asyncio.gather(*waiting, return_exceptions=True))  # other callers wait for the same jobs
     return hashes_of(jobs)
 
 

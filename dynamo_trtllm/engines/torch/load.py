@@ -70,8 +70,12 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         windows = _windows(config.get_text_config(), folder)
-        make = _dummy_weights if args.load_format == "dummy" else _from_files
-        module: Any = make(config, folder, device, getattr(torch, dtype)).eval().requires_grad_(False).to(device)
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+        if args.load_format == "dummy":
+            module: Any = _dummy_weights(config, device, options)
+        else:
+            module = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **options)
+        module = module.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise ConfigError(f"loading model folder {folder} failed: {exc}", field="model_path") from exc
     except RuntimeError as exc:
@@ -101,19 +105,13 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     return LoadedModel(module=module, device=device, windows=windows, tokenizer=tokenizer, info=info)
 
 
-def _from_files(config: Any, folder: Path, _device: torch.device, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True
-    )
-
-
-def _dummy_weights(config: Any, _folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+def _dummy_weights(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
     """Return a model with random weights, which are the same in every process on the same kind of device."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # dummy weights have the engine's dtype, not that of the files
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
 
 def _device(wanted: str) -> torch.device:
