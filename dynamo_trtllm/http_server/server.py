@@ -148,14 +148,8 @@ def set_request_id(request: HttpRequest, response: HttpResponse) -> None:
 def http_server(handler: Handler, config: FrontendConfig) -> HttpServer:
     """Create the server, which does not serve yet, and raise the limit of open files to fit its connections."""
     allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
-    limits = ConnectionLimits(
-        max_connections=config.max_connections,
-        max_header_bytes=config.max_header_bytes,
-        receive_timeout_s=config.receive_timeout_s,
-        keep_alive_timeout_s=config.keep_alive_timeout_s,
-        max_body_bytes=config.max_body_bytes,
-    )
-    return HttpServer(handler, limits, shutdown_s=_SHUTDOWN_S)
+    configured = config.model_dump(include=set(ConnectionLimits.__dataclass_fields__))  # they have the same names
+    return HttpServer(handler, ConnectionLimits(**configured), shutdown_s=_SHUTDOWN_S)
 
 
 class HttpServer:

@@ -43,39 +43,6 @@ _WITH_TOOLS: Final = "tool_use"
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
-class ChatTemplates:
-    """The chat templates of one model.
-
-    Args:
-        sources: Jinja source by name: `default`, and `tool_use` for requests with tools.
-
-    Raises:
-        ConfigError: A template is not valid Jinja.
-    """
-
-    def __init__(self, sources: Mapping[str, str]) -> None:
-        environment = _environment()
-        self._templates: dict[str, jinja2.Template] = {}
-        self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
-        for name, source in sources.items():
-            try:
-                self._templates[name] = environment.from_string(source)
-                self.variables |= meta.find_undeclared_variables(environment.parse(source))
-            except jinja2.TemplateError as exc:
-                raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
-
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text of the prompt. Raise InvalidRequest with the template's own error message."""
-        template = self._templates.get(_WITH_TOOLS) if variables.get("tools") else None
-        template = template or self._templates.get(_DEFAULT)
-        if template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions")
-        try:
-            return template.render(variables)
-        except _TEMPLATE_FAULTS as exc:
-            raise InvalidRequest(f"the model's chat template rejected the messages: {exc}", field="messages") from exc
-
-
 class _Generation(Extension):
     """The tag `{% generation %}`, which marks assistant text for training. Here it only renders its body."""
 
@@ -146,8 +113,15 @@ class ChatTemplateRenderer:
         self._tokenizer, self._is_byte_level = load_json_tokenizer(_required(files, TOKENIZER))
         config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
         self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
-        self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
-        self.variables = self._templates.variables
+        self._templates: dict[str, jinja2.Template] = {}  # by name: `default`, and `tool_use` for requests with tools
+        self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
+        environment = _environment()
+        for name, source in _template_sources(files.get(CHAT_TEMPLATE), config).items():
+            try:
+                self._templates[name] = environment.from_string(source)
+                self.variables |= meta.find_undeclared_variables(environment.parse(source))
+            except jinja2.TemplateError as exc:
+                raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
         self._hidden, self._added = self._tokenizer.special, self._tokenizer.added
         markers = _MARKERS.get(self.reasoning_parser, ()) + _MARKERS.get(self.tool_call_parser, ())
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
@@ -174,16 +148,21 @@ class ChatTemplateRenderer:
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
             for t in conversation.tools
         ]
-        text = self._templates.render(
-            {
-                "reasoning_effort": conversation.reasoning_effort,
-                **self._variables,
-                **conversation.template_args,
-                "messages": [_message(message) for message in conversation.messages],
-                "tools": tools or None,
-                "add_generation_prompt": True,
-            }
-        )
+        variables = {
+            "reasoning_effort": conversation.reasoning_effort,
+            **self._variables,
+            **conversation.template_args,
+            "messages": [_message(message) for message in conversation.messages],
+            "tools": tools or None,
+            "add_generation_prompt": True,
+        }
+        template = (self._templates.get(_WITH_TOOLS) if tools else None) or self._templates.get(_DEFAULT)
+        if template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions")
+        try:
+            text = template.render(variables)
+        except _TEMPLATE_FAULTS as exc:
+            raise InvalidRequest(f"the model's chat template rejected the messages: {exc}", field="messages") from exc
         return self._tokenizer.encode(text)
 
     def encode(self, text: str) -> TokenIds:

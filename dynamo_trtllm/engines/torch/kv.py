@@ -84,12 +84,8 @@ class ForwardBatch:
 
     def decode_view(self, window: int | None) -> _View:
         """Return the block tables and the bias of the decode tokens, for all layers with this window in tokens."""
-        view = self._views.get(window)
-        if view is None:
-            view = self._views[window] = self._make_view(window)
-        return view
-
-    def _make_view(self, window: int | None) -> _View:
+        if window in self._views:
+            return self._views[window]
         block, device = self.keys.shape[2], self.keys.device
         firsts = [first_block(span.start, window, block) for span in self.decodes]
         needed = [
@@ -100,7 +96,8 @@ class ForwardBatch:
         tables = torch.where(padded < 0, padded[:, :1], padded)
         at = torch.arange(tables.shape[1] * block, device=device) + torch.tensor(firsts, device=device)[:, None] * block
         now = torch.tensor([span.start for span in self.decodes], device=device)[:, None]
-        return _View(tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :])
+        self._views[window] = _View(tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :])
+        return self._views[window]
 
 
 def first_block(position: int, window: int | None, block_tokens: int) -> int:
