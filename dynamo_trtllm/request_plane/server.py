@@ -85,19 +85,17 @@ class ServerStream:
     handle: StreamHandle = field(init=False)  # set after `generate`, which calls back only in later iterations
 
 
+@dataclass(eq=False)
 class EndpointServer:
     """Server of one service at one subject. It serves after `start`. `load` returns what it reports to its callers."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        service: Service,
-        ping_interval_s: float,
-        tasks: BackgroundTasks,
-        load: Callable[[], LoadReport] | None = None,
-    ) -> None:
-        self._transport = transport
-        self._service = service
+    transport: Transport
+    service: Service
+    ping_interval_s: float
+    tasks: BackgroundTasks
+    load: Callable[[], LoadReport] | None = None
+
+    def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}  # by inbox
         self.running = 0  # number of streams that have not ended
         self._idle = asyncio.Event()  # set while no stream runs
@@ -106,28 +104,27 @@ class EndpointServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Unsubscribe] = []
         self._heartbeat = Heartbeat(
-            transport=transport,
-            interval_s=ping_interval_s,
+            transport=self.transport,
+            interval_s=self.ping_interval_s,
             peers=self._callers.keys,
             message=lambda inbox: self._report(inbox, 0),
             heard=lambda inbox: self._callers[inbox].num_messages if inbox in self._callers else 0,
             on_peer_lost=self._caller_lost,
-            tasks=tasks,
+            tasks=self.tasks,
         )
-        self._load = load
         self._load_reported: dict[str, bool] = {}  # callers since _LOAD_EVERY_S; True: a message without one followed
         self._latest_openings: dict[tuple[str, int], None] = {}  # inbox and stream, including ended ones
         self._subject = ""
         self.is_accepting = True  # False: new requests get `Draining`; running streams and control verbs continue
         self._is_closed = False
-        transport.on_disconnect(self.on_disconnect)
+        self.transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
         """Subscribe to the subject and return once requests of every client arrive. Raise PlaneError on failure."""
         self._subject = subject
-        self._subscriptions.append(await self._transport.subscribe(control_subject(subject), self._on_control))
-        self._subscriptions.append(await self._transport.subscribe(subject, self._on_message))
-        await self._transport.request(subject, PING, timeout_s=timeout_s)  # its reply shows that the subject is routed
+        self._subscriptions.append(await self.transport.subscribe(control_subject(subject), self._on_control))
+        self._subscriptions.append(await self.transport.subscribe(subject, self._on_message))
+        await self.transport.request(subject, PING, timeout_s=timeout_s)  # its reply shows that the subject is routed
         self._heartbeat.start()
 
     async def finished(self) -> None:
@@ -153,7 +150,7 @@ class EndpointServer:
 
     def _on_message(self, data: bytes, reply: str) -> None:
         if data == PING:
-            self._transport.publish(reply, PING)
+            self.transport.publish(reply, PING)
             return
         try:
             body = decode(data, ClientMessage).body
@@ -170,7 +167,7 @@ class EndpointServer:
                 self._answer(reply, Ack())
                 self._flush()  # the report follows all frames sent so far
                 if (report := self._report(body.inbox, body.number)) != PING:
-                    self._transport.publish(body.inbox, report)
+                    self.transport.publish(body.inbox, report)
                 return
             is_new = (body.inbox, body.stream) not in self._latest_openings and (
                 caller is None or body.stream not in caller.streams
@@ -193,7 +190,7 @@ class EndpointServer:
 
     async def _control(self, data: bytes, reply: str) -> None:
         try:
-            answer = Ack(data=await self._service.control(decode(data, ControlRequest).verb))
+            answer = Ack(data=await self.service.control(decode(data, ControlRequest).verb))
         except DynamoError as exc:
             answer = Ack(ErrorPayload.of(exc))
         except Exception:
@@ -205,10 +202,10 @@ class EndpointServer:
         if not reply:
             return
         data = encode(answer)
-        if len(data) > self._transport.max_message_bytes:
+        if len(data) > self.transport.max_message_bytes:
             error = errors.PayloadTooLarge(f"the reply of {len(data)} bytes exceeds the limit of the request plane")
             data = encode(Ack(ErrorPayload.of(error)))
-        self._transport.publish(reply, data)
+        self.transport.publish(reply, data)
 
     # --- liveness --------------------------------------------------------------------------------------
 
@@ -219,7 +216,7 @@ class EndpointServer:
             self._forget_fetched(caller)
             streams = [(each.number, each.num_sent) for each in caller.streams.values()]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
-        if len(data) <= self._transport.max_message_bytes:
+        if len(data) <= self.transport.max_message_bytes:
             return data
         text = "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise max_payload"
         log.warning(text, inbox, len(streams), len(data))
@@ -237,7 +234,7 @@ class EndpointServer:
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
         stream.deadline = asyncio.get_running_loop().call_later(opening.left_s, self._late, stream)
         try:
-            stream.handle = self._service.generate(request, partial(self._on_event, stream))
+            stream.handle = self.service.generate(request, partial(self._on_event, stream))
         except Exception:
             log.exception("request %s failed", request.request_id)
             self._send_error(stream, errors.InternalError("the request failed in the worker; see its log"))
@@ -339,7 +336,7 @@ class EndpointServer:
 
         Otherwise each engine step would be a message, which three processes handle, even if steps take less time.
         """
-        if iterations and self._transport.is_writing:
+        if iterations and self.transport.is_writing:
             asyncio.get_running_loop().call_soon(self._flush_in_turn, iterations - 1)
         else:
             self._flush()
@@ -349,8 +346,8 @@ class EndpointServer:
         for caller in unsent:
             frames, caller.frames = caller.frames, []
             load = self._load_for(caller.inbox)
-            for message in encode_frames(frames, self._transport.max_message_bytes, load):
-                self._transport.publish(caller.inbox, message)
+            for message in encode_frames(frames, self.transport.max_message_bytes, load):
+                self.transport.publish(caller.inbox, message)
 
     def _load_for(self, inbox: str) -> LoadReport | None:
         """Return the load for the next message to a caller, or None if the caller got it within _LOAD_EVERY_S.
@@ -360,11 +357,11 @@ class EndpointServer:
         """
         if inbox in self._load_reported:
             self._load_reported[inbox] = True
-        elif self._load is not None:
+        elif self.load is not None:
             self._load_reported[inbox] = False
             asyncio.get_running_loop().call_later(_LOAD_EVERY_S, self._load_time_over, inbox)
             try:
-                return self._load()
+                return self.load()
             except Exception:  # the frames go without it
                 log.exception("the load of this worker can't be read")
         return None
@@ -375,4 +372,4 @@ class EndpointServer:
 
     def _report_load_alone(self, inbox: str) -> None:
         if inbox not in self._load_reported and not self._is_closed:
-            self._transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))
+            self.transport.publish(inbox, encode(Batch([], None, self._load_for(inbox))))

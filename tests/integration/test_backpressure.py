@@ -36,11 +36,12 @@ class Scene:
             return [chunk async for chunk in chunks]
 
     def serving(self, role: Role) -> EndpointServer:
-        (found,) = [s for plane in self.running_workers.planes for s in plane._servers if s._service._role is role]  # type: ignore[attr-defined]
+        servers = [server for plane in self.running_workers.planes for server in plane._servers]
+        (found,) = [each for each in servers if each.service.instance.role is role]  # type: ignore[attr-defined]
         return found
 
     def admission(self, role: Role) -> Admission:
-        made: Admission = self.serving(role)._service.admission  # type: ignore[attr-defined]
+        made: Admission = self.serving(role).service.admission  # type: ignore[attr-defined]
         return made
 
     def subject(self, role: Role) -> str:

@@ -63,7 +63,7 @@ class Scene:
             "held": self.running_workers.held(),
             "streams of workers": [serving.running for serving in servings],
             "ended streams that hold KV": [held(serving) for serving in servings],
-            "admitted": [serving._service.admission.active() for serving in servings],
+            "admitted": [serving.service.admission.active() for serving in servings],
             "watched": [sorted(serving._callers) for serving in servings] + [[*self.side.plane._running]],
             "streams": len(self.side.plane._inbox),
             "subscriptions": [len(client._subs) for client in clients],
