@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
@@ -142,6 +143,7 @@ def combined(before: int, hashes: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
 
 
+@dataclass(eq=False)
 class OfferChecksum:
     """The checksum of one published transfer, computed as its regions become ready.
 
@@ -149,15 +151,12 @@ class OfferChecksum:
     event loop may wait for it, so it must be quick, and it must not call this object.
     """
 
-    def __init__(
-        self,
-        checksums: Checksums,
-        regions: Sequence[MemoryRegion],
-        on_complete: Callable[[int | None], None] | None = None,
-    ) -> None:
-        self._checksums = checksums
-        self._blocks = [list(blocks(region)) for region in regions]
-        self._on_complete = on_complete
+    checksums: Checksums
+    regions: Sequence[MemoryRegion]
+    on_complete: Callable[[int | None], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._blocks = [list(blocks(region)) for region in self.regions]
         self._lock = threading.Lock()
         self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet
         self._jobs: list[list[Future[int]]] = []  # by region and block
@@ -170,7 +169,7 @@ class OfferChecksum:
         if self._stopped:  # copies of an unpublished transfer may still finish
             return
         for index in range(len(self._jobs), min(ready, len(self._blocks))):
-            self._jobs.append([self._checksums.submit(block) for block in self._blocks[index]])
+            self._jobs.append([self.checksums.submit(block) for block in self._blocks[index]])
             for job in self._jobs[index]:
                 job.add_done_callback(self._hashed)
 
@@ -186,14 +185,14 @@ class OfferChecksum:
                 self._left -= 1
                 if not self._left:
                     self._complete()
-            elif self._on_complete is not None:
-                self._on_complete(None)
+            elif self.on_complete is not None:
+                self.on_complete(None)
 
     def _complete(self) -> None:
-        if self._on_complete is not None:
+        if self.on_complete is not None:
             hashes = [[job.result() for job in jobs] for jobs in self._jobs]
             hashes += [[]] * (len(self._blocks) - len(hashes))  # regions without bytes
-            self._on_complete(functools.reduce(combined, hashes, NOTHING))
+            self.on_complete(functools.reduce(combined, hashes, NOTHING))
 
     async def hashes(self, index: int) -> list[int]:
         """Return the hashes of the blocks of a ready region.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import date
 from typing import Final, NamedTuple
 
@@ -38,6 +39,7 @@ _ANSWER: Final = "<|channel|>final<|message|>"
 _EFFORTS: Final = {name: oh.ReasoningEffort[name.upper()] for name in ("low", "medium", "high")}
 
 
+@dataclass(eq=False, kw_only=True)
 class HarmonyRenderer:
     """Renderer of gpt-oss models.
 
@@ -47,25 +49,21 @@ class HarmonyRenderer:
         today: Returns the date for the system message.
     """
 
-    stop_token_ids: tuple[int, ...] = STOPS
+    stop_token_ids = STOPS
     variables = frozenset({"tools", "reasoning_effort"})
 
-    def __init__(
-        self,
-        *,
-        reasoning_parser: str = "gpt_oss",
-        tool_call_parser: str = "harmony",
-        today: Callable[[], date] = date.today,
-    ) -> None:
-        self._is_reasoning_split = reasoning_parser != "none"
-        self._is_call_split = tool_call_parser != "none"
+    reasoning_parser: str = "gpt_oss"
+    tool_call_parser: str = "harmony"
+    today: Callable[[], date] = date.today
+
+    def __post_init__(self) -> None:
+        self._is_call_split = self.tool_call_parser != "none"
         self._tokenizer = vocabulary.load_tokenizer()
         self._harmony = self._tokenizer.harmony
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
         self._token_texts = TokenTextCache(self._tokenizer.token_bytes)
         self._reasoning_texts = TokenTextCache(self._tokenizer.token_bytes, is_reasoning=True)
-        self._today = today
         self._header = functools.lru_cache(maxsize=64)(self._make_header)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
@@ -84,7 +82,7 @@ class HarmonyRenderer:
     def render(self, conversation: Conversation) -> TokenIds:
         """Return the token ids of the prompt, up to the start of the assistant's turn. Raise InvalidRequest."""
         try:
-            ids = token_ids(self._system(conversation.reasoning_effort, self._today(), bool(conversation.tools)))
+            ids = token_ids(self._system(conversation.reasoning_effort, self.today(), bool(conversation.tools)))
             for message in conversation_messages(conversation):
                 self._append(ids, message)
         except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
@@ -107,7 +105,7 @@ class HarmonyRenderer:
             self._token_texts,
             self._reasoning_texts,
             forced_ids=forced_ids,
-            is_reasoning_split=self._is_reasoning_split,
+            is_reasoning_split=self.reasoning_parser != "none",
             is_call_split=self._is_call_split,
         )
 

@@ -53,7 +53,7 @@ def _is_recipient(word: str) -> bool:
 RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = (
     NAMED_SPECIALS[f"<|{name}|>"] for name in ("return", "constrain", "channel", "start", "end", "message", "call")
 )
-STOPS: Final = (RETURN, CALL)  # tokens that end an answer or a call
+STOPS: Final[tuple[int, ...]] = (RETURN, CALL)  # tokens that end an answer or a call
 _ENDS: Final = frozenset((*STOPS, END))
 _MAX_HEADER_TOKENS: Final = 288  # longer text is not a header: names of tools have 256 characters at most
 _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
