@@ -186,7 +186,12 @@ class TcpBackend:
                 if entry is None or not hmac.compare_digest(entry.token, token):
                     await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
                     return
-                await self._send(connection, magic, transfer_id, entry)
+                entry.readers.add(task)  # `unpublish` cancels it before the memory is reused
+                try:
+                    await self._send(connection, magic, entry)
+                finally:
+                    entry.readers.discard(task)
+                self._on_fetched(transfer_id)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
                 log.debug("KV transfer over tcp: a connection ended early: %r", exc)
             finally:
@@ -227,26 +232,19 @@ class TcpBackend:
             )
             self._closed, self._logged_at = 0, now
 
-    async def _send(self, connection: socket.socket, magic: bytes, transfer_id: str, entry: PublishedRegions) -> None:
-        reader = asyncio.current_task()
-        assert reader is not None
-        entry.readers.add(reader)  # `unpublish` cancels it before the memory is reused
-        try:
-            loop = asyncio.get_running_loop()
-            total_bytes = sum(region.num_bytes for region in entry.regions)
-            checksum = NOTHING
-            await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
-            for index, region in enumerate(entry.regions):
-                while entry.ready <= index:
-                    await entry.changed.wait()
-                await loop.sock_sendall(connection, view(region))
-                if magic == _CHECKED and entry.checksum is not None:
-                    checksum = combined(checksum, await entry.checksum.hashes(index))
-                    await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
-            await _receive_bytes(connection, len(_ACK))
-        finally:
-            entry.readers.discard(reader)
-        self._on_fetched(transfer_id)
+    async def _send(self, connection: socket.socket, magic: bytes, entry: PublishedRegions) -> None:
+        loop = asyncio.get_running_loop()
+        total_bytes = sum(region.num_bytes for region in entry.regions)
+        checksum = NOTHING
+        await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
+        for index, region in enumerate(entry.regions):
+            while entry.ready <= index:
+                await entry.changed.wait()
+            await loop.sock_sendall(connection, view(region))
+            if magic == _CHECKED and entry.checksum is not None:
+                checksum = combined(checksum, await entry.checksum.hashes(index))
+                await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
+        await _receive_bytes(connection, len(_ACK))
 
     # --- decode worker ---------------------------------------------------------------------------------------
 

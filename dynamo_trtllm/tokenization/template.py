@@ -37,8 +37,6 @@ from dynamo_trtllm.tokenization.chat_output_parser import (
 )
 from dynamo_trtllm.tokenization.tokenizer import BYTE_OF, TOKENIZER, load_json_tokenizer
 
-_DEFAULT: Final = "default"
-_WITH_TOOLS: Final = "tool_use"
 # errors that a template can raise for a conversation that it does not support
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
@@ -156,7 +154,7 @@ class ChatTemplateRenderer:
             "tools": tools or None,
             "add_generation_prompt": True,
         }
-        template = (self._templates.get(_WITH_TOOLS) if tools else None) or self._templates.get(_DEFAULT)
+        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
         try:
@@ -176,7 +174,7 @@ class ChatTemplateRenderer:
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
     ) -> OutputParser:
         return ChatOutputParser(
-            self._text_parser(self._hidden_in_chat if hidden is None else hidden),
+            self.text_parser(self._hidden_in_chat if hidden is None else hidden),
             reasoning_parser=self.reasoning_parser,
             tool_call_parser=self.tool_call_parser,
             forced_ids=forced_ids,
@@ -200,9 +198,7 @@ class ChatTemplateRenderer:
         return END_THINK, self._tokenizer.encode(END_THINK)
 
     def text_parser(self, hidden: frozenset[int] | None = None) -> OutputParser:
-        return self._text_parser(self._hidden if hidden is None else hidden)
-
-    def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
+        hidden = self._hidden if hidden is None else hidden
         if not self._is_byte_level:
             return WindowTextParser(self._tokenizer.decode, hidden)
         token_texts = self._token_texts.get(hidden)

@@ -161,7 +161,7 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_changes_no_la
             raise RuntimeError("it broke off")
 
         with monkeypatch.context() as patch:
-            patch.setattr(decode._kv_connector, "import_kv", partial)
+            patch.setattr(decode.kv_connector, "import_kv", partial)
             kv_params = await prefill_params(prefill, prompt(20))
             with pytest.raises(InternalError, match="RuntimeError"):
                 await collect(decode, ask(prompt(20), phase=Phase.DECODE, kv_params=kv_params))

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
-from dynamo_trtllm.engines.torch.sampler import logits_processor_for
+from dynamo_trtllm.engines.torch.sampler import MASK_64, logits_processor_for
 from dynamo_trtllm.engines.torch.scheduler import Scheduler
 from dynamo_trtllm.engines.torch.sequence import Delivery, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
@@ -33,17 +33,15 @@ from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, Engi
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, ReleaseOutcome, Role, StructuredOutput
+from dynamo_trtllm.messages import GenerateRequest, Phase, ReleaseOutcome, Role, StructuredOutput
 from dynamo_trtllm.streams import OnEvent, StreamHandle
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from dynamo_trtllm.engines.torch.load import LoadedModel
 
 log = logging.getLogger(__name__)
-_MASK_64 = (1 << 64) - 1
 
 
 class TorchEngine(Engine):
@@ -62,7 +60,7 @@ class TorchEngine(Engine):
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
         self._backend = backend
         self._create_connector = partial(KvConnector, config=config, instance_id=instance_id)
-        self._kv_connector: KvConnector | None = None  # None for an aggregated worker
+        self.kv_connector: KvConnector | None = None  # None for an aggregated worker
         self.tasks: set[asyncio.Task[None]] = set()  # of streams
         self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
@@ -80,8 +78,8 @@ class TorchEngine(Engine):
         info, scheduler = self._prepare(model)
         self._info, self._scheduler = info, scheduler
         if self._backend is not None:
-            self._kv_connector = self._create_connector(self._backend, layout=info.layout)
-            await self._kv_connector.start(scheduler.transfer_buffer)
+            self.kv_connector = self._create_connector(self._backend, layout=info.layout)
+            await self.kv_connector.start(scheduler.transfer_buffer)
         scheduler.thread.start()
         await self._warm_up(info, is_gpu=model.device.type == "cuda")
         log.info(
@@ -164,8 +162,8 @@ class TorchEngine(Engine):
             await asyncio.to_thread(self._scheduler.join)
         self._end(EngineFailed("the engine was closed"))
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        if self._kv_connector is not None:
-            await self._kv_connector.aclose()
+        if self.kv_connector is not None:
+            await self.kv_connector.aclose()
         elif self._backend is not None:  # the start failed before the connector owned it
             await self._backend.aclose()
 
@@ -197,7 +195,7 @@ class TorchEngine(Engine):
             raise RequestRejected(
                 "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
             )
-        check_request(request, info, transfers_kv=self._kv_connector is not None, engine="torch engine")
+        check_request(request, info, transfers_kv=self.kv_connector is not None, engine="torch engine")
         if prompt_tokens >= info.context_length:
             raise ContextTooLong(
                 f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
@@ -207,10 +205,10 @@ class TorchEngine(Engine):
         seq.max_new_tokens = min(sampling.max_tokens, info.context_length - prompt_tokens)
         seq.stop_ids = tuple(sorted(each for each in stop_ids if 0 <= each < info.vocab_size))
         if sampling.seed is not None:
-            seq.seed = sampling.seed & _MASK_64
-        if request.phase is Phase.DECODE and self._kv_connector is not None:
+            seq.seed = sampling.seed & MASK_64
+        if request.phase is Phase.DECODE and self.kv_connector is not None:
             kv_bytes = scheduler.pool.moved_bytes(prompt_tokens)
-            state = self._kv_connector.engine_state(request, kv_bytes=kv_bytes)
+            state = self.kv_connector.engine_state(request, kv_bytes=kv_bytes)
             seq.offer, seq.seed, seq.region_bytes = state.offer, state.seed, state.region_bytes
         self._sequences.add(seq)
         self._idle.clear()
@@ -237,18 +235,13 @@ class TorchEngine(Engine):
         seq.logits_processor = logits_processor_for(seq.request, matcher)
         scheduler.submit(seq)
 
-    async def export_kv(self, seq: TorchSequence, allocation: Allocation, copied: Sequence[torch.cuda.Event]) -> Chunk:
-        """Publish the KV of a prompt, and return the chunk with its KV transfer parameters."""
-        assert self._kv_connector is not None
-        return await self._kv_connector.export_kv(seq, allocation, copied)
-
     async def import_kv(self, seq: TorchSequence, allocation: Allocation, rows: Tensor) -> None:
         """Fetch the prompt's KV. Once the copies of all regions into the pool are queued, continue the sequence."""
         scheduler, _ = self._ready()
-        assert self._kv_connector is not None
+        assert self.kv_connector is not None
         scatter = partial(scheduler.transfer_buffer.scatter, allocation, rows)
         begun_s = time.monotonic()
-        await self._kv_connector.import_kv(seq, allocation, scatter)
+        await self.kv_connector.import_kv(seq, allocation, scatter)
         seq.phases.seconds["handoff.read"] = time.monotonic() - begun_s
         scheduler.post(partial(scheduler.install, seq))
 
@@ -266,12 +259,12 @@ class TorchEngine(Engine):
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """End a KV transfer. See `KvHolder.release`."""
         log.debug("KV transfer %s: %s", transfer_id, outcome)
-        if self._kv_connector is not None:
-            self._kv_connector.release(transfer_id)
+        if self.kv_connector is not None:
+            self.kv_connector.release(transfer_id)
 
     def is_pending(self, transfer_id: str) -> bool:
         """See `KvHolder.is_pending`."""
-        return self._kv_connector is not None and self._kv_connector.is_pending(transfer_id)
+        return self.kv_connector is not None and self.kv_connector.is_pending(transfer_id)
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:

@@ -82,7 +82,7 @@ def _ids(ids: Iterable[int], logits: Tensor) -> Tensor:
     return torch.tensor(list(ids), dtype=torch.long, device=logits.device)
 
 
-_MASK = (1 << 64) - 1
+MASK_64 = (1 << 64) - 1  # of unsigned 64 bits
 
 
 class SampledToken(NamedTuple):
@@ -94,14 +94,14 @@ class SampledToken(NamedTuple):
 
 def uniform(seed: int, index: int) -> float:
     """Return the random number in [0, 1) for output token `index` under `seed` (SplitMix64 over a mixed seed)."""
-    return (split_mix(split_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
+    return (split_mix(split_mix(seed & MASK_64) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
 
 
 def split_mix(state: int) -> int:
     """Return the number that SplitMix64 generates in this state, unsigned 64 bits."""
-    state = (state + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    state = (state + 0x9E3779B97F4A7C15) & MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64
     return state ^ (state >> 31)
 
 

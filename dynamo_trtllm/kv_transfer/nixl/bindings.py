@@ -165,7 +165,7 @@ def validity_agent_of(agent: str) -> str:
 
 def descriptor_of(region: MemoryRegion) -> Descriptor:
     """Return NIXL's descriptor of a region."""
-    return region.address, region.num_bytes, _device(region)
+    return region.address, region.num_bytes, int(region.device.partition(":")[2] or 0)
 
 
 def kind_of(regions: Sequence[MemoryRegion]) -> str:
@@ -180,10 +180,6 @@ def kind_of(regions: Sequence[MemoryRegion]) -> str:
             f"transfer backend nixl transfers CPU or CUDA memory, one kind per transfer, not {sorted(kinds)}"
         )
     return "VRAM" if kinds == {"cuda"} else "DRAM"
-
-
-def _device(region: MemoryRegion) -> int:
-    return int(region.device.partition(":")[2] or 0)
 
 
 def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:

@@ -122,8 +122,8 @@ async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(s
             await asyncio.sleep(0.02)
             leg.cancel()
             await asyncio.gather(leg, return_exceptions=True)
-        for transfer_id in list(prefill._kv_connector._pending):  # type: ignore[attr-defined]
-            prefill._kv_connector.release(transfer_id)  # type: ignore[attr-defined]
+        for transfer_id in list(prefill.kv_connector._pending):  # type: ignore[attr-defined]
+            prefill.kv_connector.release(transfer_id)  # type: ignore[attr-defined]
         await check_nothing_left(prefill)
         await check_nothing_staged(prefill)
 
