@@ -92,8 +92,9 @@ class TorchSequence(TaskStream):
         Args:
             copied: on a GPU, one event per region: its copy is done.
         """
-        kv_connector = self._engine.kv_connector
-        if kv_connector is not None and not self.has_ended:
+        if not self.has_ended:
+            kv_connector = self._engine.kv_connector
+            assert kv_connector is not None  # an aggregated worker accepts no prefill calls
             self.run(kv_connector.export_kv(self, allocation, copied), f"torch-export-{self.request.request_id}")
 
     # --- state ---------------------------------------------------------------------------------------------
