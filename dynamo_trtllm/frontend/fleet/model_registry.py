@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import Final
 
 from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport, RejectedRecord
-from dynamo_trtllm.background import in_thread
+from dynamo_trtllm.background import cancel_all, in_thread
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
@@ -248,10 +248,7 @@ class ModelRegistry:
         return bytes(data)
 
     async def aclose(self) -> None:
-        loading = list(self._loading.values())
-        for task in loading:
-            task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
+        await cancel_all(self._loading.values())
         for timer in self._preload_timers.values():
             timer.cancel()
         self._preload_timers.clear()
