@@ -15,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 from operator import mul
 from statistics import median
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -267,7 +267,6 @@ class CallSample(NamedTuple):
 
 _LEARN_EVERY_S = 1.0
 _MOST_CALLS = 256  # from which the model has not learned yet
-OnOutcome: TypeAlias = Callable[[str, float, bool], None]
 
 
 class CostFit:
@@ -283,7 +282,7 @@ class CostFit:
         self,
         prior: CostModel | None = None,
         steps: deque[StepSample] | None = None,
-        on_outcome: OnOutcome = lambda name, ratio, is_covered: None,
+        on_outcome: Callable[[str, float, bool], None] = lambda name, ratio, is_covered: None,
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
         self._steps.clear()  # those of the warm-up
@@ -318,9 +317,20 @@ class CostFit:
     def take(self, steps: Iterable[StepSample], calls: Iterable[CallSample] = ()) -> CostModel:
         """Take samples, and return the model. Each call refits the kinds of times that have new samples."""
         for step in steps:
-            self._take_step(step)
+            tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
+            if tokens > self.model.step_tokens and not self._has_step_tokens:
+                self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
+            if tokens:
+                self.prefill.add(step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds)
+            else:
+                self.decode.add(step.features, (requests.bit_length(), context.bit_length()), step.seconds)
         for call in calls:
-            self._take_call(call)
+            tokens, work = call.new_tokens, call.work
+            if call.fetches_kv:
+                self.kv_transfer.add(kv_transfer_features(tokens), tokens.bit_length(), call.seconds)
+            elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
+                kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
+                self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
         fits = {name: getattr(self, name) for name in ("decode", "prefill", "first_token", "kv_transfer")}
         changes = {name: fit.refit() for name, fit in fits.items() if fit.num_new}
         if "prefill" in changes and self.model.first_token is None:
@@ -328,20 +338,3 @@ class CostFit:
         if changes:
             self.model = msgspec.structs.replace(self.model, **changes)
         return self.model
-
-    def _take_step(self, step: StepSample) -> None:
-        tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
-        if tokens > self.model.step_tokens and not self._has_step_tokens:
-            self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        if tokens:
-            self.prefill.add(step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds)
-        else:
-            self.decode.add(step.features, (requests.bit_length(), context.bit_length()), step.seconds)
-
-    def _take_call(self, call: CallSample) -> None:
-        tokens, work = call.new_tokens, call.work
-        if call.fetches_kv:
-            self.kv_transfer.add(kv_transfer_features(tokens), tokens.bit_length(), call.seconds)
-        elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
-            kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
-            self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
