@@ -40,7 +40,7 @@ _SHOWN_S = 0.0001  # shorter times are not in the log line
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class AppState:
     """The objects that all requests share."""
 
@@ -48,14 +48,18 @@ class AppState:
     models: ModelRegistry
     pipeline: Pipeline
     metrics: FrontendMetrics
-    limiter: ConcurrencyLimiter
-    body_budget: BodyBudget
+    traces: TraceExporter | None = None
+    limiter: ConcurrencyLimiter = field(init=False)
+    body_budget: BodyBudget = field(init=False)
     # Requests whose choices run, by the id of the response.
     running: dict[str, tuple[RequestContext, asyncio.Task[None]]] = field(default_factory=dict)
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     logged_fields: dict[str, None] = field(default_factory=dict)  # ignored fields that were logged, newest last
-    traces: TraceExporter | None = None
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
+
+    def __post_init__(self) -> None:
+        self.limiter = ConcurrencyLimiter(self.config.max_inflight, self.config.max_queued)
+        self.body_budget = BodyBudget(self.config.max_total_body_bytes)
 
 
 class RequestContext:
