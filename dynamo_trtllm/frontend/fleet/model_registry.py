@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport, RejectedRecord
+from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport
 from dynamo_trtllm.background import cancel_all, in_thread
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
@@ -109,7 +109,7 @@ class ModelRegistry:
             num_quarantined=len(open_pairs),
             pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
             mismatched=list(islice(chain.from_iterable(map(mismatches, views.values())), limit)),
-            rejected_records=rejected_rows(self._rejected, limit),
+            rejected_records=[{"key": key, "reason": self._rejected[key]} for key in sorted(self._rejected)[:limit]],
         )
 
     async def watch(self) -> None:
@@ -315,11 +315,6 @@ def mismatches(view: ModelView) -> Iterator[str]:
         for instance in one:
             if keys and view.keys[instance.id] not in keys:
                 yield f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
-
-
-def rejected_rows(reasons: Mapping[str, str], limit: int) -> list[RejectedRecord]:
-    """Return the first rejected records, sorted by key."""
-    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:limit]]
 
 
 def pair_row(name: str, pair: Pair, breakers: PairBreakers, now: float) -> PairObject:
