@@ -83,7 +83,7 @@ class RobustFit:
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
         self._doubted_at = 0  # number of the last sample before the samples that may be of a changed engine
-        self._num_fitted = 0  # samples at the last `refit`
+        self.num_fitted = 0  # samples at the last `refit`
         self.num_samples = self.num_changes = 0
 
     def add(self, features: Features, kind: Hashable, seconds: float) -> None:
@@ -122,14 +122,9 @@ class RobustFit:
             self._known_ratios.append((self.num_samples, ratio))
         self.on_outcome(ratio, is_covered)
 
-    @property
-    def num_new(self) -> int:
-        """Samples since the last `refit`."""
-        return self.num_samples - self._num_fitted
-
     def refit(self) -> Fit | None:
         """Compute the coefficients from the samples. Return None as long as there are too few of them, and no prior."""
-        self._num_fitted = self.num_samples
+        self.num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
         if not self._may_have_changed():
             if is_fitted:
@@ -332,7 +327,7 @@ class CostFit:
                 kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
                 self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
         fits = {name: getattr(self, name) for name in ("decode", "prefill", "first_token", "kv_transfer")}
-        changes = {name: fit.refit() for name, fit in fits.items() if fit.num_new}
+        changes = {name: fit.refit() for name, fit in fits.items() if fit.num_samples > fit.num_fitted}
         if "prefill" in changes and self.model.first_token is None:
             changes["first_token"] = self.first_token.refit()
         if changes:

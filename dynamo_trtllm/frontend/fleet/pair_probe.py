@@ -212,7 +212,10 @@ class PairProbes:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
             self.pipeline.record_success(pair, is_probe=True, note=text)
-            self._log_inconclusive(selection, text)
+            model = selection.decode.card.name
+            if text and model not in self._inconclusive:
+                self._inconclusive.add(model)
+                log.info("probes cannot detect wrong KV for model %s: %s", model, text)
         return code
 
     async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> tuple[str, str]:
@@ -276,13 +279,6 @@ class PairProbes:
         async with asyncio.timeout(self.timeout_s):
             await run_stream(partial(self.pipeline.generate, request, trace, selection=selection), collect)
         return tokens
-
-    def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:
-        """Log the reason once per model."""
-        model = selection.decode.card.name
-        if text and model not in self._inconclusive:
-            self._inconclusive.add(model)
-            log.info("probes cannot detect wrong KV for model %s: %s", model, text)
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
         prefill, decode = (None if each is None else self._view.instance(each) for each in pair)
