@@ -42,6 +42,10 @@ class PairGroup:
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
 
+    def sides(self, role: Role) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
+        """Return the instances of a role, and those of the other one."""
+        return (self.prefill, self.decode) if role is Role.PREFILL else (self.decode, self.prefill)
+
     def excluding(self, ids: Collection[int]) -> PairGroup:
         return PairGroup(excluding(self.prefill, ids), excluding(self.decode, ids))
 
@@ -255,12 +259,10 @@ def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
     """Return the pairs to probe of one instance of the view."""
     if instance.role is Role.AGGREGATED:
         return [(None, instance.id)]
-    prefill, decode = (group := view.groups[view.keys[instance.id]]).prefill, group.decode
-    if instance.role is Role.PREFILL:
-        decodes = (*_partners(instance.id, decode, prefill), *_choosers(instance.id, prefill, decode))
-        return list(dict.fromkeys((instance.id, each.id) for each in decodes))
-    prefills = (*_partners(instance.id, prefill, decode), *_choosers(instance.id, decode, prefill))
-    return list(dict.fromkeys((each.id, instance.id) for each in prefills))
+    own, others = view.groups[view.keys[instance.id]].sides(instance.role)
+    partners = (*_partners(instance.id, others, own), *_choosers(instance.id, own, others))
+    ids = dict.fromkeys(each.id for each in partners)
+    return [(instance.id, each) if instance.role is Role.PREFILL else (each, instance.id) for each in ids]
 
 
 def new_pairs(view: ModelView, change: Change) -> list[Pair]:
@@ -270,10 +272,7 @@ def new_pairs(view: ModelView, change: Change) -> list[Pair]:
         is_present = instance.id in view.keys or instance in view.aggregated
         return pairs_with(view, instance) if is_present else []
     group = view.groups.get(pairing_key(instance), PairGroup())
-    if instance.role is Role.PREFILL:
-        others = _choosers(instance.id, group.prefill, group.decode)
-    else:
-        others = _choosers(instance.id, group.decode, group.prefill)
+    others = _choosers(instance.id, *group.sides(instance.role))
     return [pair for other in others for pair in pairs_with(view, other)]
 
 
