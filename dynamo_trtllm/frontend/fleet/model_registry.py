@@ -287,13 +287,11 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
 
 _MOST_NAMED = 20  # pairs or instances in a message
 
-WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
-
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
     """Return why the model cannot be served now; None if it can. With `breakers`, one pair must have worked."""
     if missing := view.missing_roles():
-        return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
+        return f"model {name} has no {' and no '.join(f'{role} worker' for role in missing)}"
     pairs = pairs_of(view)
     if not pairs:
         differing = "; ".join(islice(mismatches(view), _MOST_NAMED))
