@@ -166,10 +166,8 @@ class RobustFit:
         self._interval = _FIRST_INTERVAL
 
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
-        columns, seconds = (
-            [list(column) for column in zip(*(each.features for each in samples), strict=True)],
-            [each.seconds for each in samples],
-        )
+        columns = [list(column) for column in zip(*(each.features for each in samples), strict=True)]
+        seconds = [each.seconds for each in samples]
         scale, weights, coefficients = seconds, [1.0] * len(seconds), list[float]()
         for _ in range(_ROUNDS):
             factors = [math.sqrt(weight) / each for weight, each in zip(weights, scale, strict=True)]
