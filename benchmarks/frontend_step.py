@@ -93,7 +93,7 @@ def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
     body = parse(ChatRequest, make_request(**fields))
 
     def work() -> None:
-        plan = prepare_chat(body, SERVED, "r", 0.0)
+        plan = prepare_chat(body, SERVED, body.call("r", 0.0, ""))
         events = CHAT.builder(ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body, plan)
         events.start()
         outputs = [ChoiceState(prepared, index) for index, prepared in enumerate(plan.choices)]

@@ -296,9 +296,7 @@ class ChatRequest(CompletionFields):
         effort = self.template_args.get("reasoning_effort")
         if effort is not None and effort not in get_args(Effort):
             invalid(f"must be one of {', '.join(get_args(Effort))}", self.template_arg_path("reasoning_effort"))
-        if effort is not None and self.reasoning_effort not in (None, effort):
-            other = self.template_arg_path("reasoning_effort")
-            invalid(f"differs from {other}; send one of them", "reasoning_effort")
+        agreed({self.template_arg_path("reasoning_effort"): effort, "reasoning_effort": self.reasoning_effort})
 
     @property
     def template_args(self) -> dict[str, Any]:

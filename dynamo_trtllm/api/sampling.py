@@ -26,7 +26,7 @@ from dynamo_trtllm.api.request_model import (
     shown,
 )
 from dynamo_trtllm.api.schemas import MAX_SCHEMA_BYTES, Schema, schema_text
-from dynamo_trtllm.messages import OutputFormat
+from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Sampling, token_ids
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # per stop string
@@ -103,6 +103,7 @@ class StreamOptions(RequestModel):
 
 
 _NO_STREAM_OPTIONS = StreamOptions()
+_NO_SAMPLING = Sampling(max_tokens=0)
 Priority = Annotated[int, Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)]
 DpRank = Annotated[int, Field(ge=0, lt=MAX_DP_RANKS)]
 
@@ -197,21 +198,27 @@ class SamplingFields(RequestModel):
         """The prefix-cache salt."""
         return agreed({"cache_salt": self.cache_salt, "nvext.cache_salt": self.nvext.cache_salt})
 
-    def scheduling(self, session_id: str) -> dict[str, Any]:
-        """Return the given fields of `messages.GenerateRequest` that tell workers when and where to run the request.
+    def call(self, request_id: str, deadline: float, session_id: str) -> GenerateRequest:
+        """Return the request as a call to workers, which has no prompt and no sampling values yet.
 
         Args:
+            deadline: in seconds since the epoch.
             session_id: the header X-Session-ID, which counts if the body names no conversation.
         """
         nvext, conversation = self.nvext, self.conversation_params
-        fields = {
-            "priority": self._priority(),
-            "dp_rank": nvext.dp_rank,
-            "prefill_dp_rank": nvext.prefill_dp_rank,
-            "relax_dp_rank": self.attention_dp_relax or None,
-            "conversation_id": (session_id or None) if conversation is None else conversation.conversation_id,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
+        return GenerateRequest(
+            request_id=request_id,
+            model=self.model,
+            token_ids=token_ids(),
+            sampling=_NO_SAMPLING,
+            deadline=deadline,
+            cache_salt=self.salt,
+            priority=self._priority() or 0,
+            dp_rank=nvext.dp_rank,
+            prefill_dp_rank=nvext.prefill_dp_rank,
+            relax_dp_rank=self.attention_dp_relax,
+            conversation_id=(session_id or None) if conversation is None else conversation.conversation_id,
+        )
 
 
 NO_OPS: dict[str, tuple[Any, ...]] = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, StrictInt, ValidationError
 
 from dynamo_trtllm.config import environ, layers
 from dynamo_trtllm.config.layers import Source, SourcedValue
@@ -40,7 +40,7 @@ class KernelProfile(BaseModel, frozen=True):
     """One file of `kernels_config/`."""
 
     name: str
-    sm: list[int] = []  # compute capabilities times ten
+    sm: list[StrictInt] = []  # compute capabilities times ten
     # MoE backend -> algorithm for MXFP4 weights; the first is the default, the others are allowed.
     quantization: dict[str, str] = {}
     engine_args: dict[str, Any] = {}
@@ -101,9 +101,9 @@ def load_profile(name: str) -> KernelProfile:
         return KernelProfile(name=path.stem, **data)
     except ValidationError as exc:
         first = exc.errors()[0]
-        expected = first["msg"].replace("Input should be a valid", "expected a")
+        expected = first["msg"].replace("Input should be a valid", "expected a").replace("a integer", "an integer")
         fix = ". Put it in quotes." if first["type"] == "string_type" else ""
-        key = ".".join(map(str, first["loc"]))
+        key = ".".join(str(part) for part in first["loc"] if part != "[key]")  # it is not the value that is wrong
         raise ConfigError(f"{path}: {key} is {first['input']!r}: {expected}{fix}", field=str(first["loc"][0])) from exc
 
 

@@ -23,7 +23,7 @@ from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
-from dynamo_trtllm.messages import TokenLogprob, token_ids
+from dynamo_trtllm.messages import GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -347,13 +347,13 @@ class CompletionAdapter(Generic[B]):
     id_prefix: str
     body: type[B]
     prompt: frozenset[str]
-    prepare: Callable[[B, ServedModel, str, float], GenerationPlan]
+    prepare: Callable[[B, ServedModel, GenerateRequest], GenerationPlan]
     choice: type[_TextChoice]
 
     async def resolve(
-        self, body: B, served: ServedModel, request_id: str, deadline: float
+        self, body: B, served: ServedModel, call: GenerateRequest
     ) -> tuple[Callable[[], GenerationPlan], int]:
-        return functools.partial(self.prepare, body, served, request_id, deadline), 0
+        return functools.partial(self.prepare, body, served, call), 0
 
     def builder(self, meta: ResponseMeta, body: B, plan: GenerationPlan) -> CompletionBuilder:
         return CompletionBuilder(self.choice, meta, body, plan)

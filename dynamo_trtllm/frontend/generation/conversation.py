@@ -35,7 +35,6 @@ class GenerationOptions:
     strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True  # False: the output ends before the second call
     output_format: OutputFormat | None = None  # that the output's text must follow; its prefix is empty
-    cache_salt: str | None = None
     shows_reasoning: bool = True
     returns_token_ids: bool = False
     skip_special_tokens: bool = True
@@ -48,14 +47,12 @@ class GenerationOptions:
         return self.names.get(field, field)
 
 
-def reject_unsupported(
-    requested: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
-) -> None:
+def reject_unsupported(options: GenerationOptions, cache_salt: str | None, card: ModelDeploymentCard) -> None:
     """Raise UnsupportedParameter if the request sets a field that the model's engine does not support."""
     for unsupported in card.unsupported_features:
-        given = cache_salt if unsupported == "cache_salt" else getattr(requested, unsupported, None)
+        given = cache_salt if unsupported == "cache_salt" else getattr(options.sampling, unsupported, None)
         if given != _DEFAULTS.get(unsupported):
-            reject(names.get(unsupported, unsupported), card)
+            reject(options.name(unsupported), card)
 
 
 def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does not support it") -> NoReturn:
@@ -94,7 +91,6 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
         strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=next(iter(formats.values()), None),
-        cache_salt=body.salt,
         shows_reasoning=body.include_reasoning,
         returns_token_ids=body.return_token_ids,
         skip_special_tokens=body.skip_special_tokens,

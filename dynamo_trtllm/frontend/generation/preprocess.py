@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -77,22 +77,15 @@ class GenerationPlan:
     ignored: tuple[str, ...] = ()  # fields that have no effect on this model
     items: tuple[dict[str, Any], ...] = ()  # of `/v1/responses`: those of earlier turns, then those of the request
 
-    def scheduled(self, fields: Mapping[str, Any]) -> Self:
-        """Return the plan with these fields in the request of every choice."""
-        if not fields:
-            return self
-        choices = [replace(each, request=msgspec.structs.replace(each.request, **fields)) for each in self.choices]
-        return replace(self, choices=tuple(choices))
 
-
-def prepare_chat(body: ChatRequest, served: ServedModel, request_id: str, deadline: float) -> GenerationPlan:
-    """Plan a chat request. `deadline`: in seconds since the epoch.
+def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
+    """Plan a chat request. `call`: that of the body, without prompt and sampling values.
 
     Raises:
         InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
     """
     conversation, options = chat_conversation(body), chat_options(body, served.card)
-    plan = prepare_conversation(conversation, options, served, request_id, deadline)
+    plan = prepare_conversation(conversation, options, served, call)
     ignored = [body.template_arg_path(name) for name in body.template_args if name not in served.renderer.variables]
     if not body.skip_special_tokens and served.card.renderer == "harmony":
         ignored.append("skip_special_tokens")  # the format uses all its special tokens as markers, none is text
@@ -100,11 +93,11 @@ def prepare_chat(body: ChatRequest, served: ServedModel, request_id: str, deadli
 
 
 def prepare_conversation(
-    conversation: Conversation, options: GenerationOptions, served: ServedModel, request_id: str, deadline: float
+    conversation: Conversation, options: GenerationOptions, served: ServedModel, call: GenerateRequest
 ) -> GenerationPlan:
     """Plan a conversation of any API. `conversation.tools` are all tools of the request. Raises as `prepare_chat`."""
     renderer, requested = served.renderer, options.sampling
-    reject_unsupported(requested, options.cache_salt, served.card, options.names)
+    reject_unsupported(options, call.cache_salt, served.card)
     tools = visible_tools(conversation.tools, options)
     schema = options.output_format.json_schema if options.output_format is not None else ""
     prompt = render_prompt(
@@ -137,12 +130,12 @@ def prepare_conversation(
             names={**options.names, "guided": guided_by},
             prompt_logprobs=request.sampling.prompt_logprobs,
         )
-        for request in _requests(calls, served, request_id, deadline, options.cache_salt)
+        for request in _requests(calls, call)
     )
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n)
 
 
-def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, deadline: float) -> GenerationPlan:
+def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
     """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
     requested, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
     formats = body.output_formats()
@@ -155,7 +148,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
         skip_special_tokens=body.skip_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
-    reject_unsupported(requested, body.salt, served.card, options.names)
+    reject_unsupported(options, call.cache_salt, served.card)
     selects_best = body.candidates > body.n
     if selects_best and "logprobs" in served.card.unsupported_features:
         reject("best_of", served.card, "its engine does not return the log-probabilities that best_of needs")
@@ -197,7 +190,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, request_id: str, 
             prompt_logprobs=body.prompt_logprobs,
             is_prompt_only=body.max_tokens == 0,
         )
-        for request, echo in zip(_requests(calls, served, request_id, deadline, body.salt), echoes, strict=True)
+        for request, echo in zip(_requests(calls, call), echoes, strict=True)
     )
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
@@ -247,13 +240,7 @@ def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: Serve
     return prompt if isinstance(prompt, str) and len(ids) == len(whole) else served.renderer.decode(ids)
 
 
-def _requests(
-    calls: Sequence[tuple[TokenIds, Sampling]],
-    served: ServedModel,
-    request_id: str,
-    deadline: float,
-    cache_salt: str | None,
-) -> list[GenerateRequest]:
+def _requests(calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest) -> list[GenerateRequest]:
     """Return one request per prompt and choice. Choice i uses seed + i, because equal seeds give equal choices."""
     if (tokens := sum(len(ids) for ids, _ in calls)) > _MAX_PROMPT_TOKENS:
         raise InvalidRequest(
@@ -262,13 +249,11 @@ def _requests(
             field="n",
         )
     return [
-        GenerateRequest(
-            request_id=request_id if len(calls) == 1 else f"{request_id}-{index}",
-            model=served.card.name,
+        msgspec.structs.replace(
+            call,
+            request_id=call.request_id if len(calls) == 1 else f"{call.request_id}-{index}",
             token_ids=ids,
             sampling=sampling if sampling.seed is None else _with_seed(sampling, sampling.seed + index),
-            deadline=deadline,
-            cache_salt=cache_salt,
         )
         for index, (ids, sampling) in enumerate(calls)
     ]

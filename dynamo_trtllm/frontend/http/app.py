@@ -175,7 +175,7 @@ class ResponseRoutes:
         response.send_json(200, _page((await self._stored(request)).items, request))
 
     async def delete(self, request: HttpRequest, response: HttpResponse) -> None:
-        response_id = _id(request)
+        response_id = request.path_params["id"]
         if self._running_builder(request) is not None:
             raise InvalidRequest(f"response {response_id!r} is still in progress; cancel it first")
         await self._store.delete(response_id)
@@ -185,7 +185,7 @@ class ResponseRoutes:
         """Cancel a response in progress, prefill and decode. A response that has ended is returned unchanged."""
         builder = self._running_builder(request)
         if builder is None:
-            response.send_json(200, (await self._store.get(_id(request))).response)
+            response.send_json(200, (await self._store.get(request.path_params["id"])).response)
             return
         context, task = self._running[builder.id]
         context.is_cancelled = True
@@ -200,17 +200,13 @@ class ResponseRoutes:
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return StoredResponse(response=builder.in_progress(), items=builder.input_items())
-        return await self._store.get(_id(request))
+        return await self._store.get(request.path_params["id"])
 
     def _running_builder(self, request: HttpRequest) -> ResponseBuilder | None:
         """Return the builder of a response in progress."""
-        running = self._running.get(_id(request))
+        running = self._running.get(request.path_params["id"])
         builder = None if running is None else running[0].builder
         return builder if isinstance(builder, ResponseBuilder) else None
-
-
-def _id(request: HttpRequest) -> str:
-    return request.path_params["id"]
 
 
 def _last(request: HttpRequest, name: str, default: str) -> str:

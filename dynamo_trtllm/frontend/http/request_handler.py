@@ -22,6 +22,7 @@ from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
+from dynamo_trtllm.messages import GenerateRequest
 from dynamo_trtllm.streams import unexpected_error
 from dynamo_trtllm.tokenization.base import INLINE_BYTES, ServedModel
 
@@ -49,9 +50,12 @@ class ApiAdapter(Protocol[B]):
     prompt: frozenset[str]  # the body's fields that are not needed any more after planning
 
     async def resolve(
-        self, body: B, served: ServedModel, request_id: str, deadline: float
+        self, body: B, served: ServedModel, call: GenerateRequest
     ) -> tuple[Callable[[], GenerationPlan], int]:
         """Read what the request refers to. Raises RequestError.
+
+        Args:
+            call: that of the body, without prompt and sampling values.
 
         Returns:
             The work that plans the request, and the characters of stored text that it renders. The work may take long,
@@ -167,7 +171,8 @@ class GenerateEndpoint(Generic[B]):
             context.extra_fields = frozenset(body.nvext.extra_fields)
             served = self._app_state.models.get(body.model)
             context.enter("load")
-            prepare, stored_chars = await adapter.resolve(body, served, context.id, context.deadline)
+            call = body.call(context.id, context.deadline, _session_id(request))
+            prepare, stored_chars = await adapter.resolve(body, served, call)
             context.enter("tokenize")
             size = max(len(raw_body), stored_chars)
             if not is_large and not served.renderer.is_loaded and size > served.renderer.inline_bytes:
@@ -183,7 +188,6 @@ class GenerateEndpoint(Generic[B]):
                     plan = prepare()
             if unknown_fields != "ignore":
                 context.report_ignored([*(ignored or ()), *plan.ignored])
-            plan = plan.scheduled(body.scheduling(_session_id(request)))
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
 
     @asynccontextmanager

@@ -59,12 +59,14 @@ class TemplateModels:
 
 def chat(served: ServedModel, **fields: Any) -> GenerationPlan:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return prepare_chat(parse(ChatRequest, orjson.dumps(body)), served, REQUEST_ID, DEADLINE)
+    request = parse(ChatRequest, orjson.dumps(body))
+    return prepare_chat(request, served, request.call(REQUEST_ID, DEADLINE, ""))
 
 
 def text(served: ServedModel, **fields: Any) -> GenerationPlan:
     body = {"model": "m", "prompt": "hi"} | fields
-    return prepare_text(parse(CompletionRequest, orjson.dumps(body)), served, REQUEST_ID, DEADLINE)
+    request = parse(CompletionRequest, orjson.dumps(body))
+    return prepare_text(request, served, request.call(REQUEST_ID, DEADLINE, ""))
 
 
 def refusing(served: ServedModel, *fields: str) -> ServedModel:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
 from dynamo_trtllm.frontend.generation import preprocess
 from dynamo_trtllm.frontend.generation.conversation import GenerationOptions
@@ -264,10 +265,11 @@ def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedMo
         (Message(role="user", content="x"), "max", 0, "reasoning.effort"),
         (Message(role="tool", content="x"), "medium", 0, "input"),
     ]
+    call = SamplingFields.model_validate({"model": "m"}).call("id", 5.0, "")
     for message, effort, budget, field in cases:
         conversation = Conversation(messages=(message,), reasoning_effort=effort)
         with pytest.raises(RequestError) as refused:
             prepare_conversation(
-                conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, "id", 5.0
+                conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, call
             )
         assert refused.value.field == field

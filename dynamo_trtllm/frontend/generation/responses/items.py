@@ -17,7 +17,7 @@ from dynamo_trtllm.api.responses import FunctionCallItem, FunctionOutputItem, Me
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import chat_logprobs, tool_call_id
-from dynamo_trtllm.frontend.generation.responses.response_store import input_id, output_id
+from dynamo_trtllm.frontend.generation.responses.response_store import item_id
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Message, Renderer, ToolCall, ToolCallDelta
 
@@ -41,7 +41,7 @@ def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOu
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
     """Return the items with an id each. Ids from clients are not changed."""
     return [
-        item if item["id"] else item | {"id": input_id(_PREFIXES[item["type"]], response_id, index)}
+        item if item["id"] else item | {"id": item_id(_PREFIXES[item["type"]], response_id, "i", index)}
         for index, item in enumerate(items)
     ]
 
@@ -156,7 +156,7 @@ class _Item:
 
     def __init__(self, kind: _Kind, response_id: str, index: int, **call: Any) -> None:
         self.kind = kind
-        self._id = output_id(_PREFIXES[kind.head["type"]], response_id, index)
+        self._id = item_id(_PREFIXES[kind.head["type"]], response_id, "o", index)
         self._index = index
         self._call = call
         self._texts: list[str] = []

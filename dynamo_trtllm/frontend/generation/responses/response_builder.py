@@ -37,7 +37,7 @@ from dynamo_trtllm.frontend.generation.responses.items import (
     normalized,
 )
 from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
-from dynamo_trtllm.messages import ModelDeploymentCard, encode
+from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, encode
 from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool
 
 _NAMES = {
@@ -68,7 +68,6 @@ def _options(body: ResponseRequest, card: ModelDeploymentCard) -> GenerationOpti
         strict_tools=frozenset(tool.name for tool in body.tools if tool.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         output_format=body.output_format,
-        cache_salt=body.salt,
         effort_given=body.reasoning.effort is not None,
         names=_NAMES,
     )
@@ -259,7 +258,7 @@ class ResponsesAdapter:
         self.id_prefix = store.id_prefix
 
     async def resolve(
-        self, body: ResponseRequest, served: ServedModel, request_id: str, deadline: float
+        self, body: ResponseRequest, served: ServedModel, call: GenerateRequest
     ) -> tuple[Callable[[], GenerationPlan], int]:
         """Read all items that the request refers to, and return the work that plans it.
 
@@ -287,7 +286,7 @@ class ResponsesAdapter:
 
         def prepare() -> GenerationPlan:
             conversation, options = _conversation(body, items), _options(body, served.card)
-            plan = prepare_conversation(conversation, options, served, request_id, deadline)
+            plan = prepare_conversation(conversation, options, served, call)
             return replace(plan, items=tuple(items))
 
         return prepare, size

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -45,12 +45,9 @@ def frontend_id_of(response_id: str) -> str:
     return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
 
 
-def input_id(kind: str, response_id: str, index: int) -> str:
-    return f"{kind}_{response_id.removeprefix(PREFIX)}i{index:04x}"
-
-
-def output_id(kind: str, response_id: str, index: int) -> str:
-    return f"{kind}_{response_id.removeprefix(PREFIX)}o{index:04x}"
+def item_id(kind: str, response_id: str, place: Literal["i", "o"], index: int) -> str:
+    """Return the id of an item of a response's input ("i") or output ("o")."""
+    return f"{kind}_{response_id.removeprefix(PREFIX)}{place}{index:04x}"
 
 
 def store_limits(config: FrontendConfig) -> StoreLimits:

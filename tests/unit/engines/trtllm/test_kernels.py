@@ -66,6 +66,8 @@ def test_choose_when_a_file_is_named_then_it_is_read(tmp_path: Path) -> None:
         ("enviroment: {}", "unknown key 'enviroment'; did you mean 'environment'"),
         ("environment: {A: 1}", "environment.A is 1: expected a string"),
         ("sm: 90", "sm is 90: expected a list"),
+        ("sm: ['90']", r"sm\.0 is '90': expected an integer$"),
+        ("environment: {1: x}", r"environment\.1 is 1: expected a string\. Put it in quotes\."),
     ],
 )
 def test_choose_when_the_file_is_bad_then_refused_with_the_key(tmp_path: Path, text: str, problem: str) -> None:
