@@ -81,15 +81,7 @@ async def run_app(
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        options = PipelineOptions(
-            retries=config.retry_limit,
-            migrations=config.migration_limit,
-            hold_s=config.hold_for_roles_s,
-            selects_at_random=config.router_mode == "random",
-            decode_fallback=config.decode_fallback,
-            has_probes=has_probes,
-        )
-        pipeline = Pipeline(view, plane, options, breakers, placement_of(config))
+        pipeline = Pipeline(view, plane, _options(config), breakers, placement_of(config))
         stack.push_async_callback(pipeline.aclose)
         store = None  # the memory of this process
         if config.shares_responses:
@@ -183,6 +175,17 @@ async def follow_loads(plane: Plane, namespace: str, view: ClusterView, loads: F
             await changed.wait()
     finally:
         await unsubscribe()
+
+
+def _options(config: FrontendConfig) -> PipelineOptions:
+    return PipelineOptions(
+        retries=config.retry_limit,
+        migrations=config.migration_limit,
+        hold_s=config.hold_for_roles_s,
+        selects_at_random=config.router_mode == "random",
+        decode_fallback=config.decode_fallback,
+        has_probes=config.canary_interval_s > 0,
+    )
 
 
 def placement_of(config: FrontendConfig) -> Placement | None:
