@@ -58,18 +58,15 @@ class PrefixFeed:
             while True:
                 changed = self.view.changed
                 self._wake.clear()
-                self._follow_instances()
+                now = {instance.id: instance if is_added else None for instance, is_added in self._changes}
+                self._changes.clear()
+                for instance_id, instance in now.items():
+                    if instance is None:
+                        self.known.remove_instance(instance_id)
+                    else:
+                        self.known.add_instance(instance)
                 self._update_resyncs(group)
                 await first_of(changed.wait(), self._wake.wait())
-
-    def _follow_instances(self) -> None:
-        now = {instance.id: instance if is_added else None for instance, is_added in self._changes}
-        self._changes.clear()
-        for instance_id, instance in now.items():
-            if instance is None:
-                self.known.remove_instance(instance_id)
-            else:
-                self.known.add_instance(instance)
 
     def _on_message(self, data: bytes, _reply: str) -> None:
         try:
