@@ -24,7 +24,6 @@ from functools import partial
 
 import msgspec
 
-from dynamo_trtllm.background import cancel_all
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import Destination, MemoryRegion, decode_offer, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
@@ -155,7 +154,9 @@ class TcpBackend:
             return
         entry.notify_readers()
         try:
-            await cancel_all(entry.readers)
+            for reader in entry.readers:
+                reader.cancel()
+            await asyncio.gather(*entry.readers, return_exceptions=True)
         finally:
             if entry.checksum is not None:
                 await entry.checksum.stop()
