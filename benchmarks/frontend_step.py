@@ -24,7 +24,6 @@ from dynamo_trtllm.frontend.generation.completions import CHAT
 from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.preprocess import prepare_chat
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.request_context import AppState
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
 from dynamo_trtllm.http_server.exchange import FlushBatch, HttpRequest, HttpResponse
@@ -141,14 +140,7 @@ class NullTransport(asyncio.Transport):
 def make_exchange(channel: str, steps: int, **fields: Any) -> Callable[[], Coroutine[Any, Any, None]]:
     """Return a function that runs a request without socket and pipeline."""
     pipeline, config = FakePipeline(make_chunks(make_stream(channel, steps))), FrontendConfig()
-    state = AppState(
-        config=config,
-        models=cast("ModelRegistry", pipeline),
-        pipeline=cast("Pipeline", pipeline),
-        metrics=FrontendMetrics(),
-        limiter=ConcurrencyLimiter(config.max_inflight),
-        body_budget=BodyBudget(config.max_total_body_bytes),
-    )
+    state = AppState(config, cast("ModelRegistry", pipeline), cast("Pipeline", pipeline), FrontendMetrics())
     app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
 
     async def exchange() -> None:

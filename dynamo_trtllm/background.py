@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -49,8 +49,7 @@ class BackgroundTasks:
         if task is None:
             return
         self.release(task)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all([task])
 
     async def until_failed(self) -> None:
         """Raise the exception of the first failed task. One that is not a DynamoError becomes InternalError."""
@@ -78,6 +77,14 @@ class BackgroundTasks:
                 self._on_failure(reason)
 
 
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
+    """Cancel tasks and wait until they have ended. Return the result or the exception of each."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    return await asyncio.gather(*ending, return_exceptions=True)
+
+
 async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
     """Return the result of the coroutine that ends first, or raise its error. The others are cancelled.
 
@@ -89,9 +96,7 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout_s: float | None = N
         ended = next((task for task in tasks if task.done()), None)
         return None if ended is None else ended.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 MAX_THREADS: Final = min(4, os.cpu_count() or 1)

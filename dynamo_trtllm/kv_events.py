@@ -15,7 +15,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import xxhash
@@ -183,7 +183,9 @@ class KvEventPublisher:
         self._block_tokens = self._block_tokens or len(event.blocks[0].token_ids)
         for index, block in enumerate(event.blocks):
             if prefix is None or len(block.token_ids) != self._block_tokens:
-                self._note_skipped(len(event.blocks) - index)
+                if not self.num_skipped:
+                    _log.info("KV blocks are not published: the block before them is unknown, or they differ in size")
+                self.num_skipped += len(event.blocks) - index
                 return
             (prefix,) = prefix_hashes(block.token_ids, self._block_tokens, prefix)
             before = known.get(block.hash)
@@ -203,11 +205,6 @@ class KvEventPublisher:
                 self._clear()
             self._window = window
         return window == self._window
-
-    def _note_skipped(self, count: int) -> None:
-        if not self.num_skipped:
-            _log.info("KV blocks are not published: the block before them is unknown, or they differ in size")
-        self.num_skipped += count
 
     def _remove(self, prefix: int) -> None:
         copies = self._copies[prefix] = self._copies[prefix] - 1
@@ -274,16 +271,10 @@ class KvEventPublisher:
             stored = pack_hashes(islice(prefixes, MAX_UPDATE_BLOCKS))
             self._encode(cleared=parts == left, stored=stored, snapshot=parts)
 
-    def _encode(self, *, cleared: bool = False, removed: bytes = b"", stored: bytes = b"", snapshot: int = 0) -> None:
-        update = KvCacheUpdate(
-            instance_id=self._instance_id,
-            number=self._next,
-            block_tokens=self._block_tokens,
-            cleared=cleared,
-            removed=removed,
-            stored=stored,
-            snapshot=snapshot,
-        )
+    def _encode(self, **changes: Any) -> None:
+        """Number an update with these fields, and queue it."""
+        number, block_tokens = self._next, self._block_tokens
+        update = KvCacheUpdate(instance_id=self._instance_id, number=number, block_tokens=block_tokens, **changes)
         self._next += 1
         self._unsent.append(encode(update))
 

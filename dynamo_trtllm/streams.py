@@ -51,12 +51,10 @@ class StreamHandle(Protocol):
 
         After the end of a prefill call this aborts the KV transfer that its last chunk offered, if it is pending.
         """
-        ...
 
     @property
     def holds_kv(self) -> bool:
         """True from the end of a prefill call until its KV was fetched or aborted, or has expired."""
-        ...
 
 
 class KvHolder(Protocol):
@@ -64,11 +62,9 @@ class KvHolder(Protocol):
 
     def release(self, transfer_id: str, outcome: ReleaseOutcome) -> None:
         """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
-        ...
 
     def is_pending(self, transfer_id: str) -> bool:
         """Return whether a transfer is neither released nor expired."""
-        ...
 
 
 class Generator(Protocol):
@@ -80,7 +76,6 @@ class Generator(Protocol):
         The first event comes after this has returned, so the caller always has the handle. Rejected requests end with
         an error event, too: this raises only for a bug.
         """
-        ...
 
 
 async def run_stream(start: Callable[[OnEvent], StreamHandle], on_chunk: OnChunk) -> None:

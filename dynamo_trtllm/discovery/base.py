@@ -44,7 +44,6 @@ class Registration(Protocol):
 
     async def aclose(self) -> None:
         """Deregister. If the store is unavailable, the lease expires instead. Idempotent."""
-        ...
 
 
 class Discovery(Protocol):
@@ -57,7 +56,6 @@ class Discovery(Protocol):
             ConfigError: watchers would reject the record.
             Unreachable: the store does not answer.
         """
-        ...
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """Yield Added or Rejected for each existing record, then Synced, then all changes without end.
@@ -65,8 +63,6 @@ class Discovery(Protocol):
         While the store is unreachable, the generator yields nothing. Afterwards it yields the differences, and missing
         instances get some time to register again. Consume with `aclosing`.
         """
-        ...
 
     async def aclose(self) -> None:
         """Deregister all instances, end the watches and close the connection."""
-        ...

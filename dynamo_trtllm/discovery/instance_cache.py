@@ -6,12 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo_trtllm.discovery.base import Added, Rejected, Removed
-from dynamo_trtllm.discovery.records import BadRecord, instance_id_of, read_instance, shown_key
+from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed
+from dynamo_trtllm.discovery.records import BadRecord, parse_instance_key, read_instance, shown_key
 
 log = logging.getLogger(__name__)
-
-CacheEvent = Added | Removed | Rejected
 
 MOST_REJECTED: Final = 10_000  # stored rejected keys, because any client of etcd can write more
 
@@ -46,14 +44,14 @@ class InstanceCache:
         """Give missing instances the whole grace time again, because they can't register while the store is down."""
         self._missing.clear()
 
-    def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[CacheEvent]:
+    def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[Event]:
         """Return the events for a new list: first removed instances, then added and changed ones.
 
         Args:
             listed: all records in the store, by key.
             now_s: time of the list, of any monotonic clock.
         """
-        events: list[CacheEvent] = []
+        events: list[Event] = []
         if self._rejected:
             listed_shown = {shown_key(key) for key in listed}
             for shown in [shown for shown in self._rejected if shown not in listed_shown]:
@@ -67,7 +65,7 @@ class InstanceCache:
             events += self.put(key, record)
         return events
 
-    def put(self, key: str, record: bytes) -> list[CacheEvent]:
+    def put(self, key: str, record: bytes) -> list[Event]:
         """Return the events for a record that was written. A rejected record is logged once per key."""
         self._missing.pop(key, None)
         if self._records.get(key) == record:
@@ -86,21 +84,21 @@ class InstanceCache:
         self._owners[instance.id] = key
         return [*events, Added(instance)]
 
-    def delete(self, key: str) -> list[CacheEvent]:
+    def delete(self, key: str) -> list[Event]:
         """Return the events for a key that was deleted."""
         return [*self._clear_rejected(key), *self._remove(key)]
 
-    def _remove(self, key: str) -> list[CacheEvent]:
+    def _remove(self, key: str) -> list[Event]:
         if self._records.pop(key, None) is None:
             return []
         self._missing.pop(key, None)
-        instance_id = instance_id_of(key)
+        _, instance_id = parse_instance_key(key)
         del self._owners[instance_id]
         self._is_id_free |= instance_id in self._contested
         self._contested.discard(instance_id)
         return [Removed(instance_id)]
 
-    def _reject(self, key: str, reason: str) -> list[CacheEvent]:
+    def _reject(self, key: str, reason: str) -> list[Event]:
         shown = shown_key(key)
         known = self._rejected.get(shown)
         if known == reason:
@@ -116,7 +114,7 @@ class InstanceCache:
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
 
-    def _clear_rejected(self, key: str) -> list[CacheEvent]:
+    def _clear_rejected(self, key: str) -> list[Event]:
         """Return the events for a key that is no longer rejected."""
         shown = shown_key(key) if self._rejected else ""
         return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]

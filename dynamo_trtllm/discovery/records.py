@@ -79,11 +79,6 @@ def parse_instance_key(key: str) -> tuple[EndpointId, int]:
     return EndpointId(*parts[2:5]), int(parts[5], 16)
 
 
-def instance_id_of(key: str) -> int:
-    """Return the instance id of a key. Raise ValueError if it is not a key of `instance_key`."""
-    return parse_instance_key(key)[1]
-
-
 def shown_key(key: str) -> str:
     """Return a key escaped like `repr` and shortened. A shortened key ends with its hash to differ from others."""
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
@@ -158,7 +153,7 @@ def check_model_name(name: str) -> None:
         ConfigError: frontends would reject the name.
     """
     try:
-        _check_model_name("the served model name", name)
+        _check_text("the served model name", name, most=MOST_MODEL_NAME_CHARACTERS)
     except BadRecord as exc:
         raise ConfigError(f"{exc}; pass another --served-model-name", field="served_model_name") from exc
 
@@ -192,7 +187,7 @@ def _check_kinds(instance: Instance) -> None:
 
 
 def _check_card(card: ModelDeploymentCard) -> None:
-    _check_model_name("card.name", card.name)
+    _check_text("card.name", card.name, most=MOST_MODEL_NAME_CHARACTERS)
     _check_number("card.context_length", card.context_length, 1, _MOST_COUNT)
     _check_number("card.vocab_size", card.vocab_size, 1, MOST_VOCABULARY)
     _check_size("card.eos_token_ids", card.eos_token_ids, _MOST_EOS_IDS)
@@ -203,19 +198,11 @@ def _check_card(card: ModelDeploymentCard) -> None:
     _check_names("card.refuses", card.unsupported_features)
     _check_size("card.files", card.files, _MOST_FILES)
     for name, sha256 in card.files.items():
-        _check_file_name(name)
+        _check_text("a file name", name, most=_MOST_FILE_NAME)
+        if name in (".", "..") or "/" in name or "\\" in name:
+            raise BadRecord(f"file name {_shown(name)} must be a plain name without a path")
         if not _SHA256.fullmatch(sha256):
             raise BadRecord(f"the hash of file {_shown(name)} is {_shown(sha256)}; it must be 64 hex digits")
-
-
-def _check_model_name(field: str, name: str) -> None:
-    _check_text(field, name, most=MOST_MODEL_NAME_CHARACTERS)
-
-
-def _check_file_name(name: str) -> None:
-    _check_text("a file name", name, most=_MOST_FILE_NAME)
-    if name in (".", "..") or "/" in name or "\\" in name:
-        raise BadRecord(f"file name {_shown(name)} must be a plain name without a path")
 
 
 def _check_number(field: str, value: int, least: int, most: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.background import BackgroundTasks, cancel_all
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import (
     WIRE_VERSION,
@@ -335,6 +335,4 @@ class BackgroundControl:
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=_TIMEOUT_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await cancel_all(late)

@@ -234,11 +234,8 @@ class PairBreakers:
 
     def keep_only(self, ids: Container[int]) -> None:
         """Drop the pairs of instances that are not in `ids`."""
-        for instance_id in [each for each in self._known if each not in ids]:
-            self._forget(instance_id)
-
-    def _forget(self, instance_id: int) -> None:
-        for pair in self._known.pop(instance_id, ()):
+        gone = [each for each in self._known if each not in ids]
+        for pair in [pair for instance_id in gone for pair in self._known.pop(instance_id)]:
             self._statuses.pop(pair, None)
             self._open.discard(pair)
             self._withheld.discard(pair)

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from dynamo_trtllm.kv_transfer.base import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 _REDUCED_VIEWS = 16  # cached per view
 _id = attrgetter("id")
+_T = TypeVar("_T", bound="PairGroup | ModelView")
 
 
 def pairing_fields(instance: Instance) -> tuple[tuple[str, object], ...]:
@@ -41,10 +42,9 @@ class PairGroup:
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
 
-    def including(self, instance: Instance) -> PairGroup:
-        if instance.role is Role.PREFILL:
-            return PairGroup(_including(self.prefill, instance), self.decode)
-        return PairGroup(self.prefill, _including(self.decode, instance))
+    def sides(self, role: Role) -> tuple[tuple[Instance, ...], tuple[Instance, ...]]:
+        """Return the instances of a role, and those of the other one."""
+        return (self.prefill, self.decode) if role is Role.PREFILL else (self.decode, self.prefill)
 
     def excluding(self, ids: Collection[int]) -> PairGroup:
         return PairGroup(excluding(self.prefill, ids), excluding(self.decode, ids))
@@ -78,13 +78,10 @@ class ModelView:
     def including(self, instance: Instance) -> ModelView:
         """Return the view with one more instance."""
         if instance.role is Role.AGGREGATED:
-            return replace(self, aggregated=_including(self.aggregated, instance))
+            return _including(self, instance)
         key = pairing_key(instance)
-        keys = {**self.keys, instance.id: key}
-        groups = {**self.groups, key: self.groups.get(key, PairGroup()).including(instance)}
-        if instance.role is Role.PREFILL:
-            return replace(self, prefill=_including(self.prefill, instance), keys=keys, groups=groups)
-        return replace(self, decode=_including(self.decode, instance), keys=keys, groups=groups)
+        groups = {**self.groups, key: _including(self.groups.get(key, PairGroup()), instance)}
+        return _including(self, instance, keys={**self.keys, instance.id: key}, groups=groups)
 
     def first_of(self, pairs: Iterable[Pair]) -> Pair:
         """Return the first of `pairs` that the model has; (None, 0) if it has none."""
@@ -133,7 +130,6 @@ class ModelView:
 
 
 _NO_INSTANCES = ModelView()
-_NO_GROUP = PairGroup()
 
 
 class Change(NamedTuple):
@@ -218,9 +214,13 @@ def position(instances: tuple[Instance, ...], instance_id: int) -> int:
     return bisect.bisect_left(instances, instance_id, key=_id)
 
 
-def _including(instances: tuple[Instance, ...], instance: Instance) -> tuple[Instance, ...]:
-    at = position(instances, instance.id)
-    return (*instances[:at], instance, *instances[at:])
+def _including(instances: _T, added: Instance, **changes: Any) -> _T:
+    """Return a group or view with one more instance of its role, and with the other changes."""
+    role = added.role.name.lower()  # the field of these instances
+    others: tuple[Instance, ...] = getattr(instances, role)
+    at = position(others, added.id)
+    changes[role] = (*others[:at], added, *others[at:])
+    return replace(instances, **changes)
 
 
 def excluding(instances: tuple[Instance, ...], ids: Iterable[int | None]) -> tuple[Instance, ...]:
@@ -259,12 +259,10 @@ def pairs_with(view: ModelView, instance: Instance) -> list[Pair]:
     """Return the pairs to probe of one instance of the view."""
     if instance.role is Role.AGGREGATED:
         return [(None, instance.id)]
-    prefill, decode = (group := view.groups[view.keys[instance.id]]).prefill, group.decode
-    if instance.role is Role.PREFILL:
-        decodes = (*_partners(instance.id, decode, prefill), *_choosers(instance.id, prefill, decode))
-        return list(dict.fromkeys((instance.id, each.id) for each in decodes))
-    prefills = (*_partners(instance.id, prefill, decode), *_choosers(instance.id, decode, prefill))
-    return list(dict.fromkeys((each.id, instance.id) for each in prefills))
+    own, others = view.groups[view.keys[instance.id]].sides(instance.role)
+    partners = (*_partners(instance.id, others, own), *_choosers(instance.id, own, others))
+    ids = dict.fromkeys(each.id for each in partners)
+    return [(instance.id, each) if instance.role is Role.PREFILL else (each, instance.id) for each in ids]
 
 
 def new_pairs(view: ModelView, change: Change) -> list[Pair]:
@@ -274,10 +272,7 @@ def new_pairs(view: ModelView, change: Change) -> list[Pair]:
         is_present = instance.id in view.keys or instance in view.aggregated
         return pairs_with(view, instance) if is_present else []
     group = view.groups.get(pairing_key(instance), PairGroup())
-    if instance.role is Role.PREFILL:
-        others = _choosers(instance.id, group.prefill, group.decode)
-    else:
-        others = _choosers(instance.id, group.decode, group.prefill)
+    others = _choosers(instance.id, *group.sides(instance.role))
     return [pair for other in others for pair in pairs_with(view, other)]
 
 

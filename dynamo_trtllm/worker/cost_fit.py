@@ -15,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 from operator import mul
 from statistics import median
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -83,7 +83,7 @@ class RobustFit:
         self._miss_rate = _MISS_RATE
         self._interval = _FIRST_INTERVAL
         self._doubted_at = 0  # number of the last sample before the samples that may be of a changed engine
-        self._num_fitted = 0  # samples at the last `refit`
+        self.num_fitted = 0  # samples at the last `refit`
         self.num_samples = self.num_changes = 0
 
     def add(self, features: Features, kind: Hashable, seconds: float) -> None:
@@ -122,14 +122,9 @@ class RobustFit:
             self._known_ratios.append((self.num_samples, ratio))
         self.on_outcome(ratio, is_covered)
 
-    @property
-    def num_new(self) -> int:
-        """Samples since the last `refit`."""
-        return self.num_samples - self._num_fitted
-
     def refit(self) -> Fit | None:
         """Compute the coefficients from the samples. Return None as long as there are too few of them, and no prior."""
-        self._num_fitted = self.num_samples
+        self.num_fitted = self.num_samples
         is_fitted = self.num_samples >= _MIN_SAMPLES
         if not self._may_have_changed():
             if is_fitted:
@@ -171,10 +166,8 @@ class RobustFit:
         self._interval = _FIRST_INTERVAL
 
     def _solved(self, samples: Sequence[_Sample]) -> list[float]:
-        columns, seconds = (
-            [list(column) for column in zip(*(each.features for each in samples), strict=True)],
-            [each.seconds for each in samples],
-        )
+        columns = [list(column) for column in zip(*(each.features for each in samples), strict=True)]
+        seconds = [each.seconds for each in samples]
         scale, weights, coefficients = seconds, [1.0] * len(seconds), list[float]()
         for _ in range(_ROUNDS):
             factors = [math.sqrt(weight) / each for weight, each in zip(weights, scale, strict=True)]
@@ -267,7 +260,6 @@ class CallSample(NamedTuple):
 
 _LEARN_EVERY_S = 1.0
 _MOST_CALLS = 256  # from which the model has not learned yet
-OnOutcome: TypeAlias = Callable[[str, float, bool], None]
 
 
 class CostFit:
@@ -283,7 +275,7 @@ class CostFit:
         self,
         prior: CostModel | None = None,
         steps: deque[StepSample] | None = None,
-        on_outcome: OnOutcome = lambda name, ratio, is_covered: None,
+        on_outcome: Callable[[str, float, bool], None] = lambda name, ratio, is_covered: None,
     ) -> None:
         self._steps: deque[StepSample] = deque() if steps is None else steps
         self._steps.clear()  # those of the warm-up
@@ -318,30 +310,24 @@ class CostFit:
     def take(self, steps: Iterable[StepSample], calls: Iterable[CallSample] = ()) -> CostModel:
         """Take samples, and return the model. Each call refits the kinds of times that have new samples."""
         for step in steps:
-            self._take_step(step)
+            tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
+            if tokens > self.model.step_tokens and not self._has_step_tokens:
+                self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
+            if tokens:
+                self.prefill.add(step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds)
+            else:
+                self.decode.add(step.features, (requests.bit_length(), context.bit_length()), step.seconds)
         for call in calls:
-            self._take_call(call)
+            tokens, work = call.new_tokens, call.work
+            if call.fetches_kv:
+                self.kv_transfer.add(kv_transfer_features(tokens), tokens.bit_length(), call.seconds)
+            elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
+                kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
+                self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)
         fits = {name: getattr(self, name) for name in ("decode", "prefill", "first_token", "kv_transfer")}
-        changes = {name: fit.refit() for name, fit in fits.items() if fit.num_new}
+        changes = {name: fit.refit() for name, fit in fits.items() if fit.num_samples > fit.num_fitted}
         if "prefill" in changes and self.model.first_token is None:
             changes["first_token"] = self.first_token.refit()
         if changes:
             self.model = msgspec.structs.replace(self.model, **changes)
         return self.model
-
-    def _take_step(self, step: StepSample) -> None:
-        tokens, requests, context = step.prefill_tokens, step.decode_requests, step.context_tokens
-        if tokens > self.model.step_tokens and not self._has_step_tokens:
-            self.model = msgspec.structs.replace(self.model, step_tokens=tokens)
-        if tokens:
-            self.prefill.add(step.features, (tokens.bit_length(), requests.bit_length() // 2), step.seconds)
-        else:
-            self.decode.add(step.features, (requests.bit_length(), context.bit_length()), step.seconds)
-
-    def _take_call(self, call: CallSample) -> None:
-        tokens, work = call.new_tokens, call.work
-        if call.fetches_kv:
-            self.kv_transfer.add(kv_transfer_features(tokens), tokens.bit_length(), call.seconds)
-        elif (steps_s := self.model.prefill_steps_s(tokens, call.cached_tokens, work)) is not None:
-            kind = int(1e4 * sum(steps_s)).bit_length(), work.queued_tokens > 0
-            self.first_token.add(first_token_features(tokens, *steps_s), kind, call.seconds)

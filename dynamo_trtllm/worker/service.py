@@ -327,18 +327,14 @@ class WorkerService:
         """Wait until the engine fails, leaks too much KV, or a restart is requested: EngineFailed ends the worker."""
         while not self._restart_asked.is_set():
             await self.engine.check()
-            self._check_leaked_kv()
+            stats = self.engine.stats()
+            total = stats.kv_blocks_total  # 0: not reported by the engine
+            if total and stats.leaked_kv_blocks > self.max_leaked_kv_fraction * total:
+                raise EngineFailed(
+                    f"{stats.leaked_kv_blocks} of {total} KV blocks were never fetched and can't be freed "
+                    "(--max-leaked-kv-fraction); restarting"
+                )
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CHECK_EVERY_S):
                     await self._restart_asked.wait()
         raise EngineFailed(f"restart requested: {self._restart_reason}")
-
-    def _check_leaked_kv(self) -> None:
-        stats = self.engine.stats()
-        if not stats.kv_blocks_total:  # 0: not reported by the engine
-            return
-        if stats.leaked_kv_blocks > self.max_leaked_kv_fraction * stats.kv_blocks_total:
-            raise EngineFailed(
-                f"{stats.leaked_kv_blocks} of {stats.kv_blocks_total} KV blocks were never fetched and can't be freed "
-                "(--max-leaked-kv-fraction); restarting"
-            )

@@ -264,9 +264,7 @@ class Worker:
         )
         instance = Instance(
             id=self.instance_id,
-            namespace=endpoint.namespace,
-            component=endpoint.component,
-            endpoint=endpoint.endpoint,
+            **endpoint._asdict(),
             subject=records.subject(endpoint, self.instance_id),
             role=role,
             engine=info.engine,

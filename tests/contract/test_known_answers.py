@@ -134,7 +134,7 @@ class Deployment:
     async def frontend(self) -> AsyncIterator[tuple[PairBreakers, Pipeline]]:
         breakers = PairBreakers(BreakerLimits(open_s=0.5))
         pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_probes=True), breakers)
-        canaries = PairProbes(pipeline, self, interval_s=60.0, timeout_s=SOON_S)
+        canaries = PairProbes(pipeline, self.probe_finished, interval_s=60.0, timeout_s=SOON_S)
         task = asyncio.create_task(canaries.run())
         try:
             yield breakers, pipeline

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport, RejectedRecord
-from dynamo_trtllm.background import in_thread
+from dynamo_trtllm.api.response_schemas import PairObject, ReadinessReport
+from dynamo_trtllm.background import cancel_all, in_thread
 from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role, decode
@@ -109,7 +109,7 @@ class ModelRegistry:
             num_quarantined=len(open_pairs),
             pairs=[pair_row(name, pair, breakers, now) for name, pair in islice(shown, limit)],
             mismatched=list(islice(chain.from_iterable(map(mismatches, views.values())), limit)),
-            rejected_records=rejected_rows(self._rejected, limit),
+            rejected_records=[{"key": key, "reason": self._rejected[key]} for key in sorted(self._rejected)[:limit]],
         )
 
     async def watch(self) -> None:
@@ -248,10 +248,7 @@ class ModelRegistry:
         return bytes(data)
 
     async def aclose(self) -> None:
-        loading = list(self._loading.values())
-        for task in loading:
-            task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
+        await cancel_all(self._loading.values())
         for timer in self._preload_timers.values():
             timer.cancel()
         self._preload_timers.clear()
@@ -290,13 +287,11 @@ def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int
 
 _MOST_NAMED = 20  # pairs or instances in a message
 
-WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
-
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
     """Return why the model cannot be served now; None if it can. With `breakers`, one pair must have worked."""
     if missing := view.missing_roles():
-        return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
+        return f"model {name} has no {' and no '.join(f'{role} worker' for role in missing)}"
     pairs = pairs_of(view)
     if not pairs:
         differing = "; ".join(islice(mismatches(view), _MOST_NAMED))
@@ -318,11 +313,6 @@ def mismatches(view: ModelView) -> Iterator[str]:
         for instance in one:
             if keys and view.keys[instance.id] not in keys:
                 yield f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
-
-
-def rejected_rows(reasons: Mapping[str, str], limit: int) -> list[RejectedRecord]:
-    """Return the first rejected records, sorted by key."""
-    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:limit]]
 
 
 def pair_row(name: str, pair: Pair, breakers: PairBreakers, now: float) -> PairObject:

@@ -15,10 +15,9 @@ import math
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.background import first_of
@@ -45,23 +44,19 @@ _INCONCLUSIVE = "inconclusive"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
 
 
-class PairProbeMetrics(Protocol):
-    def probe_finished(self, *, model: str, code: str) -> None: ...
-
-
 @dataclass(eq=False)
 class PairProbes:
     """The probes of all pairs of a pipeline. The owner runs `run` in a task.
 
     Args:
         pipeline: runs the probes. Its breakers record their outcomes.
-        metrics: counts the probes.
+        probe_finished: is called after each probe, with its `model` and `code`.
         interval_s: seconds between probes of an idle pair, of at most MAX_PAIRS.
         timeout_s: longest time of each request of a probe.
     """
 
     pipeline: Pipeline
-    metrics: PairProbeMetrics
+    probe_finished: Callable[..., None]
     interval_s: float
     timeout_s: float
 
@@ -155,7 +150,7 @@ class PairProbes:
         try:
             async with self._slots[pair[1]], self._all_slots:
                 code = await self._probe_safely(pair)
-            self.metrics.probe_finished(model=model, code=code)
+            self.probe_finished(model=model, code=code)
             if self._breakers.status(pair).num_openings >= _SUSPECT_OPENINGS:  # else it makes no instance a suspect
                 await self._restart_suspects(pair)
         finally:
@@ -212,7 +207,10 @@ class PairProbes:
             self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
             self.pipeline.record_success(pair, is_probe=True, note=text)
-            self._log_inconclusive(selection, text)
+            model = selection.decode.card.name
+            if text and model not in self._inconclusive:
+                self._inconclusive.add(model)
+                log.info("probes cannot detect wrong KV for model %s: %s", model, text)
         return code
 
     async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> tuple[str, str]:
@@ -276,13 +274,6 @@ class PairProbes:
         async with asyncio.timeout(self.timeout_s):
             await run_stream(partial(self.pipeline.generate, request, trace, selection=selection), collect)
         return tokens
-
-    def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:
-        """Log the reason once per model."""
-        model = selection.decode.card.name
-        if text and model not in self._inconclusive:
-            self._inconclusive.add(model)
-            log.info("probes cannot detect wrong KV for model %s: %s", model, text)
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
         prefill, decode = (None if each is None else self._view.instance(each) for each in pair)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,6 @@ from dynamo_trtllm.kv_events import KvCacheUpdate, kv_events_subject
 from dynamo_trtllm.messages import Instance, ResyncKvEvents, decode
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.client import Plane
-from dynamo_trtllm.request_plane.transport import Unsubscribe
 from dynamo_trtllm.router.prefix_index import KnownPrefixes
 from dynamo_trtllm.router.view import ClusterView
 
@@ -50,29 +50,23 @@ class PrefixFeed:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        unsubscribe: Unsubscribe | None = None
-        if self.known.reads_events:
-            unsubscribe = await self.plane.subscribe(kv_events_subject(self.namespace), self._on_message)
-        try:
-            async with asyncio.TaskGroup() as group:
-                while True:
-                    changed = self.view.changed
-                    self._wake.clear()
-                    self._follow_instances()
-                    self._update_resyncs(group)
-                    await first_of(changed.wait(), self._wake.wait())
-        finally:
-            if unsubscribe is not None:
-                await unsubscribe()
-
-    def _follow_instances(self) -> None:
-        now = {instance.id: instance if is_added else None for instance, is_added in self._changes}
-        self._changes.clear()
-        for instance_id, instance in now.items():
-            if instance is None:
-                self.known.remove_instance(instance_id)
-            else:
-                self.known.add_instance(instance)
+        async with AsyncExitStack() as stack:
+            if self.known.reads_events:
+                subject = kv_events_subject(self.namespace)
+                stack.push_async_callback(await self.plane.subscribe(subject, self._on_message))
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            while True:
+                changed = self.view.changed
+                self._wake.clear()
+                now = {instance.id: instance if is_added else None for instance, is_added in self._changes}
+                self._changes.clear()
+                for instance_id, instance in now.items():
+                    if instance is None:
+                        self.known.remove_instance(instance_id)
+                    else:
+                        self.known.add_instance(instance)
+                self._update_resyncs(group)
+                await first_of(changed.wait(), self._wake.wait())
 
     def _on_message(self, data: bytes, _reply: str) -> None:
         try:

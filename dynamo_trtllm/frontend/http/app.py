@@ -23,7 +23,6 @@ from dynamo_trtllm.frontend.generation.completions import CHAT, TEXT
 from dynamo_trtllm.frontend.generation.pipeline import Pipeline
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder, ResponsesAdapter
 from dynamo_trtllm.frontend.generation.responses.response_store import ResponseStore, StoredResponse, store_limits
-from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
@@ -55,9 +54,8 @@ class StatusRoutes:
     _models: ModelRegistry
     _metrics: FrontendMetrics
     _not_ready_reason: Callable[[], str | None]
-
     # Models have no creation time: the frontend's start is used.
-    _created: int = field(default_factory=lambda: int(time.time()))
+    _created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     async def models(self, request: HttpRequest, response: HttpResponse) -> None:
         cards = [self._models.get(name).card for name in self._models.names()]
@@ -283,21 +281,11 @@ def build_app(
         store: storage for `/v1/responses`; None: the memory of this process.
         not_ready_reason: returns the reason for which `/ready` answers 503, or None.
     """
-    limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-    budget = BodyBudget(config.max_total_body_bytes)
-    _watch(metrics, limiter, budget, pipeline)
     traces = None
     if config.otlp_endpoint is not None:
         traces = TraceExporter(config.otlp_endpoint, config.namespace, config.trace_sample_ratio)
-    app_state = AppState(
-        config=config,
-        models=models,
-        pipeline=pipeline,
-        metrics=metrics,
-        limiter=limiter,
-        body_budget=budget,
-        traces=traces,
-    )
+    app_state = AppState(config, models, pipeline, metrics, traces)
+    _watch(app_state)
     status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
     response_store = ResponseStore(
@@ -329,10 +317,11 @@ def build_app(
     return FrontendApp(router, app_state.traces, response_store.aclose)
 
 
-def _watch(metrics: FrontendMetrics, limiter: ConcurrencyLimiter, budget: BodyBudget, pipeline: Pipeline) -> None:
+def _watch(state: AppState) -> None:
     """Let the metrics read the values of their gauges."""
+    metrics, limiter, budget, placement = state.metrics, state.limiter, state.body_budget, state.pipeline.placement
     metrics.watch(choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: budget.in_use)
-    if pipeline.placement is not None:
-        metrics.by_worker["placed_requests"] = pipeline.placement.loads.requests
-        if pipeline.placement.prefixes is not None:
-            metrics.by_worker["known_prefix_blocks"] = pipeline.placement.prefixes.num_blocks
+    if placement is not None:
+        metrics.by_worker["placed_requests"] = placement.loads.requests
+        if placement.prefixes is not None:
+            metrics.by_worker["known_prefix_blocks"] = placement.prefixes.num_blocks

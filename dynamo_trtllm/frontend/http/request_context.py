@@ -40,7 +40,7 @@ _SHOWN_S = 0.0001  # shorter times are not in the log line
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class AppState:
     """The objects that all requests share."""
 
@@ -48,14 +48,18 @@ class AppState:
     models: ModelRegistry
     pipeline: Pipeline
     metrics: FrontendMetrics
-    limiter: ConcurrencyLimiter
-    body_budget: BodyBudget
+    traces: TraceExporter | None = None
+    limiter: ConcurrencyLimiter = field(init=False)
+    body_budget: BodyBudget = field(init=False)
     # Requests whose choices run, by the id of the response.
     running: dict[str, tuple[RequestContext, asyncio.Task[None]]] = field(default_factory=dict)
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
     logged_fields: dict[str, None] = field(default_factory=dict)  # ignored fields that were logged, newest last
-    traces: TraceExporter | None = None
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
+
+    def __post_init__(self) -> None:
+        self.limiter = ConcurrencyLimiter(self.config.max_inflight, self.config.max_queued)
+        self.body_budget = BodyBudget(self.config.max_total_body_bytes)
 
 
 class RequestContext:
@@ -326,6 +330,11 @@ class RequestContext:
     def _summary(self, outcome: str | DynamoError, status: int, usage: Usage, phases: Mapping[str, float]) -> str:
         """Return the known facts of the request as name=value, without empty values."""
         first_s, rate = self._first_s(), _tokens_per_s(self.choices)
+        if isinstance(outcome, DynamoError):  # its message may quote the client
+            param = f" param={outcome.field}" if isinstance(outcome, RequestError) and outcome.field else ""
+            finish = f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
+        else:
+            finish = (self._finishes() or "ok") if outcome == "ok" else outcome
         known = {
             "status": status,
             "path": self._path,
@@ -340,7 +349,7 @@ class RequestContext:
             "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
             "tpot": _seconds(len(self.choices) / rate) if rate else None,
             "phases": ",".join([f"{name}:{s:.4f}s" for name, s in phases.items() if s >= _SHOWN_S]),
-            "finish": (self._finishes() or "ok") if outcome == "ok" else _format_outcome(outcome),
+            "finish": finish,
         }
         return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
@@ -356,14 +365,6 @@ class RequestContext:
 
     def _decode_ids(self) -> str | None:
         return _joined(choice.trace.decode_instance for choice in self.choices)
-
-
-def _format_outcome(outcome: str | DynamoError) -> str:
-    """Return the error's code, field and shortened message, which may quote the client."""
-    if isinstance(outcome, str):
-        return outcome
-    param = f" param={outcome.field}" if isinstance(outcome, RequestError) and outcome.field else ""
-    return f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
 
 
 def _last_of(choices: Sequence[ChoiceState]) -> ChoiceState:

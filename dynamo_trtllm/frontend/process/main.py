@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from dynamo_trtllm.background import cancel_all
 from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
@@ -158,9 +159,7 @@ async def serve(config: FrontendConfig, sock: socket.socket, pipe: ControlPipe |
         try:
             await server.serve(sock)
         finally:
-            for task in work:
-                task.cancel()
-            ended = await asyncio.gather(*work, return_exceptions=True)
+            ended = await cancel_all(work)
         for failure in ended:
             if isinstance(failure, Exception):
                 raise failure

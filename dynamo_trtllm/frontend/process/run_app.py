@@ -98,7 +98,7 @@ async def run_app(
         work["discovery-watch"] = models.watch()
         if has_probes:
             times = {"interval_s": config.canary_interval_s, "timeout_s": config.canary_timeout_s}
-            work["pair-probes"] = PairProbes(pipeline, metrics, **times).run()
+            work["pair-probes"] = PairProbes(pipeline, metrics.probe_finished, **times).run()
         work |= {} if app.traces is None else {"traces": app.traces.run()}
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))

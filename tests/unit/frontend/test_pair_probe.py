@@ -112,7 +112,7 @@ class Bench:
         self.plane, self.view = InprocPlane(), ClusterView()
         self.breakers = PairBreakers(limits)
         self.pipeline = Pipeline(self.view, self.plane, breakers=self.breakers)
-        self.canaries = PairProbes(self.pipeline, self, interval_s=interval_s, timeout_s=timeout_s)
+        self.canaries = PairProbes(self.pipeline, self.probe_finished, interval_s=interval_s, timeout_s=timeout_s)
         self.codes: Counter[str] = Counter()
 
     def probe_finished(self, *, model: str, code: str) -> None:

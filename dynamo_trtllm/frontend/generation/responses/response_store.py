@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from dynamo_trtllm.background import cancel_all
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
 from dynamo_trtllm.messages import decode
@@ -116,9 +117,7 @@ class ResponseStore:
         """Wait at most _CLOSE_S for pending writes, then cancel them. The store stays open."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await cancel_all(late)
 
     async def _write(self, response_id: str, data: bytes, owner: str, before: _Write | None) -> None:
         async with asyncio.timeout(_WRITE_S):
