@@ -380,18 +380,6 @@ def boot_id() -> bytes:
 
 
 def _packed_header(namespace: str, kind: str, instance_id: int, num_slots: int) -> bytes:
-    return _HEADER.pack(
-        MAGIC,
-        VERSION,
-        SLOT.size,
-        num_slots,
-        HEADER_BYTES,
-        os.getpid(),
-        start_ticks("self"),
-        time.time_ns(),
-        time.monotonic_ns(),
-        boot_id(),
-        instance_id,
-        kind.encode()[:32],
-        namespace.encode()[:256],
-    )
+    layout = VERSION, SLOT.size, num_slots, HEADER_BYTES
+    process = os.getpid(), start_ticks("self"), time.time_ns(), time.monotonic_ns(), boot_id(), instance_id
+    return _HEADER.pack(MAGIC, *layout, *process, kind.encode()[:32], namespace.encode()[:256])
