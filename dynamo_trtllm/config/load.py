@@ -109,8 +109,8 @@ def command(
 ) -> Callable[[Callable[[C], int | None]], Callable[..., NoReturn]]:
     """Return a decorator that makes a function of settings the `main` of a command.
 
-    `main(argv)` loads the settings, calls the function, and exits with the status that it returns, or with 0. `argv` is
-    that of `load`, and so are errors.
+    `main(argv)` loads the settings, calls the function, and exits with the status that it returns, or with 0. `load`
+    describes `argv`, and `command_errors` how errors end it.
 
     Args:
         model: Class of the settings.

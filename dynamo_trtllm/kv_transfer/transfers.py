@@ -194,7 +194,7 @@ class KvTransfers(PendingTransfers):
         return msgspec.structs.replace(kv_params, engine_state=offer)
 
     async def fetch(self, request: GenerateRequest, offer: bytes, to: Destination) -> None:
-        """Read the KV of a decode call's prompt within the time limits: its deadline, the expiry and the longest fetch.
+        """Read the KV of a decode call's prompt until the first of: its deadline, its expiry, the longest fetch time.
 
         Raises:
             DeadlineExceeded: the request's deadline passed.

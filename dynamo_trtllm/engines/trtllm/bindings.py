@@ -38,7 +38,7 @@ _PARAMS: Mapping[str, tuple[str, str]] = {
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
 }
 
-_READ_S = 0.3  # time of one read of 1.0 and 1.1, which queue what they report about as often
+_READ_S = 0.3  # of one read of 1.0 and 1.1; they queue what they report about as often
 _NEVER_S = 1e6
 
 # Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
@@ -99,11 +99,11 @@ class TrtllmBindings:
     def reader(self, llm: Any, name: str) -> Callable[..., Sequence[Mapping[str, Any]]]:
         """Return a blocking function that reads what the LLM has reported since the last call.
 
-        The functions of 1.0 and 1.1 read until nothing comes within the timeout, so they do not return under load. Then
-        they lose what they read: at the end, their queue returns None, which is parsed as JSON (`get_results` in
+        The functions of 1.0 and 1.1 read until nothing comes within the timeout, so they do not return under load. When
+        they return, they lose what they read: their queue then returns None, which is parsed as JSON (`get_results` in
         executor/result.py and `_SyncQueue.get` in llmapi/utils.py). So their asynchronous forms are read for a limited
-        time, and only these: a queue that was read otherwise refuses them (`AsyncQueue.get`). Their own timeout must
-        not pass, because then they end until the next request is submitted.
+        time. The others are never called, because the queue would then refuse the asynchronous ones (`AsyncQueue.get`).
+        The own timeout of these must not pass: after it, they return nothing until the next request is submitted.
 
         Args:
             llm: the LLM, whose calls are made on the running event loop.
@@ -117,9 +117,11 @@ class TrtllmBindings:
         async def rows(timeout: float) -> list[Mapping[str, Any]]:
             found: list[Mapping[str, Any]] = []
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(timeout, _READ_S)):
+                async with asyncio.timeout(min(timeout, _READ_S)) as limit:
                     async for row in iterate(timeout=_NEVER_S):
                         found.append(row)
+                        if limit.expired():  # `wait_for` of Python 3.11, in the queue, drops a cancel if a row comes
+                            break
                         await asyncio.sleep(0)  # rows that are there do not wait, and others need the event loop, too
             return found
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from dynamo_trtllm.engines.manifests import Presence
@@ -57,3 +63,15 @@ def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> 
         del tensorrt_llm.llmapi.LLM
         with pytest.raises(ConfigError, match=r"no LLM in tensorrt_llm, tensorrt_llm\.llmapi"):
             TrtllmBindings()
+
+
+async def test_read_of_1_1_when_its_cancel_is_dropped_then_it_ends_with_the_row_that_came() -> None:
+    async def rows(timeout: float) -> AsyncIterator[dict[str, int]]:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(timeout)
+        for number in range(3):
+            yield {"iter": number}
+
+    llm = SimpleNamespace(get_stats_async=rows)
+    read = TrtllmBindings.reader(cast("TrtllmBindings", SimpleNamespace(is_since_1_2=False)), llm, "get_stats")
+    assert await asyncio.to_thread(read, timeout=0.01) == [{"iter": 0}]
