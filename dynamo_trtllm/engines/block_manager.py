@@ -39,7 +39,7 @@ class BlockTable:
         # The blocks of the cache with the content of its first blocks, as far as it has them. If another request has
         # stored the same content, such a block has another number.
         self.chain: list[CachedBlock] = []
-        self.refused_at = -1  # the manager's changes when it had too few blocks for the request
+        self.refused_at = -1  # number of the manager's changes when it last refused the request
 
     def own(self) -> list[int]:
         """Return the numbers of the blocks that the cache does not have."""
@@ -141,7 +141,7 @@ class BlockManager:
             self.on_events([BlocksStored(blocks=tuple(run), parent=first, cache_salt=salt) for first, run in runs])
 
     def forget(self, table: BlockTable) -> None:
-        """Let no further request reuse the blocks of a request, which it uses itself."""
+        """Let no other request begin to reuse the blocks of a request, which continues to use them."""
         known = [block for block in table.chain if not block.is_forgotten]
         for block in known:
             block.is_forgotten = True

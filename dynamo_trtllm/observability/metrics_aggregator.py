@@ -21,11 +21,11 @@ from prometheus_client.utils import floatToGoString
 
 PROCESS_LABEL = "process"
 _OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
-_HELP, _TYPE = "# HELP ", "# TYPE "  # the first two lines of a metric begin so
-_CUMULATIVE = (" counter", " histogram")  # the second one ends so
+_HELP, _TYPE = "# HELP ", "# TYPE "  # begin the first two lines of a metric
+_CUMULATIVE = (" counter", " histogram")  # end the second line
 
 _Families: TypeAlias = dict[str, dict[str, float]]
-"""By the first two lines of a metric: its values, by the text before them, which has the name and the labels."""
+"""The samples of each metric, by its first two lines. A sample is a value, by its name and labels as text."""
 
 
 class MetricsAggregator:

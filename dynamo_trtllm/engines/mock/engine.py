@@ -232,7 +232,7 @@ class MockEngine(Engine):
         return self._transfers.is_pending(transfer_id)
 
     def _note_idle(self) -> None:
-        if not (self._waiting or self._running or self._blocks.used):  # those of published prompts
+        if not (self._waiting or self._running or self._blocks.used):  # published prompts use blocks
             self._idle.set()
 
     @property

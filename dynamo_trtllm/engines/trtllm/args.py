@@ -103,7 +103,7 @@ def load_profile(name: str) -> KernelProfile:
         first = exc.errors()[0]
         expected = first["msg"].replace("Input should be a valid", "expected a").replace("a integer", "an integer")
         fix = ". Put it in quotes." if first["type"] == "string_type" else ""
-        key = ".".join(str(part) for part in first["loc"] if part != "[key]")  # it is not the value that is wrong
+        key = ".".join(str(part) for part in first["loc"] if part != "[key]")  # pydantic's mark of a wrong key
         raise ConfigError(f"{path}: {key} is {first['input']!r}: {expected}{fix}", field=str(first["loc"][0])) from exc
 
 

@@ -38,7 +38,7 @@ _PARAMS: Mapping[str, tuple[str, str]] = {
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
 }
 
-_READ_S = 0.3  # of one read of 1.0 and 1.1; they queue what they report about as often
+_READ_S = 0.3  # length of a read of 1.0 and 1.1, which queue their reports at about this interval
 _NEVER_S = 1e6
 
 # Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a

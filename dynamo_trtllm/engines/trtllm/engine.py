@@ -364,7 +364,7 @@ class TrtllmModelLimits:
         self.prompt_limits = {phase: prompt_limit(facts, phase) for phase in Phase}
         # Supported by the guided-decoding backend, in the form {"format": …}.
         self.structural_tags = facts.args.get("guided_decoding_backend") == "xgrammar" and bindings.is_since_1_2
-        # Works for all prompts.
+        # The option min_tokens works for all prompts.
         self.min_tokens = not has_torch_sampler(facts.args) or facts.is_at_least_candidate(_PENALTIES_SINCE)
         self.dp_ranks = dp_ranks(facts)  # attention-DP ranks among which a request can choose; 0: it can't
         # The executor looks at conversation ids to choose a rank or to keep KV blocks.

@@ -143,7 +143,7 @@ class _Iteration:
         self.number = int(row["iter"])
         self.rank = int(row.get("attentionDpRank") or 0)
         self.num_ranks = 1  # that have reported
-        # After it had fetched requests.
+        # The time after it had fetched requests.
         self.begun = (datetime.strptime(row["timestamp"], "%m-%d-%Y %H:%M:%S.%f") - _EPOCH).total_seconds()
         # When its results were read, or later by as long as it waited for requests.
         self.read = self.begun + float(row["iterLatencyMS"]) / 1000

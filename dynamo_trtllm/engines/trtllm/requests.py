@@ -20,7 +20,7 @@ NO_END = -1  # TensorRT-LLM's own value for "no end token"
 
 
 class TrtllmRequest:
-    """A checked request as arguments of one call of `generate_async`, which TensorRT-LLM modifies.
+    """A checked request as arguments of one call of `generate_async`. TensorRT-LLM modifies them.
 
     Raises:
         ContextTooLong: the prompt is longer than the limit of this worker.
