@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cli import status as status_command
+from dynamo_trtllm.launch.servers import nats_binary
 from dynamo_trtllm.network.addresses import free_ports
 from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
@@ -238,9 +239,8 @@ def test_launch_when_a_server_dies_twice_then_all_is_given_up(
 SERVER_SLEEPS = """
 import sys
 from dynamo_trtllm.launch import servers
-name, sleeper, times = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1))
-find, found = getattr(servers, name), []
-setattr(servers, name, lambda: found.append(name) or (find() if len(found) <= times else sleeper))
+name, sleeper = sys.argv.pop(1), sys.argv.pop(1)
+setattr(servers, name, lambda: sleeper)
 servers.READY_TIMEOUT_S = 600.0
 from dynamo_trtllm.launch.main import main
 main()
@@ -259,7 +259,7 @@ def sleeper(tmp_path: Path) -> Path:
 def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_same(
     launch: Launch, deployment: Path, sleeper: Path, server: str
 ) -> None:
-    launched = launch(f"{server}_binary", sleeper, 0, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched = launch(f"{server}_binary", sleeper, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
     launched.wait_process(str(sleeper))
     launched.process.terminate()
     assert launched.end() == (0, "")
@@ -270,7 +270,10 @@ def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_sam
 def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_and_all_stops_at_once(
     launch: Launch, deployment: Path, sleeper: Path
 ) -> None:
-    launched = launch("nats_binary", sleeper, 1, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    started = sleeper.with_name("started")
+    once = f'[ -e {started} ] || {{ touch {started}; exec {nats_binary()} "$@"; }}'
+    sleeper.write_text(sleeper.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{once}\n"))
+    launched = launch("nats_binary", sleeper, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
     launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("nats-server -a"), signal.SIGKILL)
     launched.wait_process(str(sleeper))

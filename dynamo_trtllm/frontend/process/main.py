@@ -35,7 +35,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's ma
 
 PROG = "python -m dynamo_trtllm.frontend"
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dynamo_trtllm.frontend.process.main")  # it is __main__ in one of several processes
 
 _STARTING = "this frontend is starting"
 _NO_LISTS: dict[str, object] = dict.fromkeys(("endpoints", "instances", "pairs", "mismatched", "rejected_records"), ())
