@@ -127,7 +127,7 @@ class NatsTransport:
         self._up = asyncio.Event()  # set while the client is connected
         self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: list[tuple[str, bytes]] = []  # for the next iteration of the event loop
-        self._drops = False  # messages, because too many are unsent
+        self._num_published_by_report = 0  # of the first messages of `_outgoing`
         self._is_waiting_logged = False
         # replies to requests, by the subject of the reply; None: it did not come in time
         self._replies: dict[str, asyncio.Future[Msg | None]] = {}
@@ -248,19 +248,22 @@ class NatsTransport:
 
     def _send_outgoing(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        for subject, data in outgoing:
-            has_dropped, self._drops = self._drops, len(self._client._pending) >= _UNSENT_MESSAGES
-            if self._drops:
-                if not has_dropped:
-                    text = "message dropped: too many unsent messages; check the load of NATS"
-                    self._report_disconnect(Disconnected(text))
+        num_reported, self._num_published_by_report = self._num_published_by_report, 0
+        lost: Disconnected | None = None
+        for number, (subject, data) in enumerate(outgoing):
+            if len(self._client._pending) >= _UNSENT_MESSAGES:
+                if number >= num_reported:
+                    lost = Disconnected("message dropped: too many unsent messages; check the load of NATS")
                 continue
             try:
                 self._send(subject, data)
             except nats_errors.BadSubjectError:  # a caller sent this subject; other callers lose no message
                 log.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
-                self._report_disconnect(Disconnected(f"sending to {subject} failed: {exc!r}"))
+                lost = Disconnected(f"sending to {subject} failed: {exc!r}")
+        if lost is not None:  # reported once, and after all messages: a callback that raises must not lose them
+            self._report_disconnect(lost)
+            self._num_published_by_report = len(self._outgoing)
 
     def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
         """Pass a message to the client, whose `publish` does not wait with so large a `pending_size`."""

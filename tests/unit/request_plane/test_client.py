@@ -106,7 +106,7 @@ async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within
     transport = NatsTransport.__new__(NatsTransport)
     transport._client = Client()
     transport._client._pending = [b""] * nats._UNSENT_MESSAGES
-    transport._outgoing, transport._drops, transport._is_open = [], False, True
+    transport._outgoing, transport._num_published_by_report, transport._is_open = [], 0, True
     transport._address = "n"
     reports: list[DynamoError] = []
 
@@ -122,3 +122,8 @@ async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [type(error) for error in reports] == [Disconnected]
+    for _ in range(2):  # a stream that began after the report loses a message, too
+        transport.publish("s", b"x")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [type(error) for error in reports] == [Disconnected] * 2
