@@ -147,7 +147,8 @@ class EnginePool:
 
     async def _put_back(self, engine: Engine) -> None:
         now = stats(engine)
-        if engine in self._roles and not (now.running or now.waiting or now.tickets_held or now.kv_blocks_used):
+        held = now.tickets_held or now.kv_blocks_used or now.leaked_kv_blocks  # the second may lag behind the third
+        if engine in self._roles and not (now.running or now.waiting or held):
             self._free.append(engine)
         else:
             await engine.aclose()

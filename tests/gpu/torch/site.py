@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -77,12 +77,13 @@ class Pair:
     site: Site
     folder: Path
     flags: Sequence[str]
+    engine_args: Mapping[str, Any]
     prefill: Process = field(init=False)
     decode: Process = field(init=False)
     whole: Process = field(init=False)
 
     def start(self, role: str, name: str, gpu: int) -> Process:
-        args = ["--override-engine-args", json.dumps(self.site.engine_args()), "--lease-ttl-s", "2"]
+        args = ["--override-engine-args", json.dumps(self.site.engine_args(**self.engine_args)), "--lease-ttl-s", "2"]
         return self.cluster.torch(role, name, *args, *self.flags, model=str(self.folder), env=self.site.env(gpu))
 
     def start_prefill(self) -> None:
@@ -103,8 +104,8 @@ class Pair:
             until(partial(_is_idle, worker), IDLE_S)
 
 
-def start_pair(cluster: Cluster, site: Site, folder: Path, flags: Sequence[str]) -> Pair:
-    pair = Pair(cluster, site, folder, flags)
+def start_pair(cluster: Cluster, site: Site, folder: Path, flags: Sequence[str], **engine_args: Any) -> Pair:
+    pair = Pair(cluster, site, folder, flags, engine_args)
     pair.start_prefill()
     pair.start_decode()
     pair.whole = pair.start("prefill_and_decode", WHOLE, 0)
