@@ -3,8 +3,8 @@
 The module works around these traps of nats-py 2.16: an oversized message closes the client for good; only pings detect
 a frozen server; a slow consumer loses messages silently; a `flush` that is cancelled or times out stops the read loop
 when its reply arrives, so it is never called; its `request` may return the reply to a caller that was cancelled (and
-takes twice the CPU time of an inbox for all replies), so it is not called either; its `publish` waits, and drops
-cancels, while as many bytes as `pending_size` are unsent, so that is more than there can be.
+takes twice the CPU time of an inbox for all replies), so it is not called either; its `publish` waits while
+`pending_size` bytes are unsent, and drops cancels meanwhile, so `pending_size` is set to more than is ever unsent.
 """
 
 from __future__ import annotations
