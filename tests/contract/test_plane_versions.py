@@ -17,6 +17,7 @@ from dynamo_trtllm.messages import (
     FinishReason,
     GenerateRequest,
     Instance,
+    TokenLogprob,
     decode,
     encode,
     token_ids,
@@ -108,6 +109,17 @@ async def test_worker_when_its_caller_is_of_version_2_then_each_token_is_in_a_ch
     *tokens, last = [frame.chunk for frame in caller.frames()]
     assert tokens == [each if wire >= 3 else Chunk(token_ids=token_ids([each])) for each in range(4)]
     assert isinstance(last, Chunk)
+
+
+async def test_token_when_it_has_log_probabilities_then_they_arrive_with_it(bench: PlanePair) -> None:
+    scored = Chunk(token_ids=token_ids([7]), logprobs=(TokenLogprob(7, -0.5),))
+
+    async def score(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield scored
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    await bench.worker.serve(SUBJECT, ScriptedService(score))
+    assert (await collect(bench.caller, make_request()))[0] == scored
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 import pytest
 
+from dynamo_trtllm import streams
 from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, Overloaded, StreamIncomplete
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseOutcome, token_ids
 from dynamo_trtllm.observability.logging import request_id
@@ -279,3 +280,13 @@ async def test_chunks_when_a_generator_has_no_end_or_fails_then_that_error(
         assert await anext(stream) == TOKEN
         with pytest.raises(error):
             await anext(stream)
+
+
+def test_chunk_of_a_token_when_it_is_asked_for_again_then_it_is_the_same_and_few_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_KEPT_CHUNKS", 2)
+    chunks = type(streams.TOKEN_CHUNKS)()
+    assert chunks[7] is chunks[7]
+    assert [list(chunks[each].token_ids) for each in range(100)] == [[each] for each in range(100)]
+    assert len(chunks) <= 2

@@ -104,6 +104,8 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
         assert line in text.splitlines(), text
     assert 'process_resident_memory_bytes{process="frontend-2"}' in text
     assert text.count("# TYPE dynamo_trtllm_requests_total counter") == 1
+    aggregator.ended("frontend-2")
+    assert values(aggregator.total())['dynamo_trtllm_request_seconds_count{model="m"}'] == 5  # histograms stay, too
 
 
 async def test_metrics_when_the_process_is_alone_then_the_text_is_its_own() -> None:
