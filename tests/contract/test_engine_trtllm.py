@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from itertools import cycle, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -125,7 +125,7 @@ def of_torch(gpt_oss: Path) -> Expected:
 # --- answers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "transceiver"), [*zip(RELEASES, cycle(("UCX", "NIXL")), strict=False)])
+@pytest.mark.parametrize(("version", "transceiver"), [*product(RELEASES, ["UCX"]), (RELEASES[-1], "NIXL")])
 async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
     version: str, transceiver: str, gpt_oss: Path, of_torch: Expected
 ) -> None:

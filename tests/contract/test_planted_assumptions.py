@@ -15,7 +15,14 @@ from tests.planted import PLANTS, Plant
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "trtllm-verification.md").read_text(encoding="utf-8")
-PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "tests.planted", "-p", "no:cacheprovider", "--tb=line")
+PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "tests.planted", "-p", "no:cacheprovider")
+
+
+def pytest_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *PYTEST, *arguments]
+    return subprocess.run(
+        argv, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
@@ -27,18 +34,16 @@ def test_plant_when_named_then_its_text_stands_once_and_it_is_on_the_page(plant:
     assert f"| {plant.topic} | {plant.assumes} |" in PAGE
 
 
+def test_plant_when_its_test_is_collected_then_pytest_finds_it() -> None:
+    tests = sorted({f"tests/{plant.test}" for plant in PLANTS})
+    run = pytest_run("--collect-only", *tests)
+    assert run.returncode == pytest.ExitCode.OK, run.stdout + run.stderr
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.assumes)
 def test_contract_when_an_assumption_is_wrong_then_red(plant: Plant) -> None:
-    environment = {**os.environ, "PLANTED": json.dumps([plant.module, plant.old, plant.new])}
-    run = subprocess.run(
-        [sys.executable, *PYTEST, f"tests/{plant.test}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = pytest_run("--tb=line", f"tests/{plant.test}", PLANTED=json.dumps([plant.module, plant.old, plant.new]))
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
     assert " failed" in run.stdout.splitlines()[-1], run.stdout  # not an error while it is set up
