@@ -107,6 +107,10 @@ def prepare_conversation(
     )
     forced_ids, guided, guided_by = constraints_of(tools, options, served)
     ids = _truncated(prompt, len(forced_ids) + max(1, requested.max_tokens), served, options) + forced_ids
+    if not ids:
+        raise InvalidRequest(
+            "the model's chat template makes an empty prompt of the messages; send text", field=options.name("messages")
+        )
     if requested.prompt_logprobs is not None:
         _check_scored(len(ids), requested.prompt_logprobs, "prompt_logprobs")
     sampling = _sampling(

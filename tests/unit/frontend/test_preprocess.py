@@ -167,6 +167,14 @@ def test_value_that_does_not_fit_the_model_then_named(harmony: ServedModel, fiel
     assert isinstance(refused.value, InvalidRequest | ContextTooLong)
 
 
+def test_messages_of_which_the_template_makes_no_token_then_named(make_template: TemplateModels) -> None:
+    served = make_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="makes an empty prompt of the messages") as refused:
+        chat(served, messages=[{"role": "user", "content": ""}])
+    assert refused.value.field == "messages"
+    assert len(chat(served, messages=[{"role": "user", "content": "hi"}]).choices) == 1
+
+
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("min_p", {"min_p": 0.1}, "min_p"),
     ("frequency_penalty", {"frequency_penalty": 0.1}, "frequency_penalty"),
