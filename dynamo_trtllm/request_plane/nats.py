@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _PENDING_MESSAGES = 1 << 20  # received by one subscription while the event loop is busy
 _PENDING_BYTES = 512 << 20
-_UNSENT_MESSAGES = 1 << 16  # waiting to be written; beyond, messages are dropped
+_UNSENT_BYTES = 64 << 20  # waiting to be written; beyond, messages are dropped
 _CLOSE_TIMEOUT_S = 2
 _CANCEL_AGAIN_S = 0.1
 _CONNECT_OPTIONS: Final[dict[str, Any]] = {
@@ -205,6 +205,8 @@ class NatsTransport:
             raise Unreachable(f"the subject has {len(subject)} characters; the limit is {_LONGEST_SUBJECT}")
         if not self._up.is_set():
             await self._connected(timeout_s)
+        if self._client.pending_data_size >= _UNSENT_BYTES:
+            raise self._has_too_much_unsent()
         loop, reply_to = asyncio.get_running_loop(), f"{self._replies_to}{next(self._reply_numbers)}"
         reply: asyncio.Future[Msg | None] = loop.create_future()
         self._replies[reply_to] = reply
@@ -251,9 +253,9 @@ class NatsTransport:
         num_reported, self._num_published_by_report = self._num_published_by_report, 0
         lost: Disconnected | None = None
         for number, (subject, data) in enumerate(outgoing):
-            if len(self._client._pending) >= _UNSENT_MESSAGES:
+            if self._client.pending_data_size >= _UNSENT_BYTES:
                 if number >= num_reported:
-                    lost = Disconnected("message dropped: too many unsent messages; check the load of NATS")
+                    lost = self._has_too_much_unsent()
                 continue
             try:
                 self._send(subject, data)
@@ -265,6 +267,10 @@ class NatsTransport:
             self._report_disconnect(lost)
             self._num_published_by_report = len(self._outgoing)
 
+    def _has_too_much_unsent(self) -> Disconnected:
+        size_mib = self._client.pending_data_size >> 20
+        return Disconnected(f"message dropped: {size_mib} MiB to NATS at {self._address} are unsent; check its load")
+
     def _send(self, subject: str, data: bytes, reply_to: str = "") -> None:
         """Pass a message to the client, whose `publish` does not wait with so large a `pending_size`."""
         sending = self._client.publish(subject, data, reply_to)
@@ -275,7 +281,7 @@ class NatsTransport:
         sending.close()  # the client has the message, and would only wait until it is written
 
     def try_publish(self, subject: str, data: bytes) -> bool:
-        if not self._up.is_set() or 2 * (len(self._client._pending) + len(self._outgoing)) > _UNSENT_MESSAGES:
+        if not self._up.is_set() or 2 * self._client.pending_data_size > _UNSENT_BYTES:
             return False
         if len(data) > self.max_message_bytes:
             log.warning("message to %s dropped: %d bytes are more than NATS allows", subject, len(data))

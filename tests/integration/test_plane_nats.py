@@ -353,10 +353,14 @@ async def test_try_publish_when_messages_wait_or_nats_is_away_then_refused_and_n
     assert plane.try_publish("s.events", b"1")
     assert plane.try_publish("s.events", b"x" * (plane._transport.max_message_bytes + 1))  # lost, and logged
     assert "more than NATS allows" in caplog.text
-    monkeypatch.setattr(nats_plane, "_UNSENT_MESSAGES", 8)
-    accepted = [plane.try_publish("s.events", b"2") for _ in range(16)]  # within one turn, so none is sent
-    assert (accepted[0], accepted[-1]) == (True, False)
     assert await asyncio.wait_for(received.get(), SOON_S) == b"1"
+    monkeypatch.setattr(nats_plane, "_UNSENT_BYTES", 8)
+    assert plane.try_publish("s.events", b"2")
+    await asyncio.sleep(0)  # now the client has it, and has not written it
+    assert not plane.try_publish("s.events", b"lost")
+    with pytest.raises(Disconnected, match="are unsent; check its load"):
+        await plane._transport.request("s.events", b"lost", timeout_s=5)
+    assert await asyncio.wait_for(received.get(), SOON_S) == b"2"
     server.kill()
     async with asyncio.timeout(SOON_S):
         while plane.try_publish("s.events", b"3"):  # noqa: ASYNC110 - until the client notices

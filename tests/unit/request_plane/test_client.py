@@ -105,7 +105,7 @@ async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_bla
 async def test_publish_when_too_much_is_unsent_then_reported_once_and_not_within_the_call() -> None:
     transport = NatsTransport.__new__(NatsTransport)
     transport._client = Client()
-    transport._client._pending = [b""] * nats._UNSENT_MESSAGES
+    transport._client._pending_data_size = nats._UNSENT_BYTES
     transport._outgoing, transport._num_published_by_report, transport._is_open = [], 0, True
     transport._address = "n"
     reports: list[DynamoError] = []
