@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console, next_line
 from dynamo_trtllm.launch.plan import ADDRESS_VARIABLES, FRONTEND, ProcessSpec, reachable
-from dynamo_trtllm.launch.servers import LocalServer, NotYet, is_taken, ready, start_etcd, start_nats, until
+from dynamo_trtllm.launch.servers import LocalServer, NotYet, ready, start_etcd, start_nats, until
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.network.addresses import reserved_ports
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses import Child, RunFailed, Supervisor, scratch_folder, spawn
 
@@ -235,21 +235,18 @@ class Launcher:
         """Start a process and wait in the background until it is ready."""
         began = time.monotonic()
         on_line = partial(self.console.line, spec.name)
-        process = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
-        if (last := self._processes.get(spec.name)) is not None and last.record.instance_id:
-            self.record.ended_instances.append(last.record.instance_id)
-        self._processes[spec.name] = process
-        self.record.processes = [each.record for each in self._processes.values()]
-        self._write_record()
-        async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(self._await_ready(process, began))
-            yield process
-            waiting.cancel()
+        with nullcontext(spec.port) if spec.port else reserved_ports(host=spec.host) as port:
+            process = ManagedProcess(spec, port, self._environ, on_line)
+            if (last := self._processes.get(spec.name)) is not None and last.record.instance_id:
+                self.record.ended_instances.append(last.record.instance_id)
+            self._processes[spec.name] = process
+            self.record.processes = [each.record for each in self._processes.values()]
+            self._write_record()
+            async with asyncio.TaskGroup() as group:
+                waiting = group.create_task(self._await_ready(process, began))
+                yield process
+                waiting.cancel()
         self._notify_changed()
-        # Another process may have taken the port between the choice of the port and the start. Exit status 2 then
-        # says nothing about the configuration, so the process is restarted.
-        lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.record.port)
-        process.is_status_2_final = not lost_port
 
     def _write_record(self) -> None:
         """Write the record of this deployment, for `launch_records`. It is deleted with its folder."""
@@ -309,15 +306,6 @@ class Launcher:
     def _notify_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _port_of(self, spec: ProcessSpec) -> int:
-        """Return the configured port, or a free port that no process of this launcher uses."""
-        if spec.port:
-            return spec.port
-        given = {process.record.port for process in self._processes.values()}
-        while (port := free_ports(host=spec.host)) in given:
-            pass
-        return port
 
     async def _await_ready(self, process: ManagedProcess, began: float) -> None:
         spec, limit_s = process.spec, self.deployment.ready_timeout_s

@@ -1,8 +1,8 @@
 """Find the address at which other hosts reach this one, resolve host names, and find free ports.
 
-Free ports are for servers that need their port before they start, and are not reserved. They lie below those that Linux
-uses for outgoing connections (`net.ipv4.ip_local_port_range`, from 32768 on). A port of that range could be taken
-before its server listens, or before a restarted one listens again.
+Free ports are for servers that need their port before they start. They lie below those that Linux uses for outgoing
+connections (`net.ipv4.ip_local_port_range`, from 32768 on). A port of that range could be taken before its server
+listens, or before a restarted one listens again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ipaddress
 import logging
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -69,26 +70,39 @@ _PORTS = range(20_000, 32_000)
 _TRIES = 200
 
 
-def free_ports(count: int = 1, host: str = "127.0.0.1") -> int:
-    """Return the first of `count` consecutive free ports of `host`.
+@contextmanager
+def reserved_ports(count: int = 1, host: str = LOOPBACK) -> Iterator[int]:
+    """Reserve `count` consecutive free ports of `host`, and return the first one.
+
+    Until the context ends, no other call gets these ports, in any process of this machine. A server that sets
+    SO_REUSEADDR can listen on them, as etcd, NATS and asyncio's servers do.
 
     Raises:
         ConfigError: no such ports are free.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(_TRIES):
         first = random.choice(_PORTS[: len(_PORTS) - count + 1])
-        if all(_is_free(host, first + n) for n in range(count)):
-            return first
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    reservation = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    reservation.bind((host, port))  # fails for ports that others reserve or listen on
+                    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: only for servers
+            except OSError:
+                continue
+            yield first
+            return
     raise ConfigError(
         f"no {count} consecutive free ports from {_PORTS[0]} to {_PORTS[-1]} at {host}; stop programs that use them"
     )
 
 
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+def free_ports(count: int = 1, host: str = LOOPBACK) -> int:
+    """Return the first of `count` consecutive free ports of `host`, without a reservation.
+
+    Raises:
+        ConfigError: no such ports are free.
+    """
+    with reserved_ports(count, host) as first:
+        return first

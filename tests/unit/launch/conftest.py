@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.launch import launcher
-from tests.unit.launch.launcher_helpers import ALL, RUNS, FakeChild, is_not_taken, until_ready
+from tests.unit.launch.launcher_helpers import ALL, RUNS, FakeChild, until_ready
 
 
 @pytest.fixture
 async def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[None]:
     monkeypatch.setattr(launcher, "ManagedProcess", FakeChild)
     monkeypatch.setattr(launcher, "until", until_ready)
-    monkeypatch.setattr(launcher, "is_taken", is_not_taken)
     monkeypatch.setattr(launcher, "bind", lambda *_, **__: socket.socket())  # every port is free
     monkeypatch.setattr(launcher, "scratch_folder", lambda prefix: contextlib.nullcontext(tmp_path))
     yield

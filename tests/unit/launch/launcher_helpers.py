@@ -36,6 +36,7 @@ class FakeChild:
     """A child process that the test controls."""
 
     last_line = ""
+    is_status_2_final = True
 
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
@@ -87,10 +88,6 @@ async def until_ready(ask: partial[Any], within_s: float, on_wait: Callable[[str
     """Wait for the fake child at this port instead of an HTTP response."""
     _, port = ask.args
     return await [child for child in ALL if child.port == port][-1].ready()
-
-
-async def is_not_taken(host: str, port: int) -> bool:
-    return False
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -17,10 +17,11 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import launcher
 from dynamo_trtllm.launch.plan import with_settings
 from dynamo_trtllm.launch.servers import NotYet
-from dynamo_trtllm.network.listening import bind
+from dynamo_trtllm.network.listening import bind, listen
 from dynamo_trtllm.subprocesses import BAD_CONFIG, RunFailed
 from tests.unit.launch.launcher_helpers import (
     ALL,
+    HOST,
     KILLED,
     LauncherRun,
     deployment,
@@ -35,15 +36,6 @@ from tests.unit.launch.launcher_helpers import (
 pytestmark = pytest.mark.usefixtures("scripted")
 
 WORKER = worker("w", "prefill_and_decode", "cpu", "mock")
-
-
-def takes(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
-    """These ports are another process's."""
-
-    async def is_taken(host: str, port: int) -> bool:
-        return port in ports
-
-    monkeypatch.setattr(launcher, "is_taken", is_taken)
 
 
 async def started(*workers: dict[str, Any]) -> LauncherRun:
@@ -99,18 +91,6 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
         await made.running
 
 
-async def test_process_when_its_chosen_port_was_taken_before_it_listened_then_it_gets_another_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = await started(WORKER)
-    first = latest_child("w").port
-    takes(monkeypatch, first)
-    latest_child("w").die(BAD_CONFIG)
-    assert (await wait_for_start("w", 2)).port != first
-    assert "w exited with status 2; starting it again (1 of 3 in 60 s)" in made.out.getvalue()
-    await made.end()
-
-
 async def test_record_when_a_worker_was_restarted_then_it_tells_its_instance_from_the_ended_one(tmp_path: Path) -> None:
     def recorded() -> tuple[list[str], list[str]]:
         record = msgspec.json.decode((tmp_path / "deployment.json").read_bytes(), type=launcher.LaunchRecord)
@@ -147,18 +127,6 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
     assert given_up.value.exit_status == BAD_CONFIG
 
 
-async def test_process_when_it_served_and_then_refuses_its_configuration_then_its_port_is_no_excuse(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with run_launcher(WORKER) as made:
-        takes(monkeypatch, latest_child("w").port)
-        latest_child("w").die(BAD_CONFIG)
-        await until(lambda: latest_child("frontend").is_terminating)
-        latest_child("frontend").die(0)
-        with pytest.raises(RunFailed):
-            await made.running
-
-
 @pytest.mark.parametrize(
     ("frontend_port", "worker_port", "says"),
     [
@@ -191,9 +159,13 @@ async def test_run_when_the_host_is_unknown_then_the_flag_that_changes_it_is_nam
     assert not ALL
 
 
-async def test_run_when_ports_are_chosen_then_no_two_processes_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = iter([21_001, 21_001, 21_001, 21_002])
-    monkeypatch.setattr(launcher, "free_ports", lambda host: next(chosen))
-    made = await started(worker("a", "prefill", "cpu", "mock"), worker("b", "decode", "cpu", "mock"))
-    assert (latest_child("a").port, latest_child("b").port) == (21_001, 21_002)
+async def test_run_when_a_port_is_chosen_then_it_is_reserved_for_its_process_until_the_end() -> None:
+    made = await started(WORKER)
+    port = latest_child("w").port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((HOST, port))
+    with listen(HOST, port):
+        pass
     await made.end()
+    with socket.socket() as other:
+        other.bind((HOST, port))
