@@ -55,8 +55,7 @@ def as_json(report: Report) -> str:
         "gpu": report.gpu,
         "errors": report.count("error"),
         "warnings": report.count("warning"),
-        # "cure" is the former name of "fix"; both are printed for one release
-        "findings": [{"role": role, **asdict(finding), "cure": finding.fix} for role, finding in report.findings],
+        "findings": [{"role": role, **asdict(finding)} for role, finding in report.findings],
         "memory": [vars(table) for _, table in report.memory],
         "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -26,8 +25,6 @@ from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
-
-log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Config)
 
@@ -227,7 +224,6 @@ def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
     Raises:
         ConfigError: The deployment is not valid.
     """
-    _rename_deprecated(data, where)
     deployment = _validate(DeploymentConfig, data, where, joint=": ")
     # check every flag now, because a process would report it only after the others have started
     _validate(FrontendConfig, deployment.frontend or {}, f"{where}: frontend")
@@ -235,16 +231,6 @@ def checked_deployment(data: Mapping[str, Any], where: str) -> DeploymentConfig:
         flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
         _validate(WorkerConfig, flags, f"{where}: workers[{i}].flags")
     return deployment
-
-
-def _rename_deprecated(data: Mapping[str, Any], file: str) -> None:
-    """Accept the former name of `restart.decode_workers` for one release."""
-    restart = data.get("restart")
-    if isinstance(restart, dict) and "readers_too" in restart:
-        if "decode_workers" in restart:
-            raise ConfigError(f"{file}: restart has decode_workers and its former name readers_too; remove readers_too")
-        log.warning("%s: restart.readers_too is deprecated; rename it to decode_workers", file)
-        restart["decode_workers"] = restart.pop("readers_too")
 
 
 def _validate(model: type[C], values: Mapping[str, Any], where: str, joint: str = ".") -> C:

@@ -39,10 +39,6 @@ ENGINE_FLAGS = (
 )
 
 
-# Former names of arguments, which are accepted until the next release.
-_RENAMED = {"carrier": "transfer_backend"}
-
-
 class Described(NamedTuple):
     """An engine's arguments as `--print-config` prints them."""
 
@@ -201,29 +197,10 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
     for name in ("kernels_profile", "compile_cache"):
         if getattr(config, name) is not None:
             _reject_foreign(config, name, schema, engine)
-    given_layers = [_renamed(layer, schema) for layer in given_sources(config, {name: name for name in names})]
+    given_layers = given_sources(config, {name: name for name in names})
     for layer in given_layers:
         layers.check_keys(layer.values, schema.model_fields, layer.source)
     return layers.merge(given_layers)
-
-
-def _renamed(layer: Source, schema: type[BaseModel]) -> Source:
-    """Return the source with former argument names replaced, and log a warning for each.
-
-    Raises:
-        ConfigError: the source sets an argument by both names.
-    """
-    values = dict(layer.values)
-    for old, new in _RENAMED.items():
-        if old not in values or new not in schema.model_fields:
-            continue
-        if new in values:
-            raise ConfigError(f"{layer.source}: {old} is the former name of {new}. Remove {old}.", field=old)
-        _log.warning(
-            "%s: argument %s was renamed; use %s (%s will be removed in the next release)", layer.source, old, new, old
-        )
-        values[new] = values.pop(old)
-    return layer._replace(values=values)
 
 
 def _checked(merged: Merged, schema: type[S], engine: str) -> S:

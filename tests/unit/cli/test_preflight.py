@@ -141,7 +141,7 @@ def test_main_when_json_is_asked_then_it_is_all_there(capsys: pytest.CaptureFixt
     assert (body["release"], body["gpu"], body["errors"]) == ("1.2.1", "gb200", 1)
     (error,) = [found for found in body["findings"] if found["severity"] == "error"]
     assert (error["role"], error["rule"], error["field"]) == ("pair", "kv-dtype-equal", "kv_cache_config.dtype")
-    assert set(error) == {"role", "severity", "rule", "field", "value", "other", "why", "fix", "cure"}
+    assert set(error) == {"role", "severity", "rule", "field", "value", "other", "why", "fix"}
     assert [table["role"] for table in body["memory"]] == ["prefill", "decode"]
     assert body["memory"][0]["kv_token_bytes"] == 36 * 1024
     assert body["handoff"]["tokens"] == 8192

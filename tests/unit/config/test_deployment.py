@@ -75,7 +75,6 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("{max_restarts: 1}", "{max_restarts: -1}", "restart.max_restarts is -1"),
         ("{max_restarts: 1}", "{decode_workers: 2}", "restart.decode_workers is 2"),
         ("{max_restarts: 1}", "{decode_worker: 1}", "unknown key 'decode_worker'; did you mean 'decode_workers'?"),
-        ("{max_restarts: 1}", "{decode_workers: true, readers_too: true}", "remove readers_too"),
         ("disaggregation_mode: decode", "disaggregation_mode: d", "workers[1].disaggregation_mode is 'd'"),
         ('"1"}', "1}", "workers[1].env.OMP_NUM_THREADS is 1: should be a valid string"),
     ],
@@ -94,14 +93,6 @@ def test_load_deployment_when_something_is_wrong_then_its_path_is_named(deployme
 def test_load_deployment_when_there_is_no_worker_then_it_is_refused(deployment_file, text):
     with pytest.raises(ConfigError, match=r"workers|services"):
         load_deployment(deployment_file(text))
-
-
-def test_load_deployment_when_a_key_has_its_former_name_then_it_applies_and_a_warning_gives_the_new_one(
-    deployment_file, caplog
-):
-    deployment = load_deployment(deployment_file(GOOD.replace("{max_restarts: 1}", "{readers_too: false}")))
-    assert not deployment.restart.decode_workers
-    assert "restart.readers_too is deprecated; rename it to decode_workers" in caplog.text
 
 
 def test_load_deployment_when_values_name_variables_then_they_come_from_the_environment_given(deployment_file):
