@@ -31,7 +31,7 @@ from .chaos.servers import Server
 FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"
 _COMMANDS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}  # text in command lines
-_HELD = ("running", "waiting", "kv_blocks_used", "tickets_held", "ticket_kv_blocks", "legs", "reserved")
+_HELD = ("running", "waiting", "kv_blocks_used", "tickets_held", "ticket_kv_blocks", "active_calls", "reserved")
 _HELD_BY_FRONTEND = ("inflight", "choices", "queued", "body_bytes")
 _STOP_S = 45.0
 

@@ -240,7 +240,7 @@ class WorkerService:
         self._phases = {Phase[instance.role.name], *([Phase.AGGREGATED] if instance.can_aggregate else [])}
         self._restart_asked = asyncio.Event()
         self._restart_reason = ""
-        self.metrics.watch(legs=self.admission.active, reserved=self.admission.reserved_slots)
+        self.metrics.watch(active_calls=self.admission.active, reserved=self.admission.reserved_slots)
 
     def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
         stream = _ServiceStream(request, self.metrics, on_event, self._cost.calls)

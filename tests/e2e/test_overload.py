@@ -39,7 +39,10 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
         held = [front["inflight"], front["choices"], front["queued"]]
         for worker in workers:
             now = gauges(worker)
-            held += [now[name] for name in ("legs", "reserved", "running", "waiting", "kv_blocks_used", "tickets_held")]
+            held += [
+                now[name]
+                for name in ("active_calls", "reserved", "running", "waiting", "kv_blocks_used", "tickets_held")
+            ]
         return not any(held)
 
     until(empty, SOON_S)

@@ -326,7 +326,7 @@ async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_i
         await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
     assert await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS, reservation_id="a") == list(ANSWER)
     assert bench.counted("reserved") == {(): 0}
-    assert bench.counted("legs") == {(): 0}
+    assert bench.counted("active_calls") == {(): 0}
 
 
 async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
