@@ -27,7 +27,7 @@ TOGETHER = (
     (
         "tests/contract/test_engine",
         "tests/contract/test_changed_kv.py",
-        "tests/contract/test_guided_legs.py",
+        "tests/contract/test_sampling_after_transfer.py",
         "tests/contract/test_known_answers.py",
         "tests/unit/engines/test_checkpoint.py",
         "tests/unit/engines/torch/test_load",
