@@ -21,7 +21,7 @@ RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
 @contextmanager
 def fake_tensorrt_llm(release: str = "1.2.1", *, backend: str = "tcp") -> Iterator[Any]:
     """Import the fake `tensorrt_llm` of a release for the context. Engines started in it keep it."""
-    environment = {"STANDIN_RELEASE": release, "STANDIN_CARRIER": backend}
+    environment = {"STANDIN_RELEASE": release, "STANDIN_BACKEND": backend}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     sys.path.insert(0, str(FAKES))

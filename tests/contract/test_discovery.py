@@ -1,4 +1,4 @@
-"""What every discovery does: the in-process twin and etcd."""
+"""The contract of discovery, in memory and in etcd."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ async def test_watch_when_instances_are_there_then_up_before_synced(world: World
     for instance in instances:
         await world.join().register(instance)
     async with aclosing(world.join().watch(world.namespace)) as events:
-        told = await take(events, 3)
-        assert told[2] == Synced()
-        assert [event.instance for event in told[:2] if isinstance(event, Added)] == instances
+        received = await take(events, 3)
+        assert received[2] == Synced()
+        assert [event.instance for event in received[:2] if isinstance(event, Added)] == instances
         await check_quiet(events)
 
 
-async def test_watch_when_two_watch_then_both_are_told(world: World) -> None:
+async def test_watch_when_two_watch_then_both_receive_all(world: World) -> None:
     discovery = world.join()
     async with (
         aclosing(discovery.watch(world.namespace)) as first,
@@ -131,18 +131,18 @@ async def test_watch_when_two_watch_then_both_are_told(world: World) -> None:
         assert await take(first, 1) == await take(second, 1) == [Added(instance)]
 
 
-async def test_register_when_200_at_once_then_all_are_told(world: World) -> None:
+async def test_register_when_200_at_once_then_all_are_received(world: World) -> None:
     discovery = world.join()
     async with aclosing(world.join().watch(world.namespace)) as events:
         await take(events, 1)
         async with asyncio.TaskGroup() as group:
             for number in range(200):
                 group.create_task(discovery.register(make_instance(number, namespace=world.namespace)))
-        told = await take(events, 200)
-        assert {event.instance.id for event in told if isinstance(event, Added)} == set(range(200))
+        received = await take(events, 200)
+        assert {event.instance.id for event in received if isinstance(event, Added)} == set(range(200))
         await discovery.aclose()
-        told = await take(events, 200)
-        assert {event.instance_id for event in told if isinstance(event, Removed)} == set(range(200))
+        received = await take(events, 200)
+        assert {event.instance_id for event in received if isinstance(event, Removed)} == set(range(200))
 
 
 async def test_watch_when_other_namespace_changes_then_quiet(world: World) -> None:
@@ -201,12 +201,12 @@ async def test_watch_when_discovery_is_closed_then_ends(world: World) -> None:
     synced = asyncio.Event()
 
     async def follow() -> list[Event]:
-        told: list[Event] = []
+        received: list[Event] = []
         async with aclosing(discovery.watch(world.namespace)) as events:
             async for event in events:
-                told.append(event)
+                received.append(event)
                 synced.set()
-        return told
+        return received
 
     task = asyncio.create_task(follow())
     await synced.wait()

@@ -183,10 +183,10 @@ async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sid
     async with pool.started(whole, prefill, decode):
         chunks = await prefill_then_decode(prefill, decode, prompt_of(100), max_tokens=20)
         assert tokens(chunks) == await answer(whole, prompt_of(100), max_tokens=20)
-        leg = chunks[-1].stats
-        assert leg is not None
-        assert leg.kv_bytes > 0
-        assert leg.transport in ("loopback", "trtllm/ucx", "trtllm/nixl", "vllm/nixl")
+        stats = chunks[-1].stats
+        assert stats is not None
+        assert stats.kv_bytes > 0
+        assert stats.transport in ("loopback", "trtllm/ucx", "trtllm/nixl", "vllm/nixl")
         for engine in (prefill, decode):
             await pool.check_nothing_left(engine)
 

@@ -44,7 +44,7 @@ class Stuck(LoopbackBackend):
 
 
 def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
-    """A decode engine whose carrier hangs."""
+    """A decode engine whose KV transfer backend hangs."""
     config: dict[str, Any] = {"model_path": str(folder), "served_model_name": "tiny", "disaggregation_mode": "decode"}
     chosen = WorkerConfig.model_validate(config | {"handoff_timeout_s": handoff_timeout_s})
     if kind == "mock":
@@ -65,10 +65,10 @@ async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_n
     prefill, decode = make(kind, gpt_oss, Role.PREFILL), stuck(kind, gpt_oss, handoff_timeout_s)
     async with started(prefill, decode):
         kv_params = await prefill_params(prefill, PROMPT)
-        leg = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params)
+        call = ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params)
         begun = time.monotonic()
         with pytest.raises(error, match=said):
-            await collect(decode, msgspec.structs.replace(leg, deadline=time.time() + seconds))
+            await collect(decode, msgspec.structs.replace(call, deadline=time.time() + seconds))
         assert time.monotonic() - begun < SOON_S
         await check_nothing_left(decode)
         release(prefill, kv_params)

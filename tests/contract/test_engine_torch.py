@@ -1,4 +1,4 @@
-"""What the torch engine promises beyond the contract: parity with transformers and of two legs, sampling, failure."""
+"""The torch engine beyond the contract: parity with transformers, of prefill and decode, sampling, failure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_prompt_logprobs_when_compared_with_the_logits_of_transformers_the
 
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[float, list[list[int]]]:
-    """The tokens for LENGTHS, by temperature, from the first test that needs them on: no carrier takes part."""
+    """Return the tokens for LENGTHS by temperature. They are computed once, without a KV transfer."""
     return {}
 
 

@@ -56,7 +56,7 @@ FAILING = {
     "never_answers": DeadlineExceeded,
 }
 OF_AN_EXECUTOR = ("big_ids", "shutdown_hangs")  # it looks when it starts or ends; at the others with each request
-ELSEWHERE = {
+IN_OTHER_FILES = {
     *FAILING,
     *"""
     context_refuses_overlap transfer_fails transfer_hangs executor_dies no_context_params start_fails
@@ -82,7 +82,7 @@ ENDED: dict[str, Any] = {"logit_bias": ((1, 1000.0),), "min_tokens": 3}
 
 
 async def check_answers(engines: TrtllmEngines, expected: Expected) -> None:
-    """Whole and in two legs, with a stop token and without, tokens and log-probabilities are what they should be."""
+    """Tokens and log-probabilities are right, aggregated and disaggregated, with a stop token and without."""
     stop = {"stop_token_ids": (expected.stopped[-1],)}
     cases = [
         ({}, expected.free, FinishReason.LENGTH),
@@ -146,7 +146,7 @@ async def test_answers_when_a_trap_is_turned_then_the_same(
     engines: TrtllmEngines, of_torch: Expected, subtests: pytest.Subtests
 ) -> None:
     traps = engines.package.standin.traps
-    names = [name for name in trap_names() if name not in (*ELSEWHERE, *OF_AN_EXECUTOR)]
+    names = [name for name in trap_names() if name not in (*IN_OTHER_FILES, *OF_AN_EXECUTOR)]
     assert len(names) > 15
     for trap in names:
         with subtests.test(trap), traps.turned(traps.flipped(trap)):
@@ -341,7 +341,7 @@ async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_transfer(gpt
         await check_nothing_left(prefill)
 
 
-async def test_prefill_when_nothing_is_handed_over_then_refused_with_the_cure(engines: TrtllmEngines) -> None:
+async def test_prefill_when_nothing_is_transferred_then_rejected_with_a_fix(engines: TrtllmEngines) -> None:
     with (
         engines.turned("no_context_params"),
         pytest.raises(RequestRejected, match=r"cache_transceiver_config\.backend"),

@@ -41,7 +41,7 @@ async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path,
         with engines.turned(*([trap] if trap else [])):
             tokens_left = 10 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
             await cancel_while_waiting_and_running(engines, tokens_left)
-            await cancel_both_legs(engines, tokens_left)
+            await cancel_both_calls(engines, tokens_left)
             for engine in engines.all():
                 await check_nothing_left(engine)
         await check_engines_idle(package)
@@ -69,7 +69,7 @@ async def cancel_while_waiting_and_running(engines: TrtllmEngines, max_tokens: i
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def cancel_both_legs(engines: TrtllmEngines, max_tokens: int) -> None:
+async def cancel_both_calls(engines: TrtllmEngines, max_tokens: int) -> None:
     prefilling = asyncio.create_task(collect(engines.prefill, ask(prompt_of(500), phase=Phase.PREFILL)))
     await asyncio.sleep(0)
     prefilling.cancel()

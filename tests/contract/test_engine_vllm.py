@@ -1,6 +1,6 @@
 """What the vllm engine promises beyond the contract, over a stand-in of vLLM that keeps its books and computes nothing.
 
-The same legs run over the real package in test_engine_vllm_real.py.
+The same calls run over the real package in test_engine_vllm_real.py.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_aggregated_
 ) -> None:
     chosen = {"logprobs": 2, "max_tokens": 12, **sampling}
     whole = await collect(engines.whole, ask(prompt, **chosen))
-    legs = await prefill_then_decode(engines.prefill, engines.decode, prompt, **chosen)
-    assert tokens(legs) == tokens(whole)
-    assert logprobs(legs) == tokens(legs)
-    assert legs[-1].finish_reason is whole[-1].finish_reason
+    chunks = await prefill_then_decode(engines.prefill, engines.decode, prompt, **chosen)
+    assert tokens(chunks) == tokens(whole)
+    assert logprobs(chunks) == tokens(chunks)
+    assert chunks[-1].finish_reason is whole[-1].finish_reason
     for engine in engines:
         await check_nothing_left(engine)
 
@@ -208,7 +208,7 @@ async def test_timings_when_vllm_reports_its_own_then_they_divide_the_call(engin
 async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_not_used(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the engine process can tell: whoever ends late reads, in the worker's process, may be late too."""
+    """Only the engine process knows: what ends late reads in the worker's process may be late, too."""
     kv_params = await prefill_params(engines.prefill, PROMPT)
     clock = SimpleNamespace(time=lambda: kv_params.expires_at, monotonic=time.monotonic)
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)

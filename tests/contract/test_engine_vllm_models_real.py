@@ -1,4 +1,4 @@
-"""The vllm engine over the real vLLM with models of other kinds: layers that see a window or a chunk, made-up weights.
+"""The vllm engine over the real vLLM with models of other kinds: layers that see a window or a chunk, dummy weights.
 
 Run with `pytest -m vllm`. Each pair of engines is gone before the next one comes.
 """
@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 
-async def test_made_up_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(tmp_path: Path) -> None:
+async def test_dummy_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(tmp_path: Path) -> None:
     """From config.json alone."""
     folder = save_model(tmp_path / "shape")
     (folder / "model.safetensors").unlink()
@@ -134,16 +134,16 @@ async def test_two_calls_when_reads_fail_under_load_then_every_answer_is_right_o
     prompts = [prompt_of(40 + 23 * n, 900 + n) for n in range(24)]
     alone = [await answer(windowed.prefill, prompt, max_tokens=24) for prompt in prompts]
 
-    async def legs(n: int) -> list[int]:
+    async def one_request(n: int) -> list[int]:
         if n % 3 == 0:
             kv_params = await prefill_params(windowed.prefill, prompts[n], max_tokens=24)
-            bad = spoiled(kv_params, SPOILED[n // 3 % 2], peer="nobody")
+            bad = spoiled(kv_params, SPOILED[n // 3 % 2], peer="unknown")
             with pytest.raises(TransferFailed):
                 await collect(windowed.decode, ask(prompts[n], phase=Phase.DECODE, kv_params=bad, max_tokens=24))
             release(windowed.prefill, kv_params)
         return tokens(await prefill_then_decode(windowed.prefill, windowed.decode, prompts[n], max_tokens=24))
 
-    assert await asyncio.gather(*map(legs, range(len(prompts)))) == alone
+    assert await asyncio.gather(*map(one_request, range(len(prompts)))) == alone
     for engine in windowed:
         await check_nothing_left(engine)
 
@@ -175,13 +175,13 @@ async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_o
 
 
 async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> list[int]:
-    """The lengths of prompts whose answer over two legs is not the whole one."""
+    """Return the lengths of prompts whose disaggregated answer differs from the aggregated one."""
     found = []
     for length in lengths:
         prompt = prompt_of(length, length)
-        legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+        chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
         whole = await collect(pair.prefill, ask(prompt, max_tokens=12, **sampling))
-        if tokens(legs) != tokens(whole):
+        if tokens(chunks) != tokens(whole):
             found.append(length)
     return found
 
@@ -193,9 +193,9 @@ async def test_two_calls_when_a_conversation_goes_on_then_what_both_sides_have_c
     for begin in range(40, 110, 9):
         prompt = prompt_of(begin, 300 + begin)
         for turn in range(5):
-            legs = await prefill_then_decode(windowed.prefill, windowed.decode, prompt, max_tokens=14)
+            chunks = await prefill_then_decode(windowed.prefill, windowed.decode, prompt, max_tokens=14)
             cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
-            if tokens(legs) != tokens(await collect(windowed.prefill, cold)):
+            if tokens(chunks) != tokens(await collect(windowed.prefill, cold)):
                 differ.append(len(prompt))
-            prompt = [*prompt, *tokens(legs), *prompt_of(turn * 7 + 5, begin * turn + 1)]
+            prompt = [*prompt, *tokens(chunks), *prompt_of(turn * 7 + 5, begin * turn + 1)]
     assert differ == []

@@ -1,4 +1,4 @@
-"""The vllm engine over the real vLLM, on a GPU or on this CPU: both legs, parity, cancellation, death, the manifest.
+"""The vllm engine over the real vLLM, on a GPU or on this CPU: parity, cancellation, death, the manifest.
 
 Run with `pytest -m vllm`. Two engines are loaded once: minutes on a small machine. Models of other kinds are in
 test_engine_vllm_models_real.py.
@@ -73,12 +73,12 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
 @pytest.mark.parametrize("length", [5, 100, 128, 200, 256, 700])
 async def test_two_calls_when_greedy_then_the_answer_is_the_whole_one(pair: Pair, length: int) -> None:
     prompt = prompt_of(length, 3)
-    legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=24)
-    assert tokens(legs) == await answer(pair.prefill, prompt, max_tokens=24)
-    assert tokens(legs) == await answer(pair.decode, prompt, max_tokens=24)
-    leg = legs[-1].stats
-    assert leg is not None
-    assert leg.kv_bytes > 0
+    chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=24)
+    assert tokens(chunks) == await answer(pair.prefill, prompt, max_tokens=24)
+    assert tokens(chunks) == await answer(pair.decode, prompt, max_tokens=24)
+    stats = chunks[-1].stats
+    assert stats is not None
+    assert stats.kv_bytes > 0
     for engine in pair:
         await check_nothing_left(engine)
 
@@ -101,16 +101,16 @@ async def test_two_calls_when_sampling_is_any_then_the_answer_is_the_whole_one(
     pair: Pair, length: int, sampling: dict[str, Any]
 ) -> None:
     prompt = prompt_of(length, 11)
-    legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+    chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
     whole = await collect(pair.decode, ask(prompt, max_tokens=12, **sampling))
-    assert tokens(legs) == tokens(whole)
-    assert legs[-1].finish_reason is whole[-1].finish_reason
+    assert tokens(chunks) == tokens(whole)
+    assert chunks[-1].finish_reason is whole[-1].finish_reason
     if "logprobs" in sampling:
-        told = [entry for chunk in legs for entry in chunk.logprobs]
+        entries = [entry for chunk in chunks for entry in chunk.logprobs]
         own = [entry for chunk in whole for entry in chunk.logprobs]
-        assert [entry.token_id for entry in told] == tokens(legs)
-        assert [entry.logprob for entry in told] == pytest.approx([entry.logprob for entry in own], abs=1e-3)
-        assert [len(entry.top) for entry in told] == [3] * len(told)
+        assert [entry.token_id for entry in entries] == tokens(chunks)
+        assert [entry.logprob for entry in entries] == pytest.approx([entry.logprob for entry in own], abs=1e-3)
+        assert [len(entry.top) for entry in entries] == [3] * len(entries)
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.AGGREGATED])
@@ -219,10 +219,10 @@ class _Counted(Coroutine[Any, Any, Any]):
 async def test_two_calls_when_many_run_at_once_then_each_is_its_own(pair: Pair) -> None:
     prompts = [prompt_of(40 + 23 * n, n) for n in range(24)]
     alone = [await answer(pair.prefill, prompt, max_tokens=16) for prompt in prompts]
-    legs = await asyncio.gather(
+    answers = await asyncio.gather(
         *(prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16) for prompt in prompts)
     )
-    assert [tokens(each) for each in legs] == alone
+    assert [tokens(each) for each in answers] == alone
     for engine in pair:
         await check_nothing_left(engine)
 
@@ -266,7 +266,7 @@ async def test_decode_when_kv_cant_be_read_then_transfer_failed_and_nothing_of_i
 
 
 async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free(pair: Pair) -> None:
-    async def legs(n: int) -> None:
+    async def one_request(n: int) -> None:
         prompt = prompt_of(100 + n * 37 % 700, n)
         kv_params = await prefill_params(pair.prefill, prompt, max_tokens=100)
         outcome = ReleaseOutcome.ABORTED
@@ -276,7 +276,7 @@ async def test_cancel_when_at_any_moment_of_either_call_then_every_block_is_free
         finally:
             release(pair.prefill, kv_params, outcome)
 
-    tasks = [asyncio.create_task(legs(n)) for n in range(40)]
+    tasks = [asyncio.create_task(one_request(n)) for n in range(40)]
     for n, task in enumerate(tasks):
         if n % 3 == 0:
             asyncio.get_running_loop().call_later(0.02 * n, task.cancel)
@@ -299,9 +299,9 @@ async def test_cancel_when_tokens_flow_then_nothing_is_left(pair: Pair) -> None:
 async def test_cache_salt_when_it_differs_then_nothing_is_reused(pair: Pair) -> None:
     async def cached(salt: str) -> int:
         request = msgspec.structs.replace(ask(prompt_of(600, 61)), cache_salt=salt)
-        leg = (await collect(pair.decode, request))[-1].stats
-        assert leg is not None
-        return leg.cached_tokens
+        stats = (await collect(pair.decode, request))[-1].stats
+        assert stats is not None
+        return stats.cached_tokens
 
     assert await cached("a") == 0
     assert await cached("a") > 0

@@ -1,4 +1,4 @@
-"""The contract of carriers: loopback, tcp and nixl in one process, tcp and nixl between two."""
+"""The contract of KV transfer backends: loopback, tcp and nixl in one process, tcp and nixl between two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("sizes", [[1], [4096], [1_000_003], ODD, [777] * 300], ids=["1", "4096", "1e6", "odd", "300"])
-async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(sides: Start, sizes: list[int]) -> None:
+async def test_fetch_when_offered_then_bytes_arrive_and_the_prefill_side_learns_it_once(
+    sides: Start, sizes: list[int]
+) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", sum(sizes)), bytearray(sum(sizes))
     offer = await holder.backend.publish("t", split(source, sizes))
@@ -55,7 +57,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(side
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_no_bytes_are_offered_then_holder_is_told(sides: Start) -> None:
+async def test_fetch_when_no_bytes_are_offered_then_the_prefill_side_learns_it(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     await reader.backend.read("t", await holder.backend.publish("t", []), Destination([]), timeout_s=10)
     assert await holder.wait_fetched(1) == ["t"]
@@ -85,7 +87,7 @@ async def test_fetch_when_transfer_was_offered_anew_then_the_old_offer_fails(sid
     new = await holder.backend.publish("t", split(source, [5000]))
     await reader.backend.read("t", new, Destination(split(target, [5000])), timeout_s=10)
     assert target == source
-    if old != new:  # loopback names only the carrier
+    if old != new:  # loopback names only the backend
         with pytest.raises(TransferFailed):
             await reader.backend.read("t", old, Destination(split(target, [5000])), timeout_s=10)
 
@@ -236,7 +238,7 @@ def open_sockets() -> int:
 
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
-async def test_fetch_when_holder_is_another_process_then_bytes_arrive_and_it_is_told(kind: str, sides: Start) -> None:
+async def test_fetch_when_kv_is_of_another_process_then_bytes_arrive_and_it_learns_it(kind: str, sides: Start) -> None:
     reader = await sides()
     async with holder_process(kind) as holder:
         for kv_params in ("t0", "t1", "t2"):

@@ -1,4 +1,4 @@
-"""What only the NIXL carrier can get wrong: its peers table, its guards, its threads."""
+"""Faults that only the NIXL backend can have: in its table of peers, its guards, its threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of carriers where an offer's pieces become ready one by one, and where memory is registered once."""
+"""The contract of KV transfer backends: regions become ready one by one, and memory is registered once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("begin", [0, 2])
-async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_told_and_none_is_read_early(
+async def test_fetch_when_regions_become_ready_one_by_one_then_each_is_reported_and_none_is_read_early(
     sides: Start, begin: int
 ) -> None:
     holder, reader = await sides(), await sides()

@@ -1,4 +1,4 @@
-"""What only the TCP carrier can get wrong: strangers at its listener, readers that stop reading."""
+"""Faults that only the TCP backend can have: unknown clients at its listener, readers that stop reading."""
 
 from __future__ import annotations
 

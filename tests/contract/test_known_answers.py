@@ -53,7 +53,7 @@ WAYS = {"mock": (zeros, shuffled, one_byte_in_eight), "torch": (zeros, shuffled)
 
 
 class Damage:
-    """Changes what KV transfer backends of this process have read, before anything is told of it."""
+    """Changes what KV transfer backends of this process have read, before the engine learns of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[TransferBackend] = []

@@ -1,4 +1,4 @@
-"""The request-plane contract, held by the in-process twin and by NATS."""
+"""The contract of the request plane, in process and over NATS."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def test_deadline_when_already_past_then_service_is_not_called(bench: Plan
     assert not service.started.is_set()
 
 
-async def test_generate_when_nobody_serves_then_unreachable_at_once(bench: PlanePair) -> None:
+async def test_generate_when_there_is_no_server_then_unreachable_at_once(bench: PlanePair) -> None:
     started = time.monotonic()
     await check_fails(collect(bench.caller, make_request(), "ns_x.generate-1"), Unreachable)
     assert time.monotonic() - started < LIMITS.ack_timeout_s  # it was not waited for

@@ -34,7 +34,7 @@ async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
     yield Chunk(finish_reason=FinishReason.KV_TRANSFER, kv_params=make_transfer_params("t1"))
 
 
-async def test_close_when_a_transfer_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: PlanePair) -> None:
+async def test_close_when_a_transfer_is_on_its_way_then_the_worker_aborts_it(bench: PlanePair) -> None:
     async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
             try:
@@ -97,8 +97,8 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
     async with aclosing(call_stream(bench.caller, SUBJECT, make_request())) as chunks:
         await anext(chunks)
         transport = bench.caller._transport  # type: ignore[attr-defined]
-        nobody = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0, WIRE_VERSION)))
-        for data in (PING, b"garbage", nobody):
+        without_subject = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0, WIRE_VERSION)))
+        for data in (PING, b"garbage", without_subject):
             transport.publish(SUBJECT, data)
             transport.publish(control_subject(SUBJECT), data)
             transport.publish(bench.caller._inbox_subject, PING)  # type: ignore[attr-defined]

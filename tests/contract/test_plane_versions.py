@@ -68,7 +68,7 @@ async def listen(transport: Transport, take: Receive) -> Unsubscribe:
 
 
 class Caller:
-    """A caller of another version: sends what it likes, notes what arrives, and answers as it is told to."""
+    """A caller of another version: sends what the test gives it, records what arrives, and answers as the test says."""
 
     def __init__(self, transport: Transport, answers: Callable[[bytes], bool]) -> None:
         self.transport = transport

@@ -1,4 +1,4 @@
-"""What changes which tokens are chosen is the same in one process and over two legs: a decode worker takes it up."""
+"""Sampling, penalties and structured output choose the same tokens in one process and after a KV transfer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_guided_when_run_over_two_calls_then_the_same_json_as_in_one(folde
 
 
 async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(folder: Path) -> None:
-    """The prefill leg's only token is `after` itself, so nothing but the ticket can tell the decode worker."""
+    """The prefill call's only token is `after` itself, so only the KV transfer parameters tell the decode worker."""
     whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
     sampling: dict[str, Any] = {"max_tokens": 200, "guided": form((CHANNEL,)), "logit_bias": ((CHANNEL, 100.0),)}
     async with started(whole, prefill, decode):

@@ -194,7 +194,7 @@ async def test_connect_when_there_is_no_jetstream_then_says_how_to_start_it(plai
         await JetStreamStore.connect(plain_nats, "n", limits())
 
 
-async def test_connect_when_nobody_is_there_then_unreachable(
+async def test_connect_when_there_is_no_server_then_unreachable(
     own_nats: Callable[[], TestServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jetstream, "CONNECT_TIMEOUT_S", 0.3)

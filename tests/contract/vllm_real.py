@@ -49,7 +49,7 @@ def spoiled(kv_params: KvTransferParams, how: str, peer: str) -> KvTransferParam
 
 
 async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str) -> list[str]:
-    """What is wrong after the KV of all prompts could not be read, at once: how each leg ended, what the decode engine
+    """What is wrong after the KV of all prompts could not be read, at once: how each call ended, what the decode engine
     answers to the same prompt afterwards and from which cache, and what the good ticket still gives."""
     peer = secrets.token_hex(8)
     free: dict[str, Any] = {"ignore_eos": True}  # else some first token ends the answer, and there is no ticket
@@ -64,8 +64,8 @@ async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[
             wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")
         except TransferFailed:
             pass
-        leg = ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **free) if n % 2 else ask(prompt, **free)
-        chunks = await collect(decode, leg)
+        call = ask(prompt, phase=Phase.DECODE, kv_params=kv_params, **free) if n % 2 else ask(prompt, **free)
+        chunks = await collect(decode, call)
         release(prefill, kv_params, ReleaseOutcome.FETCHED if n % 2 else ReleaseOutcome.ABORTED)
         stats, expected = chunks[-1].stats, await answer(prefill, prompt, **free)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:

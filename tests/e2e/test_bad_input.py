@@ -186,7 +186,7 @@ def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: C
         assert address in errors[0]
 
     with socket.socket() as held, ThreadPoolExecutor(4) as pool:
-        held.bind(("127.0.0.1", 0))  # and not listening: whoever connects is refused, and no other gets the port
+        held.bind(("127.0.0.1", 0))  # and not listening: connections are refused, and no other process gets the port
         address = f"127.0.0.1:{held.getsockname()[1]}"
         for check in [
             pool.submit(check_ends, launch, variable)

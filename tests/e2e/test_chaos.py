@@ -54,7 +54,7 @@ LONG |= {"kill-launcher", "freeze-launcher", "term-launcher"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in FAULTS]
 )
-async def test_requests_when_a_fault_strikes_then_right_or_told_and_nothing_is_kept(
+async def test_requests_when_a_fault_strikes_then_right_or_a_named_error_and_nothing_is_left(
     stage: FaultRunner, name: str
 ) -> None:
     verdict = await stage.run(FAULTS[name])

@@ -82,7 +82,7 @@ def test_chat_when_there_is_no_frontend_then_one_line_and_exit_status_1(mock_clu
 
 def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_line(mock_cluster: Cluster) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", MODULE, "--url", mock_cluster.frontend.url(), "--model", "nobody"],
+        [sys.executable, "-m", MODULE, "--url", mock_cluster.frontend.url(), "--model", "unknown-model"],
         input="hi\n",
         env=mock_cluster.env,
         capture_output=True,
@@ -92,7 +92,7 @@ def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_l
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
-    assert "'nobody'" in done.stderr
+    assert "'unknown-model'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

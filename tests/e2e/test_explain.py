@@ -56,7 +56,7 @@ def check_life(said: str, prefill: str, decode: str) -> None:
         assert any(line.startswith(wanted) for line in rest), f"no line {wanted!r} in:\n{said}"
 
 
-def prefill_elsewhere(cluster: Cluster, folder: Path) -> tuple[Process, tuple[str, ...]]:
+def prefill_of_another_machine(cluster: Cluster, folder: Path) -> tuple[Process, tuple[str, ...]]:
     """Start a prefill worker of another machine. Return the flags with which `explain` reaches it, too."""
     role = ("--disaggregation-mode", "prefill", "--recorder-dir", str(folder))
     prefill = cluster.script([sys.executable, "-c", OTHER_MACHINE], ["--engine", "mock", "--model", "mock", *role])
@@ -79,7 +79,7 @@ def test_explain_when_processes_are_frozen_and_killed_then_it_explains_their_req
 
     cluster = make_cluster(flags=(*flags, "--stall-timeout-s", "60"))
     decode = cluster.mock("decode", "mock", *flags, step_s=0.02)
-    prefill, reaches = prefill_elsewhere(cluster, tmp_path / "other")
+    prefill, reaches = prefill_of_another_machine(cluster, tmp_path / "other")
     cluster.until_ready("mock")
     ids = prefill.instance(), decode.instance()
     with cluster.client() as client:

@@ -82,10 +82,10 @@ def running(cluster: Cluster, body: dict[str, Any] = LONG, frontend: Process | N
     """Entered when the first text has come. `frontend`: another one than the cluster's own."""
     with cluster.client(frontend=frontend) as client, client.stream("POST", CHAT, json=body) as answer:
         assert answer.status_code == 200
-        told = events(answer.iter_lines())
-        while not next(told)["choices"][0]["delta"].get("content"):
+        stream = events(answer.iter_lines())
+        while not next(stream)["choices"][0]["delta"].get("content"):
             pass
-        yield Running(answer, told)
+        yield Running(answer, stream)
 
 
 def check_good(cluster: Cluster) -> None:
@@ -297,14 +297,14 @@ def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_
     time.sleep(2.0)  # they register again within a third of their lease, and a pause between tries
     check_good(pair.cluster)
     with pair.cluster.client() as client:
-        told = client.get("/health").json()
-    assert sorted(f"{each['instance_id']:x}" for each in told["instances"]) == sorted(before)
+        health = client.get("/health").json()
+    assert sorted(f"{each['instance_id']:x}" for each in health["instances"]) == sorted(before)
     for process in (pair.cluster.frontend, pair.prefill, pair.decode):
         assert not process.is_over
 
 
 def retries(cluster: Cluster) -> float:
-    """Legs that were given up and done elsewhere: each waited in vain first."""
+    """Calls that were retried on another worker: each waited in vain first."""
     text = httpx.get(f"{cluster.frontend.url()}/metrics", **PLAIN).text
     return sum(map(float, re.findall(r"^dynamo_trtllm_retries_total\{.*\} (\S+)$", text, re.MULTILINE)))
 
@@ -313,7 +313,7 @@ def retries(cluster: Cluster) -> float:
 
 
 @pytest.mark.long
-def test_requests_when_a_worker_is_frozen_then_they_are_served_elsewhere_and_only_the_first_waits(
+def test_requests_when_a_worker_is_frozen_then_another_serves_them_and_only_the_first_waits(
     make_cluster: Make,
 ) -> None:
     pair = start_pair(make_cluster())

@@ -188,7 +188,7 @@ def test_launch_when_killed_while_starting_then_nothing_is_left(launch: Launch, 
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_told_to_stop_while_starting_then_it_does_with_0(launch: Launch, deployment: Path) -> None:
+def test_launch_when_stopped_while_starting_then_it_does_with_0(launch: Launch, deployment: Path) -> None:
     launched = launch(deployment)
     launched.wait_line("nats is ready")
     launched.process.send_signal(signal.SIGINT)
@@ -208,7 +208,7 @@ def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(lau
 
 
 def kill_server(launched: LauncherProcess, port: int, server: str, program: str) -> None:
-    """It is back at its address, nobody else has ended, and requests are served."""
+    """It is back at its address, no other process has ended, and requests are served."""
     address = launched.wait_line(rf"{server} is ready after .* at (\S+)").group(1)
     others = {pid for pid, command in launched.pids().items() if program not in command}
     seen = len(launched.lines)
@@ -370,7 +370,7 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
         assert order == sorted(order)
         ask_until_answered(port)
         after = set(launched.pids())
-        assert before - after == set(roles)  # nobody else has ended
+        assert before - after == set(roles)  # no other process has ended
         assert len(after) == len(before)
         seen = len(launched.lines)
         os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGKILL)  # its first own death, of 1 allowed

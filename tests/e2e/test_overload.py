@@ -1,4 +1,4 @@
-"""More than fits, over real processes: who waits, who is refused and told when to come back; nothing is left."""
+"""More requests than fit, over real processes: which wait, which are rejected with Retry-After; nothing is left."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
     until(empty, SOON_S)
 
 
-def test_burst_when_more_come_than_run_and_wait_then_the_rest_is_told_when_to_come_back(
+def test_burst_when_more_come_than_run_and_wait_then_the_rest_gets_retry_after(
     make_cluster: Callable[..., Cluster],
 ) -> None:
     cluster = make_cluster(flags=FRONTEND)
@@ -80,8 +80,8 @@ def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_fo
     assert set(codes) == {200, 429}
     assert codes.count(200) >= 8
     text = httpx.get(f"{prefill.url()}/metrics", **PLAIN).text
-    legs = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
-    assert legs == [f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}']
+    lines = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
+    assert lines == [f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}']
     check_empty(cluster, prefill, decode)
 
 

@@ -73,10 +73,10 @@ def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(subtest
         ("--shape", "guide-000", "--compare", "/nowhere"): "/nowhere has no run",
     }
     lines = [["benchmarks.profile", *words] for words in wrong]
-    for (words, told), done in zip(wrong.items(), run_in_one(lines), strict=True):
+    for (words, message), done in zip(wrong.items(), run_in_one(lines), strict=True):
         with subtests.test(words):
             assert done.status == 2
-            assert told in done.stderr.splitlines()[-1]
+            assert message in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

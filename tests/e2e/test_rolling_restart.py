@@ -109,8 +109,8 @@ def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigte
         cluster.client() as client,
         client.stream("POST", CHAT, json=BODY | {"max_tokens": 2000}) as answer,
     ):
-        told = events(answer.iter_lines())
-        while not next(told)["choices"][0]["delta"].get("content"):
+        stream = events(answer.iter_lines())
+        while not next(stream)["choices"][0]["delta"].get("content"):
             pass
         decode.send(signal.SIGTERM)
         decode.wait_for(r"draining for \d+ s \(up to 30 s\): running requests: 1, pending KV transfers: 0")

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test also starts the cluster
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(FAKES), str(ROOT)])
 # A pair of 1.2.1 has no log-probabilities, which show the tokens of an answer.
-ENV = {"PYTHONPATH": PYTHONPATH, "STANDIN_CARRIER": "tcp", "STANDIN_RELEASE": "1.3.0rc29"}
+ENV = {"PYTHONPATH": PYTHONPATH, "STANDIN_BACKEND": "tcp", "STANDIN_RELEASE": "1.3.0rc29"}
 SITE = checks.Site(model=TINY, gpus=0, env=ENV)
 
 
@@ -67,9 +67,9 @@ def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
 
 def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_one_engine(served: checks.Served) -> None:
     """That these are the torch engine's tokens is proved in tests/contract/test_engine_trtllm.py."""
-    handed = chat(served, checks.PAIR)
-    assert handed == chat(served, checks.WHOLE)
-    assert len(handed["tokens"]) > 20
+    disaggregated = chat(served, checks.PAIR)
+    assert disaggregated == chat(served, checks.WHOLE)
+    assert len(disaggregated["tokens"]) > 20
 
 
 def test_workers_when_they_start_then_their_log_says_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> None:
@@ -108,7 +108,7 @@ def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> 
     checks.check_death(served, kill, env={"STANDIN_TRAPS": "dies_of_long"})
 
 
-def test_example_when_started_by_its_launcher_then_rank_0_serves_until_told_to_leave(served: checks.Served) -> None:
+def test_example_when_started_by_its_launcher_then_rank_0_serves_until_stopped(served: checks.Served) -> None:
     """The last test of these workers: one of them ends."""
     served.whole.wait_for("STAND-IN: trtllm-llmapi-launch")
     assert chat(served, checks.WHOLE)["tokens"]

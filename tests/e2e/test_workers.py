@@ -93,7 +93,7 @@ def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes
             assert len(list(itertools.islice(events(response.iter_lines()), 200))) == 200
     asked += len(streams[survivor])
 
-    until(lambda: total(url) == asked, WITHIN_S)  # what the dead one had told stays, and never goes back
+    until(lambda: total(url) == asked, WITHIN_S)  # what the dead one had reported stays, and never decreases
     until(lambda: sum(f"model {MODEL} is ready" in line for line in frontend.lines) == 3, WITHIN_S)
     assert {member.pid for member in members(frontend)} > {survivor}
     assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=WITHIN_S, **PLAIN).status_code == 200

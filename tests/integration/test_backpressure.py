@@ -1,4 +1,4 @@
-"""Back-pressure over real etcd and NATS: kept decode slots, full workers, KV that nobody fetches, moves that hang."""
+"""Back-pressure over real etcd and NATS: reserved slots, full workers, KV that is not fetched, transfers that hang."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Scene:
         return next(instance.subject for instance in self.side.view.instances() if instance.role is role)
 
     async def kv_params(self) -> KvTransferParams:
-        """Of a prefill leg whose decode leg never comes."""
-        leg = request(max_tokens=8, phase=Phase.PREFILL)
-        async with aclosing(call_stream(self.side.plane, self.subject(Role.PREFILL), leg)) as stream:
+        """Of a prefill call whose decode call never comes."""
+        call = request(max_tokens=8, phase=Phase.PREFILL)
+        async with aclosing(call_stream(self.side.plane, self.subject(Role.PREFILL), call)) as stream:
             last = [chunk async for chunk in stream][-1]
         assert last.kv_params is not None
         return last.kv_params
@@ -213,19 +213,19 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
                 async with asyncio.timeout(timeout_s):
                     await asyncio.Event().wait()
             except TimeoutError as exc:
-                raise TransferTimeout("the carrier waited in vain") from exc
+                raise TransferTimeout("the backend waited in vain") from exc
 
         running_workers.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
         begun, trace = time.monotonic(), RouteTrace()
         with pytest.raises(TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)
-        assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill leg was done over once
+        assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill call was repeated once
 
 
 async def test_deadline_when_it_passes_between_transfer_and_decode_call_then_the_transfer_is_free(
     servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    """The decode worker has the leg and has not begun it."""
+    """The decode worker has the call and has not begun it."""
     async with scene(servers, running_workers) as made:
         came = asyncio.Event()
         made.serving(Role.DECODE)._open = lambda _: came.set()  # type: ignore[assignment,method-assign]

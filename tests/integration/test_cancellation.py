@@ -1,4 +1,4 @@
-"""A request that ends early, at every phase, over real etcd and NATS: tasks, legs, subscriptions, blocks, tickets."""
+"""A request that ends early, at every phase, over real etcd and NATS: all that it took is freed."""
 
 from __future__ import annotations
 

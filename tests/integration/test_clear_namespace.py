@@ -36,7 +36,7 @@ class Deployment:
     store: EtcdStore
 
     async def leave(self, number: int, lease: Lease = NO_LEASE) -> str:
-        """A record that nobody renews."""
+        """A record without a process that renews it."""
         instance = make_instance(number, namespace=self.namespace)
         key = instance_key(endpoint_of(instance), number)
         await self.store.put(key, encode(instance), lease)
@@ -151,7 +151,7 @@ async def test_clear_when_it_asks_on_a_terminal_then_only_a_yes_removes(
     assert len(await deployment.keys()) == left
 
 
-async def test_clear_when_nobody_can_answer_then_status_2_and_nothing_goes(
+async def test_clear_when_confirmation_is_impossible_then_status_2_and_nothing_goes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await deployment.leave(5)

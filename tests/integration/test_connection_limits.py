@@ -36,7 +36,7 @@ class Served:
 
     async def until_connections(self, count: int) -> None:
         async with asyncio.timeout(SOON_S):
-            while len(self.server.open) != count:  # noqa: ASYNC110  # an opened one tells nobody
+            while len(self.server.open) != count:  # noqa: ASYNC110  # a connection that opens has no event
                 await asyncio.sleep(0.01)
 
     async def until_answered(self) -> None:
@@ -105,7 +105,7 @@ async def serving(**config: Any) -> AsyncIterator[Served]:
     assert made.pipeline.running == 0
 
 
-async def test_connections_when_one_too_many_then_429_closed_and_room_again_afterwards() -> None:
+async def test_connections_when_one_too_many_then_429_closed_and_accepted_again_afterwards() -> None:
     async with serving(max_connections=2) as served:
         clients = [await served.connect() for _ in range(2)]
         for client in clients:
@@ -317,7 +317,7 @@ STREAM = json.dumps({**json.loads(BODY), "stream": True}).encode()
 FLOOD = [chunk("x" * 10_000)] * 1000  # more than the buffers of both sides hold
 
 
-async def test_answer_when_nobody_reads_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free(
+async def test_answer_when_the_client_does_not_read_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.2)

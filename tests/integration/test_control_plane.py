@@ -207,7 +207,7 @@ async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconn
 async def test_worker_when_its_nats_client_gave_up_for_good_then_it_leaves_and_says_why(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
-    """Rather than staying registered, healthy to look at, where nobody reaches it."""
+    """Otherwise it would stay registered and look healthy, and no request would reach it."""
     chosen = config(etcd_server, nats_server)
     running_workers.start(chosen)
     async with frontend_side(chosen) as side:

@@ -44,23 +44,23 @@ class Follower:
     """Collects the events of a watch."""
 
     def __init__(self) -> None:
-        self.told: list[Event] = []
+        self.received: list[Event] = []
         self._news = asyncio.Condition()
 
     async def run(self, events: AsyncGenerator[Event, None]) -> None:
         async with aclosing(events):
             async for event in events:
                 async with self._news:
-                    self.told.append(event)
+                    self.received.append(event)
                     self._news.notify_all()
 
     def last(self, *words: Event) -> Event:
         """Of these."""
-        return [event for event in self.told if event in words][-1]
+        return [event for event in self.received if event in words][-1]
 
     async def until(self, *wanted: Event, within_s: float = SOON_S) -> None:
         async with asyncio.timeout(within_s), self._news:
-            await self._news.wait_for(lambda: all(event in self.told for event in wanted))
+            await self._news.wait_for(lambda: all(event in self.received for event in wanted))
 
 
 @asynccontextmanager
@@ -114,7 +114,7 @@ async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd
         await worker.register(TWO)
         await follower.until(Added(TWO))
         await asyncio.sleep(3.5)  # another life of the lease
-        assert follower.told == [Synced(), Added(ONE), Added(TWO)]
+        assert follower.received == [Synced(), Added(ONE), Added(TWO)]
         assert len(await etcd_keys(server)) == 2
 
 
@@ -129,13 +129,13 @@ async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_ke
         await follower.until(Added(ONE))
         await stop(server)
         await asyncio.sleep(4.3)
-        assert follower.told == [Synced(), Added(ONE)]
+        assert follower.received == [Synced(), Added(ONE)]
         server.start()
         async with asyncio.timeout(SOON_S):
-            while not re.search(r"registration \S+ is renewed", caplog.text):  # noqa: ASYNC110  # a log tells nobody
+            while not re.search(r"registration \S+ is renewed", caplog.text):  # noqa: ASYNC110  # a log has no event
                 await asyncio.sleep(0.02)
         assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(ONE), 1)]
-        assert Removed(1) not in follower.told
+        assert Removed(1) not in follower.received
         await registration.aclose()
         await follower.until(Removed(1))
         assert await etcd_keys(server) == []
@@ -153,7 +153,7 @@ async def test_registration_when_etcd_lost_its_data_then_registered_again(own_et
         server.start()
         await worker.register(THREE)
         await follower.until(Removed(2), Added(THREE))
-        assert Removed(1) not in follower.told  # it had the time to come back
+        assert Removed(1) not in follower.received  # it had the time to come back
         assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(i), i.id) for i in (ONE, THREE)]
 
 
@@ -176,10 +176,10 @@ async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_w
             await put_without_lease(server, THREE)
         await relay.mend()
         await follower.until(Added(THREE))
-        assert follower.told == [Added(ONE), Added(TWO), Synced(), Added(THREE)]
+        assert follower.received == [Added(ONE), Added(TWO), Synced(), Added(THREE)]
         await worker.register(ONE)
         await follower.until(Removed(2))
-        assert follower.told == [Added(ONE), Added(TWO), Synced(), Added(THREE), Removed(2)]
+        assert follower.received == [Added(ONE), Added(TWO), Synced(), Added(THREE), Removed(2)]
     await frontend.aclose()
     await relay.cut()
 
@@ -198,7 +198,7 @@ async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(ow
             await compact(server)
             await relay.mend()
             await follower.until(Removed(1), Added(THREE))
-            assert follower.told == [
+            assert follower.received == [
                 Added(ONE),
                 Added(TWO),
                 Synced(),
@@ -248,7 +248,7 @@ async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: Ma
         await follower.until(Added(ONE))
         server.pause()
         await asyncio.sleep(2.5)
-        assert follower.told == [Synced(), Added(ONE)]
+        assert follower.received == [Synced(), Added(ONE)]
         server.resume()
         await worker.register(TWO)
         await follower.until(Added(TWO))
@@ -292,7 +292,7 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
     registering = asyncio.create_task(discovery.register(ONE))
     said = re.compile(rf"waiting for etcd for \d s \(up to 120 s\): etcd at {server.address} did not answer")
     async with asyncio.timeout(SOON_S):
-        while not said.search(caplog.text):  # noqa: ASYNC110  # a log tells nobody
+        while not said.search(caplog.text):  # noqa: ASYNC110  # a log has no event
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)  # more than the time that it is given where etcd has never answered
     assert not registering.done()
@@ -340,7 +340,7 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
         async with asyncio.timeout(10):
             while len(await etcd_keys(server)) < 2:  # noqa: ASYNC110  # another process
                 await asyncio.sleep(0.05)
-        assert Removed(1) not in follower.told
+        assert Removed(1) not in follower.received
 
 
 async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
@@ -380,7 +380,7 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
         kv = KVService(channel)
         await kv.put(early, encode(ONE), timeout=SOON_S)
         async with following(discovery) as follower:
-            assert follower.told == [rejections[0], Synced()]
+            assert follower.received == [rejections[0], Synced()]
             await kv.put(late, encode(ONE), timeout=SOON_S)
             await discovery.register(ONE)
             await follower.until(rejections[1], Added(ONE))
@@ -388,4 +388,4 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
             for key in (early, late):
                 await kv.delete(key, timeout=SOON_S)
             await follower.until(*(Rejected(each.key, None) for each in rejections))
-            assert Removed(1) not in follower.told
+            assert Removed(1) not in follower.received

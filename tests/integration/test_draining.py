@@ -1,4 +1,4 @@
-"""A worker that is asked to stop, over real etcd and NATS: what it waits for, and that nobody loses a request by it."""
+"""A worker that is asked to stop, over real etcd and NATS: what it waits for, and that no request is lost."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ async def test_prefill_worker_when_it_drains_then_a_transfer_can_still_be_fetche
         running_workers.workers[0].stop()
         await side.until_instances(1)
         await until(lambda: "running requests: 0, pending KV transfers: 1" in caplog.text, SOON_S)
-        leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, kv_params=kv_params)
-        async with aclosing(call_stream(side.plane, decode.subject, leg)) as stream:
+        call = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, kv_params=kv_params)
+        async with aclosing(call_stream(side.plane, decode.subject, call)) as stream:
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
-        # its carrier tells that the KV was read; with one that can't, the pipeline's release does
+        # its backend reports that the KV was read; with one that can't, the pipeline's release does
         await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
 
 
-async def test_prefill_worker_when_it_drains_then_a_transfer_that_nobody_wants_is_waited_for_until_it_expires(
+async def test_prefill_worker_when_it_drains_then_a_transfer_that_is_not_fetched_is_waited_for_until_it_expires(
     etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP)
@@ -103,7 +103,7 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tra
 async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
     own_etcd: Callable[[], TestServer], nats_server: str, running_workers: RunningWorkers
 ) -> None:
-    """Nobody hears that it leaves: frontends still ask it, and are sent elsewhere."""
+    """No frontend learns that it leaves: they still send requests to it, which are retried on other workers."""
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
     start_pairs(chosen, running_workers, count=2)

@@ -61,12 +61,12 @@ async def finished(served: FakeFrontend) -> None:
     """The log line and the metrics follow the close, a few turns of the loop later."""
     async with asyncio.timeout(SOON_S):
         await served.pipeline.closed.wait()
-        while 'code="cancelled"' not in served.metrics.render().decode():  # noqa: ASYNC110  # a counter tells nobody
+        while 'code="cancelled"' not in served.metrics.render().decode():  # noqa: ASYNC110  # a counter has no event
             await asyncio.sleep(0.01)
 
 
 async def until_stuck(served: FakeFrontend) -> None:
-    """The socket buffers are full, and nobody reads: nothing more is taken from the pipeline."""
+    """The socket buffers are full, and the client does not read: nothing more is taken from the pipeline."""
     await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
     seen = 0
     async with asyncio.timeout(SOON_S):

@@ -15,25 +15,25 @@ import pytest
 
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.process import process_group as crew_module
+from dynamo_trtllm.frontend.process import process_group
 from dynamo_trtllm.frontend.process.control_pipe import _Message
 from dynamo_trtllm.frontend.process.process_group import ProcessGroup
 from dynamo_trtllm.messages import encode
 from tests.waiting import SOON_S
 
-# A member in few words: it says that it serves, as `Channel` spells it, and does as it is told.
+# The program of a frontend process: it reports that it is ready, as `ControlPipe` does, and then does what follows.
 SERVED = "import os, signal, sys, time; os.write(0, bytes.fromhex(sys.argv[1]));"
 FAILS, STAYS, SLEEPS = "sys.exit(3)", "signal.pause()", "time.sleep(60)"
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessGroup]]:
+def make_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessGroup]]:
     """Makes one whose processes do what is listed, the first to be started first; the last goes on and on."""
     before = psutil.Process().children()  # servers of the session
 
     def make(*programs: str, workers: int = 2) -> ProcessGroup:
         turns = itertools.chain(programs, itertools.repeat(programs[-1]))
-        monkeypatch.setattr(crew_module, "process_argv", lambda *_: [sys.executable, "-c", next(turns), served()])
+        monkeypatch.setattr(process_group, "process_argv", lambda *_: [sys.executable, "-c", next(turns), served()])
         return ProcessGroup(FrontendConfig(workers=workers), 0, process_environment())
 
     yield make
@@ -45,8 +45,8 @@ def served() -> str:
     return (len(data).to_bytes(4, "little") + data).hex()
 
 
-async def until_serving(crew: ProcessGroup, count: int) -> None:
-    while len(crew._ready) < count:  # noqa: ASYNC110  # it tells nobody
+async def until_serving(group: ProcessGroup, count: int) -> None:
+    while len(group._ready) < count:  # noqa: ASYNC110  # it has no event
         await asyncio.sleep(0.01)
 
 
@@ -54,18 +54,18 @@ def pid(made: ProcessGroup, name: str) -> int:
     return made._supervisor._children[name].pid
 
 
-async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(crew, caplog) -> None:
-    made = crew("import sys; " + FAILS, SERVED + STAYS)
+async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(make_group, caplog) -> None:
+    made = make_group("import sys; " + FAILS, SERVED + STAYS)
     async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 3
     assert "exited with status 3 before it was ready" in caplog.text
 
 
-async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(crew, tmp_path) -> None:
+async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(make_group, tmp_path) -> None:
     heard, go_on = tmp_path / "heard", tmp_path / "go_on"
     first = SERVED + f"said = os.read(0, 99); open({str(heard)!r}, 'wb').write(said);" + STAYS
     second = f"import pathlib, time\nwhile not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)\n"
-    made = crew(first, second + SERVED + STAYS)
+    made = make_group(first, second + SERVED + STAYS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 1)
@@ -78,8 +78,8 @@ async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(crew
     assert heard.read_bytes().hex() == served()
 
 
-async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew, caplog) -> None:
-    made = crew(SERVED + STAYS)
+async def test_run_when_a_process_that_served_dies_then_it_is_started_again(make_group, caplog) -> None:
+    made = make_group(SERVED + STAYS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 2)
@@ -92,16 +92,16 @@ async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew
     assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
 
 
-async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(crew, caplog) -> None:
+async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(make_group, caplog) -> None:
     caplog.set_level(logging.ERROR)
-    made = crew(SERVED + "time.sleep(0.05); " + FAILS, workers=1)
+    made = make_group(SERVED + "time.sleep(0.05); " + FAILS, workers=1)
     async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 1
     assert "it was restarted 3 times in 60 s, which is the limit" in caplog.text
 
 
-async def test_run_when_a_second_signal_comes_then_processes_that_go_on_are_killed(crew) -> None:
-    made = crew("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
+async def test_run_when_a_second_signal_comes_then_processes_that_go_on_are_killed(make_group) -> None:
+    made = make_group("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
     running = asyncio.create_task(made.run())
     async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 2)

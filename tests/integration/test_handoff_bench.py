@@ -16,7 +16,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder's process is told all it must know."""
+    """Few and small sizes, so that the run takes seconds."""
     for name, value in {
         "SIZES": [64 * KIB],
         "TOKENS": [40, 64],

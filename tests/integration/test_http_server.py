@@ -157,7 +157,7 @@ async def answer_large(request: HttpRequest, response: HttpResponse) -> None:
 
 @pytest.mark.parametrize("close", [False, True])
 @on_both_loops
-async def test_response_when_nobody_reads_it_then_the_connection_ends(
+async def test_response_when_the_client_does_not_read_it_then_the_connection_ends(
     close: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.05)
@@ -195,7 +195,7 @@ async def test_answer_when_it_comes_before_the_end_of_the_upload_then_the_client
 
 
 @on_both_loops
-async def test_stream_when_it_fails_and_nobody_reads_it_then_the_connection_ends(
+async def test_stream_when_it_fails_and_the_client_does_not_read_it_then_the_connection_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.05)
@@ -232,7 +232,7 @@ async def test_response_when_a_wrong_request_follows_and_the_client_reads_slowly
 
 
 @on_both_loops
-async def test_stream_when_nobody_reads_it_then_little_is_kept_and_its_handler_is_cancelled(
+async def test_stream_when_the_client_does_not_read_it_then_little_is_kept_and_its_handler_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exchange, "STALL_S", 0.2)

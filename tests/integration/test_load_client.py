@@ -118,7 +118,7 @@ async def test_run_when_an_answer_is_not_whole_then_it_is_called_by_its_error() 
         assert record.error == error
 
 
-async def test_run_when_nobody_listens_then_connect() -> None:
+async def test_run_when_the_port_is_closed_then_connect() -> None:
     client = Client(Load(url="http://127.0.0.1:1", model="m", requests=1))
     (record,) = await client.run()
     assert record.error == "connect"

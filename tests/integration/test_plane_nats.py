@@ -1,4 +1,4 @@
-"""What only a real carrier does: servers that restart or freeze, peers that die, messages that are dropped."""
+"""Faults that only NATS can have: servers that restart or freeze, peers that die, messages that are dropped."""
 
 from __future__ import annotations
 

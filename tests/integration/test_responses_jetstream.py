@@ -58,7 +58,7 @@ async def frontends(nats_server: str) -> AsyncIterator[tuple[Frontend, Frontend]
         await each.store.aclose()
 
 
-async def test_conversation_when_the_next_turn_goes_elsewhere_then_it_goes_on(
+async def test_conversation_when_the_next_turn_goes_to_another_frontend_then_it_goes_on(
     frontends: tuple[Frontend, Frontend],
 ) -> None:
     here, there = frontends
@@ -77,17 +77,17 @@ async def test_conversation_when_the_next_turn_goes_elsewhere_then_it_goes_on(
     assert [item["type"] for item in listed] == ["message", "reasoning", "function_call", "function_call_output"]
 
 
-async def test_deleted_elsewhere_then_gone_here(frontends: tuple[Frontend, Frontend]) -> None:
+async def test_deleted_at_another_frontend_then_gone_here(frontends: tuple[Frontend, Frontend]) -> None:
     here, there = frontends
     path = f"/v1/responses/{(await here.made())['id']}"
     assert (await there.client.delete(path)).status_code == 200
     gone = await here.client.get(path)
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
-    elsewhere = await there.client.get(path)
-    assert "in progress at another frontend" in elsewhere.json()["error"]["message"]
+    at_another = await there.client.get(path)
+    assert "in progress at another frontend" in at_another.json()["error"]["message"]
 
 
-async def test_store_when_it_is_away_then_answers_come_and_look_ups_are_told_to_come_back(
+async def test_store_when_it_is_away_then_answers_come_and_look_ups_get_retry_after(
     own_nats: Callable[[], TestServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = own_nats()

@@ -140,8 +140,8 @@ async def test_stop_when_a_transfer_is_held_then_the_drain_is_bounded(etcd_serve
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
         (instance,) = side.view.instances()
-        leg = request(max_tokens=8, phase=Phase.PREFILL)
-        async with aclosing(call_stream(side.plane, instance.subject, leg)) as stream:
+        call = request(max_tokens=8, phase=Phase.PREFILL)
+        async with aclosing(call_stream(side.plane, instance.subject, call)) as stream:
             last = [chunk async for chunk in stream][-1]
         assert last.kv_params is not None
         begun_s = time.monotonic()

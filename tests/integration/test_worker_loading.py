@@ -161,5 +161,5 @@ async def test_ready_when_the_engine_has_loaded_then_the_worker_is_registering(
 
 
 async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    while text not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
+    while text not in caplog.text:  # noqa: ASYNC110  # a log has no event
         await asyncio.sleep(0.01)

@@ -47,11 +47,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Role]:
     began: list[Role] = []
     build = TrtllmEngine._build
 
-    def told(engine: TrtllmEngine) -> Any:
+    def failing(engine: TrtllmEngine) -> Any:
         began.append(engine._facts.role)
         return build(engine)
 
-    monkeypatch.setattr(TrtllmEngine, "_build", told)
+    monkeypatch.setattr(TrtllmEngine, "_build", failing)
     return began
 
 
@@ -92,7 +92,7 @@ async def test_serve_when_a_live_decode_has_other_blocks_then_prefill_is_refused
     decode = pair.worker(Role.DECODE, kv_cache_config=other)
     async with asyncio.timeout(3 * SOON_S):
         serving = asyncio.create_task(decode.serve())
-        while "serving as instance" not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
+        while "serving as instance" not in caplog.text:  # noqa: ASYNC110  # a log has no event
             await asyncio.sleep(0.02)
         with pytest.raises(ConfigError) as caught:
             await pair.worker(Role.PREFILL).serve()

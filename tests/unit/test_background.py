@@ -31,7 +31,7 @@ async def away() -> None:
         (away, Disconnected, "for good"),
     ],
 )
-async def test_task_when_it_ends_by_itself_then_its_owner_is_told_why_once(
+async def test_task_when_it_ends_by_itself_then_its_owner_learns_why_once(
     caplog: pytest.LogCaptureFixture, work, error: type[DynamoError], message: str
 ) -> None:
     seen: list[str] = []

@@ -46,8 +46,8 @@ def test_json_when_made_of_verdicts_then_a_row_per_fault_and_the_notes() -> None
     verdict = Verdict(fault="kill-decode", sent=3)
     verdict.counts[Outcome.RIGHT] = 3
     verdict.add_leaks(["decode-1 running 1"])
-    told = json.loads(as_json([verdict, Verdict(fault="rolling")]))
-    assert told["faults"][0] == {
+    printed = json.loads(as_json([verdict, Verdict(fault="rolling")]))
+    assert printed["faults"][0] == {
         "fault": "kill-decode",
         "sent": 3,
         "right": 3,
@@ -58,5 +58,5 @@ def test_json_when_made_of_verdicts_then_a_row_per_fault_and_the_notes() -> None
         "hung": 0,
         "leaked": 1,
     }
-    assert [row["fault"] for row in told["faults"]] == ["kill-decode", "rolling"]
-    assert told["notes"] == ["kill-decode: leaked: decode-1 running 1"]
+    assert [row["fault"] for row in printed["faults"]] == ["kill-decode", "rolling"]
+    assert printed["notes"] == ["kill-decode: leaked: decode-1 running 1"]

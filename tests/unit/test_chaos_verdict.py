@@ -124,7 +124,7 @@ def test_verdict_when_something_leaked_then_not_good() -> None:
     assert not verdict.is_good
 
 
-def test_verdict_when_a_worker_ended_that_nobody_touched_then_not_good() -> None:
+def test_verdict_when_a_worker_ended_without_a_fault_then_not_good() -> None:
     verdict = Verdict(fault="f")
     verdict.add_replaced(["decode-2"])
     assert not verdict.is_good

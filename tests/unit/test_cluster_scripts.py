@@ -140,7 +140,7 @@ def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job
     assert job.lines() == [*start, "-m", "dynamo_trtllm", *flags]
 
 
-def test_mpirun_when_it_is_not_told_where_then_one_line_and_status_2(job: Job) -> None:
+def test_mpirun_when_hosts_are_missing_then_one_line_and_status_2(job: Job) -> None:
     done = subprocess.run([FOLDER / "mpirun_worker.sh"], env=job.env, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "set HOSTFILE and RANKS" in done.stderr

@@ -25,11 +25,11 @@ def test_page_when_written_again_then_as_committed() -> None:
 def test_page_when_models_are_counted_then_none_is_left_out() -> None:
     for module in pkgutil.iter_modules(config.__path__):
         import_module(f"dynamo_trtllm.config.{module.name}")
-    told = {program.model for program in PROGRAMS} | {table.model for table in config_reference.DEPLOYMENT}
+    described = {program.model for program in PROGRAMS} | {table.model for table in config_reference.DEPLOYMENT}
     # a process that another one starts takes what its parent takes
     inner = {each for each in models(FrontendConfig) if each is not FrontendConfig}
     here = {each for each in models(Config) if each.__module__.startswith("dynamo_trtllm.config.")}
-    assert here - {Config, ConnectionConfig, ProcessConfig, Section} - inner == told
+    assert here - {Config, ConnectionConfig, ProcessConfig, Section} - inner == described
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)

@@ -44,7 +44,7 @@ class Loads(HTMLParser):
         self.addresses += [value for name, value in attrs if name == wanted and value]
 
 
-def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_other_sites(site: Path) -> None:
     pages = {path.stem for path in DOCS.glob("*.md")}
     assert pages <= {path.stem for path in site.glob("*.html")}
     for path in site.glob("*.html"):
@@ -76,9 +76,9 @@ def test_troubleshooting_when_it_names_findings_and_codes_then_there_are_such() 
     text = (DOCS / "troubleshooting.md").read_text().replace("\n  ", " ")
     rules = set(re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE))
     lists = re.findall(r"[Ff]indings? ((?:`[a-z-]+`(?:, | |[;.]))+)", text)
-    told = set(re.findall(r"`([a-z-]+)`", " ".join(lists)))
-    assert len(told) > 20
-    assert told <= rules
+    listed = set(re.findall(r"`([a-z-]+)`", " ".join(lists)))
+    assert len(listed) > 20
+    assert listed <= rules
     named = set(re.findall(r"codes? `(\w+)`", text)) | set(re.findall(r"code `\w+` or `(\w+)`", text))
     assert len(named) >= 4
     assert named <= codes()
@@ -127,13 +127,13 @@ def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
 
 def test_metrics_tables_when_compared_with_the_code_then_they_have_every_metric_with_its_type_and_labels() -> None:
     tables = (DOCS / "monitoring.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
-    told = []
+    listed = []
     for process in ("frontend", "worker"):
         rows = tables.split(f"| {process} metric |")[1].split("\n\n")[0]
         for name, kind, labels in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?)\| ", rows, re.MULTILINE):
-            told.append((process, name, kind, tuple(re.findall(r"`(\w+)`", labels))))
+            listed.append((process, name, kind, tuple(re.findall(r"`(\w+)`", labels))))
     known = [(each.process, PREFIX + each.name, each.kind, each.labels) for each in TABLE]
-    assert told == known
+    assert listed == known
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)

@@ -60,7 +60,7 @@ def test_notes_when_figures_can_be_trusted_then_none() -> None:
     assert notes([run("ours", 6)]) == []
 
 
-def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_then_each_is_told() -> None:
+def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_then_each_is_reported() -> None:
     (merged,) = notes([run("ours", 6, events_per_text_token=0.5)])
     (busy,) = notes([run("ours", 6, client_cores=0.95)])
     (failed,) = notes([run("ours", 6, errors={"timeout": 1})])

@@ -152,7 +152,7 @@ async def test_cancel_when_it_comes_from_an_event_of_the_task_then_all_is_freed(
     assert (events, len(stream.freed)) == ([TOKEN], 1)
 
 
-async def test_cancel_when_the_task_ends_in_another_error_then_all_is_freed_and_nothing_told() -> None:
+async def test_cancel_when_the_task_ends_in_another_error_then_all_is_freed_and_nothing_is_reported() -> None:
     events: list[StreamEvent] = []
     stream = Counted(events)
 

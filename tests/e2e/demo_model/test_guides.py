@@ -72,26 +72,26 @@ def asked(torch_cluster: TorchCluster) -> Asked:
 def answer_of(name: str) -> dict[str, Any] | None:
     """The guide's own."""
     found: dict[str, Any] | None = next(
-        (told for kind, told in GUIDES["answers"].items() if name.startswith(kind)), None
+        (expected for kind, expected in GUIDES["answers"].items() if name.startswith(kind)), None
     )
     return found
 
 
-def check_shape(told: Any, got: Any, where: str = "answer") -> None:
+def check_shape(expected: Any, got: Any, where: str = "answer") -> None:
     """All that the guide shows is there, of the same kind. Where it shows null, anything may be."""
-    if isinstance(told, dict):
+    if isinstance(expected, dict):
         assert isinstance(got, dict), where
-        for key, value in told.items():
+        for key, value in expected.items():
             assert key in got, f"{where}.{key}"
             check_shape(value, got[key], f"{where}.{key}")
-    elif isinstance(told, list):
+    elif isinstance(expected, list):
         assert isinstance(got, list), where
         assert got, where
         for each in got:
-            check_shape(told[0], each, f"{where}[]")
-    elif told is not None:
-        assert type(got) is type(told), where
-        assert got or not told, where
+            check_shape(expected[0], each, f"{where}[]")
+    elif expected is not None:
+        assert type(got) is type(expected), where
+        assert got or not expected, where
 
 
 def check_usage(usage: dict[str, Any], most: int) -> None:
@@ -209,11 +209,11 @@ def test_benchmarks_request_then_as_many_tokens_as_it_wants(asked: Asked) -> Non
 
 def test_health_when_all_serve_then_both_guides_shapes(tiny: httpx.Client, torch_cluster: TorchCluster) -> None:
     body = tiny.get("/health").json()
-    for told in GUIDES["health"]:
-        check_shape(told, body)
+    for expected in GUIDES["health"]:
+        check_shape(expected, body)
     namespace = torch_cluster.cluster.env["DYN_NAMESPACE"]
     assert body["status"] == "healthy"
-    endpoints = {told.replace("dynamo", namespace) for told in GUIDES["health"][0]["endpoints"]}
+    endpoints = {expected.replace("dynamo", namespace) for expected in GUIDES["health"][0]["endpoints"]}
     assert set(body["endpoints"]) == endpoints
     by_id = {f"{each['instance_id']:x}": each for each in body["instances"]}
     workers = (torch_cluster.prefill, torch_cluster.decode, torch_cluster.aggregated)

@@ -40,23 +40,23 @@ def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
     body: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0}
     answer = client.post("/v1/completions", json=body | {"ignore_eos": True, "logprobs": 0})
     assert answer.status_code == 200, answer.text
-    assert ("x-prefill-instance" in answer.headers) == (model == TINY)  # two legs, or one
-    told = answer.json()
-    assert told["usage"]["prompt_tokens"] == len(prompt)
-    assert told["usage"]["completion_tokens"] == OUTPUT_TOKENS
-    (choice,) = told["choices"]
+    assert ("x-prefill-instance" in answer.headers) == (model == TINY)  # two calls, or one
+    body = answer.json()
+    assert body["usage"]["prompt_tokens"] == len(prompt)
+    assert body["usage"]["completion_tokens"] == OUTPUT_TOKENS
+    (choice,) = body["choices"]
     logprobs = choice["logprobs"]
     return Answer(choice["text"], tuple(logprobs["tokens"]), tuple(logprobs["token_logprobs"]))
 
 
 @pytest.mark.parametrize("length", [*LENGTHS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_LENGTHS)])
-def test_tokens_when_prefilled_elsewhere_then_equal_to_one_process(tiny: httpx.Client, length: int) -> None:
+def test_tokens_when_prefilled_by_another_worker_then_equal_to_one_process(tiny: httpx.Client, length: int) -> None:
     prompt = prompt_ids(length)
-    handed = complete(tiny, TINY, prompt)
+    disaggregated = complete(tiny, TINY, prompt)
     single = complete(tiny, AGGREGATED, prompt)
-    assert handed.tokens == single.tokens
-    assert handed.text == single.text
-    assert handed.logprobs == pytest.approx(single.logprobs, abs=TOLERANCE)
+    assert disaggregated.tokens == single.tokens
+    assert disaggregated.text == single.text
+    assert disaggregated.logprobs == pytest.approx(single.logprobs, abs=TOLERANCE)
 
 
 def test_tokens_when_prompts_differ_then_answers_differ(tiny: httpx.Client) -> None:
@@ -74,7 +74,7 @@ def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_i
         def at_once(model: str) -> list[Answer]:
             return list(pool.map(lambda prompt: complete(tiny, model, prompt), prompts))
 
-        handed, single, again = at_once(TINY), at_once(AGGREGATED), at_once(AGGREGATED)
-    share = sum(a.tokens == b.tokens for a, b in zip(handed, single, strict=True)) / len(prompts)
+        disaggregated, single, again = at_once(TINY), at_once(AGGREGATED), at_once(AGGREGATED)
+    share = sum(a.tokens == b.tokens for a, b in zip(disaggregated, single, strict=True)) / len(prompts)
     itself = sum(a.tokens == b.tokens for a, b in zip(again, single, strict=True)) / len(prompts)
     assert share >= itself

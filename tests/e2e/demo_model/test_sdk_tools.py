@@ -46,8 +46,8 @@ def health(sdk: openai.OpenAI) -> Health:
         with sdk.chat.completions.stream(**HEALTH) as stream:
             return list(stream), stream.get_final_completion()
 
-    told = HEALTH["tools"][0]["function"]
-    tool = openai.pydantic_function_tool(NoArguments, name=told["name"], description=told["description"])
+    function = HEALTH["tools"][0]["function"]
+    tool = openai.pydantic_function_tool(NoArguments, name=function["name"], description=function["description"])
     assert tool["function"].get("strict") is True
     (events, added_up), *others = at_once(
         helped,
@@ -68,10 +68,10 @@ def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(h
     (final,), (expected,) = health.added_up.choices, health.whole.choices
     assert final.finish_reason == expected.finish_reason == "tool_calls"
     assert (final.message.content or "", expected.message.content) == ("", None)
-    (added_up,), (told,) = final.message.tool_calls or [], expected.message.tool_calls or []
-    assert told.type == "function"
-    assert (added_up.function.name, added_up.function.arguments) == (told.function.name, told.function.arguments)
-    assert added_up.id != told.id
+    (added_up,), (parsed,) = final.message.tool_calls or [], expected.message.tool_calls or []
+    assert parsed.type == "function"
+    assert (added_up.function.name, added_up.function.arguments) == (parsed.function.name, parsed.function.arguments)
+    assert added_up.id != parsed.id
     thought = (final.message.model_extra or {})["reasoning_content"]
     assert thought == (expected.message.model_extra or {})["reasoning_content"]
 

@@ -56,7 +56,7 @@ def test_stats_when_not_asked_for_then_none(tiny: httpx.Client) -> None:
     assert "dynamo_trtllm" not in tiny.post("/v1/chat/completions", json=HELLO).json()
 
 
-def test_example_when_told_to_leave_then_its_worker_drains_and_exits_with_0(
+def test_example_when_stopped_then_its_worker_drains_and_exits_with_0(
     tiny: httpx.Client, torch_cluster: TorchCluster
 ) -> None:
     """The last test of this folder: one of the workers ends."""

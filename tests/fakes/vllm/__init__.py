@@ -1,3 +1,3 @@
-"""A stand-in for vLLM 0.24.0: its names, its connector's book-keeping, made-up tokens. Nothing of vLLM runs."""
+"""A stand-in for vLLM 0.24.0: its names, its connector's book-keeping, fake tokens. Nothing of vLLM runs."""
 
 __version__ = "0.24.0+standin"

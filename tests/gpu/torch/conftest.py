@@ -60,7 +60,7 @@ def pair(
         folder = request.getfixturevalue("tiny")
     else:
         folder = write_gpt_oss_20b_shape(tmp_path_factory.mktemp("gpt-oss-20b"), full=site.device == "cuda")
-    # Made-up weights answer differently when bfloat16 rounds differently, as it does for the rest of a cached prompt.
+    # Dummy weights answer differently when bfloat16 rounds differently, as it does for the rest of a cached prompt.
     is_tiny = name == "tiny"
     flags = () if is_tiny else ("--load-format", "dummy")
     cluster = Cluster(etcd_server, nats_server, f"gpu-torch-{secrets.token_hex(4)}")

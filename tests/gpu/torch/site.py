@@ -71,7 +71,7 @@ def write_gpt_oss_20b_shape(folder: Path, *, full: bool) -> Path:
 
 @dataclass
 class Pair:
-    """Workers of one model: two legs under one name, one that serves whole requests under another."""
+    """Workers of one model: a prefill and a decode worker under one name, an aggregated one under another."""
 
     cluster: Cluster
     site: Site

@@ -1,4 +1,4 @@
-"""Engines of one process on GPUs with a carrier that moves host memory only: the way round through pinned memory."""
+"""Engines of one process on GPUs with a backend that moves host memory only: KV goes through pinned memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_two_calls_at_every_boundary_when_kv_goes_through_host_memory_then
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
     said = [record for record in caplog.records if "pinned host memory" in record.message]
-    assert len(said) == (3 if site.device == "cuda" else 0)  # each has a carrier here, also the one that needs none
+    assert len(said) == (3 if site.device == "cuda" else 0)  # each has a backend here, also the one that needs none
 
 
 async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
@@ -76,8 +76,8 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
     prompts = [prompt_of(900, seed) for seed in range(12)]
     async with started(whole, prefill, decode):
         alone = [await answer(whole, prompt) for prompt in prompts]
-        legs = await asyncio.gather(*(prefill_then_decode(prefill, decode, prompt) for prompt in prompts))
-        assert [tokens(leg) for leg in legs] == alone
+        answers = await asyncio.gather(*(prefill_then_decode(prefill, decode, prompt) for prompt in prompts))
+        assert [tokens(each) for each in answers] == alone
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
@@ -88,11 +88,11 @@ async def test_kv_when_calls_are_cancelled_at_random_then_every_block_is_free(si
     chosen = random.Random(3)
 
     async def one(number: int) -> None:
-        legs = asyncio.create_task(prefill_then_decode(prefill, decode, prompt_of(chosen.randrange(1, 1500), number)))
+        calls = asyncio.create_task(prefill_then_decode(prefill, decode, prompt_of(chosen.randrange(1, 1500), number)))
         if chosen.random() < 0.3:
             await asyncio.sleep(chosen.random() / 2)
-            legs.cancel()
-        await asyncio.gather(legs, return_exceptions=True)
+            calls.cancel()
+        await asyncio.gather(calls, return_exceptions=True)
 
     async with started(prefill, decode):
         for begin in range(0, 200, 20):
@@ -118,10 +118,10 @@ async def test_prefill_when_cancelled_before_its_transfer_then_staging_is_free(s
     prefill = make_on(site, tiny, Role.PREFILL)
     async with started(prefill):
         for length in (10, 600, 3000):
-            leg = asyncio.create_task(collect(prefill, ask(prompt_of(length), phase=Phase.PREFILL)))
+            call = asyncio.create_task(collect(prefill, ask(prompt_of(length), phase=Phase.PREFILL)))
             await asyncio.sleep(0.02)
-            leg.cancel()
-            await asyncio.gather(leg, return_exceptions=True)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
         for transfer_id in list(prefill.kv_connector._pending):  # type: ignore[attr-defined]
             prefill.kv_connector.release(transfer_id)  # type: ignore[attr-defined]
         await check_nothing_left(prefill)

@@ -29,9 +29,9 @@ def test_log_when_started_then_kv_lies_on_the_gpu_and_moves_over_nixl(pair: Pair
 def test_tokens_when_prefilled_on_another_gpu_then_equal_to_one_process(pair: Pair) -> None:
     with pair.cluster.client(120.0) as client:
         for length in LENGTHS:
-            handed, single = (greedy(client, model, prompt_of(length)) for model in (PAIR, WHOLE))
-            assert handed.tokens == single.tokens, length
-            assert handed.logprobs == pytest.approx(single.logprobs, abs=1e-3), length
+            disaggregated, single = (greedy(client, model, prompt_of(length)) for model in (PAIR, WHOLE))
+            assert disaggregated.tokens == single.tokens, length
+            assert disaggregated.logprobs == pytest.approx(single.logprobs, abs=1e-3), length
         different = {greedy(client, PAIR, prompt_of(129, seed)).logprobs for seed in range(4)}
         assert len(different) > 2  # or the comparison would say nothing
     pair.check_idle()
@@ -74,7 +74,7 @@ def _one(pair: Pair, length: int, is_cancelled: bool, when: float) -> int | None
 
 
 def _leave_after(pair: Pair, body: dict[str, Any], count: int) -> None:
-    """So many events, or all: a made-up model may say nothing but control tokens, which show no text."""
+    """So many events, or all: a model with dummy weights may generate only control tokens, which have no text."""
     with pair.cluster.client(120.0) as client, client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200, answer.read()
         for _ in islice(events(answer.iter_lines()), count):

@@ -123,7 +123,7 @@ def check_idle(*workers: Process) -> None:
 
 
 def check_parity(served: Served) -> None:
-    """Greedy tokens of two legs equal those of one engine."""
+    """Greedy tokens of a prefill and a decode call equal those of one engine."""
     with served.cluster.client(120.0) as client:
         for length in PROMPT_TOKENS:
             assert greedy(client, PAIR, length) == greedy(client, WHOLE, length), length
@@ -147,7 +147,7 @@ def check_cancellation(served: Served) -> None:
 
 
 def check_chunked_prefill(served: Served) -> None:
-    """A prompt longer than a step gives the same tokens where chunks are allowed, and is refused elsewhere."""
+    """A prompt longer than a step gives the same tokens with chunked prefill, and is rejected without."""
     name, length = "chunked", 300
     small = {"max_num_tokens": 128, "max_batch_size": 4}
     worker = start_worker(served.cluster, served.site, "prefill_and_decode", name, enable_chunked_prefill=True, **small)

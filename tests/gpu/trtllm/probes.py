@@ -121,7 +121,7 @@ class Probes:
         return ", ".join(name for name in names if getattr(answered, name, None))
 
     async def kv_after_abort(self) -> str:
-        """What frees the KV of a context-only call that nobody fetches."""
+        """What frees the KV of a context-only call that is not fetched."""
         before = await self._used_blocks()
         (await self._context()).abort()
         if await self._used_blocks() <= before:

@@ -1,4 +1,4 @@
-"""Real vLLM engines on the GPUs that nvidia-smi lists: gpt-oss-120b's shape with few layers and made-up weights.
+"""Real vLLM engines on the GPUs that nvidia-smi lists: gpt-oss-120b's shape with few layers and dummy weights.
 
 VLLM_TEST_MODEL names a model folder instead. VLLM_TEST_GPUS=0,0 lets two workers share a GPU; then limit the memory of
 each with VLLM_TEST_ARGUMENTS='{"gpu_memory_utilization": 0.4}'. Without GPUs the engines run on the CPU if vLLM's build

@@ -29,7 +29,7 @@ async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_en
     pair: GpuDeployment, whole: Reference
 ) -> None:
     rows, detail = await parity(pair.url, whole, SIZES)
-    check(rows[:2])  # one at a time: under load a made-up model's answers differ from run to run
+    check(rows[:2])  # one at a time: under load the answers of dummy weights differ from run to run
     assert detail["alone"] == detail["aggregated alone"] == []
     assert detail["different answers"] > SIZES.parity_prompts // 2, "the model says the same to everything"
 
@@ -55,7 +55,7 @@ async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: Gpu
 async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(pair: GpuDeployment) -> None:
     rows, detail = await cancellations(pair, SIZES)
     check(rows)
-    assert detail["left"] > 0, "nobody left in time"
+    assert detail["left"] > 0, "no client left in time"
 
 
 async def test_kernels_when_requests_of_all_kinds_have_run_then_none_was_compiled_for_them(pair: GpuDeployment) -> None:

@@ -1,4 +1,4 @@
-"""Every field is honoured, a no-op, or refused by name, in words a person can act on."""
+"""Every field is supported, changes nothing, or is rejected by name with an error that says what to do."""
 
 from __future__ import annotations
 

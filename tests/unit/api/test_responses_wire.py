@@ -1,4 +1,4 @@
-"""The request of `/v1/responses`: every field of the SDK is honoured or refused by its name."""
+"""The request of `/v1/responses`: every field of the SDK is supported, or rejected by its name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dynamo_trtllm.messages import OutputFormat
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
 
-HONOURED: dict[str, Any] = {
+SUPPORTED: dict[str, Any] = {
     "include": [LOGPROBS],
     "input": "Is everything up?",
     "instructions": "Be short.",
@@ -88,18 +88,18 @@ def check_refused(field: str, **fields: Any) -> str:
 def test_all_fields_of_the_sdk_are_known_here() -> None:
     fields = set(ResponseCreateParamsBase.__annotations__)
     fields |= set(ResponseCreateParamsStreaming.__annotations__) | set(ResponseCreateParamsNonStreaming.__annotations__)
-    assert fields == set(HONOURED) | set(IN_PART) | set(REFUSED) | NO_MATTER
+    assert fields == set(SUPPORTED) | set(IN_PART) | set(REFUSED) | NO_MATTER
 
 
-@pytest.mark.parametrize("name", HONOURED)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_field_we_honour_then_it_is_what_was_sent(name: str) -> None:
-    value = getattr(asked(**{name: HONOURED[name]}), name)
+    value = getattr(asked(**{name: SUPPORTED[name]}), name)
     if name == "input":
         assert [item.content for item in value] == [["Is everything up?"]]
     elif name == "tools":
         assert value[0].model_dump() == TOOL | {"description": "", "strict": False}
     else:
-        assert value == HONOURED[name]
+        assert value == SUPPORTED[name]
 
 
 @pytest.mark.parametrize("name", IN_PART)

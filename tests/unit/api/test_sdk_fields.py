@@ -1,4 +1,4 @@
-"""Every field that the installed SDK can send is honoured, known to change nothing, or refused by its name."""
+"""Every field that the installed SDK can send is supported, changes nothing, or is rejected by its name."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -
     assert f"--load-format={flags['load-format']}" in argv
     assert {"--enforce-eager", "--no-enable-prefix-caching", "--block-size=32", "--port=1234"} <= set(argv)
     assert engine_arguments(chosen) == flags["override-engine-args"]
-    assert f"--worker-extension-cls={EXTENSION}" in argv  # or its made-up weights were others
+    assert f"--worker-extension-cls={EXTENSION}" in argv  # or it would have other dummy weights
     assert "--enable-expert-parallel" not in argv
     assert "--enable-expert-parallel" in server_arguments(plan(4), port=1, width=2)
 

@@ -43,7 +43,7 @@ def test_parity_when_answers_part_then_its_bar_is_missed(alone: str, loaded: str
     assert rows[3].value.startswith("1 of 2; 50% of a text")
 
 
-def test_parted_when_answers_differ_then_the_prompts_length_is_told() -> None:
+def test_parted_when_answers_differ_then_the_prompts_length_is_reported() -> None:
     found = differences({1: "ab", 2: "ax"}, {1: "ab", 2: "ab"}, [100, 200])
     assert found == [{"prompt_tokens": 200, "common": 0.5}]
 
@@ -120,12 +120,12 @@ def test_phases_when_the_frontend_tells_them_then_models_are_added_up() -> None:
     assert parse_phases(text) == {"prefill": (2.0, 4.0), "handoff": (0.25, 5.0)}
 
 
-def test_start_phases_when_logged_twice_then_the_last_is_told() -> None:
+def test_start_phases_when_logged_twice_then_the_last_is_reported() -> None:
     lines = ["decode | Graph capturing finished in 40 secs", "x", "decode | Graph capturing finished in 48 secs"]
     assert phases(lines) == {"CUDA graphs captured": "Graph capturing finished in 48 secs"}
 
 
-def test_shapes_when_told_then_tokens_are_per_gpu_and_a_silent_arm_is_named() -> None:
+def test_shapes_when_reported_then_tokens_are_per_gpu_and_a_silent_arm_is_named() -> None:
     quantiles = {"p50": 1.0, "p90": 2.0, "p99": 3.0, "max": 4.0}
     good: dict[str, Any] = {"tokens_per_s": 100.0, "ttft_ms": quantiles, "itl_ms": quantiles, "errors": {}}
     silent = {"tokens_per_s": 0.0, "ttft_ms": {}, "itl_ms": {}, "errors": {"connect": 2}, "phase_ms": {}}

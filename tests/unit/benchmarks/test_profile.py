@@ -58,10 +58,10 @@ def run(*walls_s: float, records: list[RequestRecord], gpus: int | None = None) 
 
 
 def test_guides_when_read_then_their_numbers() -> None:
-    told = {
+    found = {
         name: (s.isl, s.osl, s.concurrency, s.requests, s.warmup_at(s.concurrency[0])) for name, s in GUIDES.items()
     }
-    assert told == {
+    assert found == {
         "guide-000": (32000, 256, (256,), 6144, 1000),
         "guide-001": (32000, 256, (256,), 6144, 1000),
         "guide-002": (1000, 2000, (2048,), 6144, 1000),
@@ -89,7 +89,7 @@ def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{name: mine, isl: 7, osl: 3, concurency: [1]}", "concurency"),
         ("{name: mine, isl: 7, osl: 3, concurrency: []}", "1 or more"),
@@ -97,10 +97,10 @@ def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
         ("[]", "no shape|has no valid shape"),
     ],
 )
-def test_shape_when_its_file_is_wrong_then_what_to_change(tmp_path: Path, text: str, told: str) -> None:
+def test_shape_when_its_file_is_wrong_then_what_to_change(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         find_shape(str(path))
 
 
@@ -226,11 +226,11 @@ def test_budget_when_it_makes_no_sense_then_what_to_change(text: str) -> None:
 def test_warnings_when_figures_are_worth_less_then_said() -> None:
     short = record(0.0, tokens=4)
     short.events = 2
-    told = " ".join(warnings(run(10.0, records=[short, RequestRecord(index=2, planned_s=1.0, error="overloaded")])))
-    assert "1 requests failed (overloaded 1 times)" in told
-    assert "1 answers did not have 5 tokens" in told
-    assert "0.50 stream events per token" in told
-    assert "too few requests for a steady state" in told
+    found = " ".join(warnings(run(10.0, records=[short, RequestRecord(index=2, planned_s=1.0, error="overloaded")])))
+    assert "1 requests failed (overloaded 1 times)" in found
+    assert "1 answers did not have 5 tokens" in found
+    assert "0.50 stream events per token" in found
+    assert "too few requests for a steady state" in found
 
 
 # --- aiperf ------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_warnings_when_figures_are_worth_less_then_said() -> None:
 
 def test_aiperf_when_asked_for_a_guide_then_the_guides_line() -> None:
     words = aiperf.command(Path("aiperf"), GUIDES["guide-001"], TARGET, 256, Path("out"))
-    told = dict(pairwise(words))
+    found = dict(pairwise(words))
     guide = {
         "--endpoint-type": "chat",
         "--endpoint": "/v1/chat/completions",
@@ -252,9 +252,9 @@ def test_aiperf_when_asked_for_a_guide_then_the_guides_line() -> None:
         "--num-dataset-entries": "8000",
         "--random-seed": "100",
     }
-    assert guide.items() <= told.items()
+    assert guide.items() <= found.items()
     assert "--streaming" in words
-    assert orjson.loads(told["--extra-inputs"]) == {
+    assert orjson.loads(found["--extra-inputs"]) == {
         "max_tokens": 256,
         "min_tokens": 256,
         "ignore_eos": True,

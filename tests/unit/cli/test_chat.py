@@ -86,7 +86,7 @@ def clock(*times: float) -> Callable[[], float]:
     return lambda: next(left)
 
 
-def test_run_when_an_answer_streams_then_parts_are_told_apart_and_the_turn_is_reported() -> None:
+def test_run_when_an_answer_streams_then_parts_are_distinguished_and_the_turn_is_reported() -> None:
     talk = Talk(Server([*ANSWER, *ENDING]))
     talk.chat.run(["2+2?\n"])
     assert talk.out.getvalue() == "[reasoning] Hm.\nFour.\n"
@@ -183,7 +183,7 @@ def test_run_when_a_line_is_a_command_then_nothing_is_asked(line: str, said: str
     assert talk.notes.getvalue() == said
 
 
-def test_run_when_told_to_exit_then_no_line_is_read_after_it() -> None:
+def test_run_when_exit_is_typed_then_no_line_is_read_after_it() -> None:
     def lines() -> Iterator[str]:
         yield "/exit"
         raise AssertionError("another line was read")

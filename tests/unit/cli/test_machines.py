@@ -149,7 +149,7 @@ async def test_answers_when_queries_come_one_after_the_other_then_the_process_pa
     assert [part.is_last for part in parts] == [False, False, True]
 
 
-def elsewhere(one: ProcessRecording, boot: bytes, ahead_ns: int) -> ProcessRecording:
+def on_another_machine(one: ProcessRecording, boot: bytes, ahead_ns: int) -> ProcessRecording:
     """A process of another machine, whose clock is ahead."""
     one.entries[:] = [entry._replace(ns=entry.ns + ahead_ns) for entry in one.entries]
     return ProcessRecording(
@@ -161,7 +161,7 @@ def test_latest_keys_when_clocks_differ_then_those_with_the_latest_dates() -> No
     processes = [process("frontend", [(1000 * key, E.RECEIVED, 0, 0, "")], key=key) for key in range(1, 31)]
     for number, one in enumerate(processes):
         ahead_ns = number % 2 * 3600 * 10**9
-        processes[number] = elsewhere(one, b"B", ahead_ns)
+        processes[number] = on_another_machine(one, b"B", ahead_ns)
         header = processes[number].header
         moved = header._replace(monotonic_ns=header.monotonic_ns + ahead_ns)
         processes[number] = dataclasses.replace(processes[number], header=moved)
@@ -172,8 +172,8 @@ def test_aligned_when_answers_were_slow_then_no_effect_is_before_its_cause_on_th
     hour, ms = 3600 * 10**9, 10**6
     published = (21, E.KV_PUBLISHED, 9, 0, "")
     frontend = process("frontend", DECODING)
-    prefill = elsewhere(process("prefill", [(5, E.CALL_RECEIVED, 1, 0, ""), published], PREFILL), b"B", hour)
-    decode = elsewhere(process("decode", FETCHING, DECODE), b"C", -hour)
+    prefill = on_another_machine(process("prefill", [(5, E.CALL_RECEIVED, 1, 0, ""), published], PREFILL), b"B", hour)
+    decode = on_another_machine(process("decode", FETCHING, DECODE), b"C", -hour)
     slow = {
         boot_id(): ClockOffset(0, 0),
         b"B": ClockOffset(-hour - 90 * ms, -hour + 10 * ms),

@@ -198,5 +198,5 @@ def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path
 
 
 @pytest.mark.parametrize("path", ["/home/me/engine_configs/gpt_oss/prefill.yaml", "configs/prefill.yaml"])
-def test_located_when_a_path_is_of_nobody_then_it_stays(path):
+def test_located_when_a_path_is_unknown_then_it_stays(path):
     assert layers.find_file(Path(path)) == Path(path)

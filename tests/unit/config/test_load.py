@@ -49,7 +49,7 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
 
 
 @pytest.mark.parametrize(
-    ("name", "twin", "field", "value"),
+    ("name", "ours", "field", "value"),
     [
         ("ETCD_ENDPOINTS", "DYN_TRTLLM_ETCD_ENDPOINTS", "etcd_endpoints", "http://etcd:2379"),
         ("ETCD_AUTH_CA", "DYN_TRTLLM_ETCD_CA", "etcd_ca", "/tls/ca-9.crt"),
@@ -61,14 +61,14 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
         ("DYN_SYSTEM_PORT", "DYN_TRTLLM_SYSTEM_PORT", "system_port", "9090"),
     ],
 )
-def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_its_twin_beats_it(name, twin, field, value):
+def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_ours_overrides_it(name, ours, field, value):
     loaded = load_worker("--model m", {name: value})
     assert str(getattr(loaded, field)) == value
     assert loaded.source_of(field) == f"environment {name}"
     other = value.replace("9", "8").replace("4222", "4223").replace("2379", "2380").replace("blue", "red")
-    loaded = load_worker("--model m", {name: value, twin: other})
+    loaded = load_worker("--model m", {name: value, ours: other})
     assert str(getattr(loaded, field)) == other
-    assert loaded.source_of(field) == f"environment {twin}"
+    assert loaded.source_of(field) == f"environment {ours}"
 
 
 def test_load_when_the_guides_port_variable_is_set_then_the_frontend_listens_there_unless_a_flag_says_otherwise():

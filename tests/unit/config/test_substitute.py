@@ -41,6 +41,6 @@ def test_value_when_nested_then_texts_at_any_depth_and_keys_and_numbers_stay():
         ("${A:+y}", r"'\$\{A:\+y\}' is not"),
     ],
 )
-def test_text_when_a_reference_can_not_be_replaced_then_its_place_is_told(text, said):
+def test_text_when_a_reference_can_not_be_replaced_then_its_place_is_named(text, said):
     with pytest.raises(ConfigError, match=said):
         expand_env(["x", {"k": [text]}][1], SET, "f")

@@ -15,7 +15,7 @@ Doc = dict[str, Any]
 
 _KNOWN = {"apiVersion", "kind", "resources", "components", "patches", "images", "replicas", "configMapGenerator"}
 _SCALED = ("Deployment", "StatefulSet")
-_MERGE_KEYS = ("name", "mountPath", "containerPort")  # how members of lists of objects are told apart
+_MERGE_KEYS = ("name", "mountPath", "containerPort")  # by which members of lists of objects are distinguished
 
 
 @cache

@@ -64,7 +64,7 @@ def test_state_when_a_container_is_made_anew_then_it_is_in_volumes() -> None:
         assert any(volume.split(":")[0] == f"{name}-data" for volume in SERVICES[name]["volumes"])
 
 
-def test_etcd_when_asked_by_anybody_then_it_wants_a_certificate() -> None:
+def test_etcd_when_any_client_asks_then_it_wants_a_certificate() -> None:
     command = SERVICES["etcd"]["command"]
     assert "--client-cert-auth" in command
     assert all(word.partition("=")[2].startswith("https://") for word in command if "client-urls" in word)

@@ -218,7 +218,7 @@ def test_container_run_when_variables_are_set_then_image_command_and_program_cha
     assert words[-5:] == ["mine:1", *command]
 
 
-def test_container_run_when_secrets_are_there_then_handed_over_with_their_folder(tmp_path: Path) -> None:
+def test_container_run_when_secrets_are_there_then_they_are_passed_with_their_folder(tmp_path: Path) -> None:
     (tmp_path / "client.env").write_text("NATS_SERVER=nats://a:1\n")
     words = shlex.split(run("--dry-run", "--client-env", str(tmp_path / "client.env")).stdout)
     assert words[words.index("--env-file") + 1] == str(tmp_path / "client.env")
@@ -234,7 +234,7 @@ def test_container_run_when_secrets_are_there_then_handed_over_with_their_folder
         (["--client-env", "/not/there"], "make_secrets"),
     ],
 )
-def test_container_run_when_told_nonsense_then_says_so(words: list[str], said: str) -> None:
+def test_container_run_when_given_nonsense_then_says_so(words: list[str], said: str) -> None:
     done = run("--dry-run", *words)
     assert done.returncode == 2
     assert said in done.stderr

@@ -1,4 +1,4 @@
-"""deploy/make_secrets: what compose and Kubernetes get, and that nobody else can read it."""
+"""deploy/make_secrets: what compose and Kubernetes get, and that other users can not read it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def decoded(text: str) -> str:
 @pytest.mark.parametrize(
     ("words", "said"), [(["kubernetes"], "--namespace"), (["compose", "--hosts"], "unknown argument"), ([], "usage")]
 )
-def test_secrets_when_told_nonsense_then_says_so(words: list[str], said: str) -> None:
+def test_secrets_when_given_nonsense_then_says_so(words: list[str], said: str) -> None:
     done: Any = made(*words)
     assert done.returncode == 2
     assert said in done.stderr

@@ -13,7 +13,7 @@ from tests.unit.deploy.kustomize import documents
 from tests.unit.deploy.recipes import MODEL, ROOT, pods
 
 PROGRAM = ROOT / "deploy" / "container" / "multinode"
-TOLD = '#!/bin/sh\nprintf "%s " "$(basename "$0")" >>"$TOLD"\nprintf "%s\\n" "$*" >>"$TOLD"\n'
+RECORD = '#!/bin/sh\nprintf "%s " "$(basename "$0")" >>"$RECORD"\nprintf "%s\\n" "$*" >>"$RECORD"\n'
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     programs.mkdir()
     keys.mkdir()
     for name in ("ssh", "mpirun", "sshd"):
-        (programs / name).write_text(TOLD)
+        (programs / name).write_text(RECORD)
         (programs / name).chmod(0o755)
     (programs / "ssh-keygen").write_text('#!/bin/sh\necho "ssh-ed25519 AAAA"\n')
     (programs / "ssh-keygen").chmod(0o755)
@@ -32,7 +32,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
-        "TOLD": str(tmp_path / "told"),
+        "RECORD": str(tmp_path / "record"),
         "LWS_LEADER_ADDRESS": "decode-0.decode.ns",
         "LWS_GROUP_SIZE": "3",
         "GPUS_PER_NODE": "8",
@@ -44,8 +44,8 @@ def run(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str
     return subprocess.run([PROGRAM, *words], capture_output=True, text=True, check=False, env=environ)
 
 
-def told(environ: dict[str, str]) -> list[list[str]]:
-    return [shlex.split(line) for line in Path(environ["TOLD"]).read_text().splitlines()]
+def recorded(environ: dict[str, str]) -> list[list[str]]:
+    return [shlex.split(line) for line in Path(environ["RECORD"]).read_text().splitlines()]
 
 
 def test_hosts_when_asked_for_then_all_pods_of_the_group(environ: dict[str, str]) -> None:
@@ -56,7 +56,7 @@ def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict
     given = {"NATS_SERVER": "nats://a:1", "OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8", "UNRELATED": "1"}
     done = run(environ | given, "leader", "python3", "-m", "dynamo_trtllm", "--tensor-parallel-size=24")
     assert done.returncode == 0, done.stderr
-    *asked, job = told(environ)
+    *asked, job = recorded(environ)
     assert [words[0] for words in asked] == ["ssh", "ssh"]
     assert [words[-2:] for words in asked] == [["decode-0-1.decode.ns", "true"], ["decode-0-2.decode.ns", "true"]]
     assert job[:3] == ["mpirun", "-np", "24"]
@@ -72,7 +72,7 @@ def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict
 def test_worker_when_started_then_only_the_groups_key_may_come(environ: dict[str, str]) -> None:
     done = run(environ, "worker")
     assert done.returncode == 0, done.stderr
-    ((program, *words),) = told(environ)
+    ((program, *words),) = recorded(environ)
     assert program == "sshd"
     allowed = next(word.partition("=")[2] for word in words if word.startswith("AuthorizedKeysFile="))
     assert Path(allowed).read_text() == "ssh-ed25519 AAAA\n"
@@ -88,7 +88,7 @@ def test_drain_when_nothing_serves_then_it_returns(environ: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("words", [[], ["lead"], ["leader"]])
-def test_program_when_told_nonsense_then_says_so(environ: dict[str, str], words: list[str]) -> None:
+def test_program_when_given_nonsense_then_says_so(environ: dict[str, str], words: list[str]) -> None:
     done = run(environ, *words)
     assert done.returncode == 2
     assert done.stderr

@@ -68,7 +68,7 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
     never.set()
 
 
-def test_progress_when_memory_grows_then_the_phase_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_when_memory_grows_then_the_phase_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
     monkeypatch.setattr(gpu, "memory_used_bytes", iter([2 * GIB, 5 * GIB, 13 * GIB]).__next__)
     loader = LoadProgress(10 * GIB)

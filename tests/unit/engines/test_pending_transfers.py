@@ -88,7 +88,7 @@ async def test_transfer_when_written_then_it_says_all_and_is_held_until_it_is_fe
     assert not book.given_up.is_set()
 
 
-async def test_transfer_when_nobody_comes_then_the_kv_is_given_up() -> None:
+async def test_transfer_when_it_is_not_fetched_then_the_kv_is_given_up() -> None:
     book = Book(ttl_s=0.01)
     book.written()
     async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""What is wrong with a worker's settings is found before anything heavy is imported, and told once."""
+"""Errors in a worker's settings are found before large libraries are imported, and reported once."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_command_when_a_setting_is_wrong_then_one_line_and_status_2_before_a_lib
     words = [word.format(folder=tmp_path) for word in argv]
     command = [sys.executable, "-X", "importtime", "-m", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert (done.returncode, done.stdout, len(told)) == (2, "", 1), told
-    assert says.format(folder=tmp_path) in told[0]
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout, len(lines)) == (2, "", 1), lines
+    assert says.format(folder=tmp_path) in lines[0]
     assert not re.search(r"\| +(torch|transformers|vllm|nixl)$", done.stderr, re.MULTILINE)

@@ -47,7 +47,7 @@ def found(tmp_path: Path, facts: Facts, *lines: str) -> list[dict[str, str]]:
     return [asdict(finding) for finding in load(tmp_path, text).evaluate(facts)]
 
 
-def test_rule_when_violated_then_its_texts_and_the_fields_value_are_told(tmp_path: Path) -> None:
+def test_rule_when_violated_then_its_texts_and_the_fields_value_are_reported(tmp_path: Path) -> None:
     assert found(tmp_path, Facts()) == [
         {
             "severity": "warning",

@@ -76,7 +76,7 @@ async def test_prefill_when_it_continues_in_decode_then_a_transfer_is_pending_un
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_prefill_when_nobody_fetches_then_its_kv_is_freed_at_a_cancel_or_when_it_expires() -> None:
+async def test_prefill_when_its_kv_is_not_fetched_then_its_kv_is_freed_at_a_cancel_or_when_it_expires() -> None:
     runner, _ = make()
     stream, _, call = await started(runner, ask(Phase.PREFILL))
     call.say(7, finish="length")

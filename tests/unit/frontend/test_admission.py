@@ -41,7 +41,7 @@ async def left(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_take_when_there_is_room_then_at_once() -> None:
+async def test_acquire_when_there_are_permits_then_at_once() -> None:
     limiter = ConcurrencyLimiter(3)
     await limiter.acquire(2, 30.0)
     await limiter.acquire(1, 30.0)
@@ -75,7 +75,7 @@ async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_bef
     limiter.check()
 
 
-async def test_take_when_several_choices_then_all_at_one_time_and_nobody_passes() -> None:
+async def test_acquire_when_several_choices_then_all_at_one_time_and_none_overtakes() -> None:
     limiter = ConcurrencyLimiter(3, max_queued=9)
     await limiter.acquire(2, 30.0)
     large, small = await waiting(limiter, 3), await waiting(limiter, 1)
@@ -95,7 +95,7 @@ async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the
     small = await waiting(limiter, 1)
     with pytest.raises(DeadlineExceeded, match="while it was queued"):
         await large
-    await small  # there was room for it all along
+    await small  # there were bytes for it all the time
     assert (limiter.in_use, limiter.queued) == (2, 0)
 
 

@@ -1,4 +1,4 @@
-"""Several choices of one answer: side by side, told apart, counted once, ended together."""
+"""Several choices of one answer: parallel, distinguished, counted once, ended together."""
 
 from __future__ import annotations
 
@@ -229,11 +229,11 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
     served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2)
     begun = [one.begun for one in served.pipeline.each]
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True})
-    told: list[Any] = [{"type": "http.request", "body": body.encode()}]
+    parts: list[Any] = [{"type": "http.request", "body": body.encode()}]
 
     async def receive() -> Any:
-        if told:
-            return told.pop()
+        if parts:
+            return parts.pop()
         await asyncio.gather(*(event.wait() for event in begun))
         return {"type": "http.disconnect"}
 

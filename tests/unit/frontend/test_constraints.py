@@ -27,7 +27,7 @@ from tests.unit.frontend.plan_helpers import (
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 
 
-def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parser(harmony: ServedModel) -> None:
+def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_parser(harmony: ServedModel) -> None:
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
@@ -71,7 +71,7 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
     assert [call.name for call in delta.tool_calls] == ["get_time"]
 
 
-def test_tool_choice_none_and_allowed_tools_then_the_model_is_told_of_those_only(harmony: ServedModel) -> None:
+def test_tool_choice_none_and_allowed_tools_then_the_prompt_has_those_only(harmony: ServedModel) -> None:
     assert "get_weather" not in prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice="none"), harmony)
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
     shown = prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice=allowed), harmony)
@@ -144,7 +144,7 @@ def test_response_format_then_guided_after_the_final_channel(harmony: ServedMode
     assert chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
 
 
-def test_json_schema_in_harmony_then_the_model_is_told_of_it_after_the_instructions(harmony: ServedModel) -> None:
+def test_json_schema_in_harmony_then_the_prompt_has_it_after_the_instructions(harmony: ServedModel) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     shown = prompt(chat(harmony, messages=messages, response_format=FORMAT), harmony)
     schema = json.dumps(CITY, separators=(",", ":"))

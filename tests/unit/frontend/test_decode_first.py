@@ -52,7 +52,7 @@ async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its
     assert time.time() < kept.expires_at <= time.time() + 10  # the request's deadline
     gate.set()
     assert await asking == [10, 11, 12, 13]
-    assert [(leg.phase, leg.reservation_id) for leg in decode.requests] == [(Phase.DECODE, kept.reservation_id)]
+    assert [(call.phase, call.reservation_id) for call in decode.requests] == [(Phase.DECODE, kept.reservation_id)]
     assert prefill.requests[0].reservation_id is None
     assert (trace.prefill_instance, trace.decode_instance, trace.retries) == (1, 2, 0)
     await cluster.pipeline.aclose()
@@ -107,7 +107,7 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
     assert prefill.requests == []
 
 
-async def test_reserve_when_nobody_answers_then_the_slot_is_given_back_and_another_is_asked(cluster: Cluster) -> None:
+async def test_reserve_when_there_is_no_answer_then_the_slot_is_released_and_another_is_asked(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     lost = await cluster.add(2, Role.DECODE, strategy=FIRST)
     lost.faults[ReserveSlot] = Unreachable("the answer was lost")
@@ -175,12 +175,12 @@ async def test_slot_when_the_decode_call_is_refused_then_it_is_given_back(cluste
 async def test_slot_when_the_transfer_fails_then_the_second_attempt_has_its_own(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")], [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
-    first, second = (leg.reservation_id for leg in decode.requests)
+    first, second = (call.reservation_id for call in decode.requests)
     assert first != second
     assert None not in (first, second)
 
 
-async def test_slot_when_the_deadline_has_passed_then_deadline_and_nobody_is_asked(cluster: Cluster) -> None:
+async def test_slot_when_the_deadline_has_passed_then_deadline_and_no_worker_is_asked(cluster: Cluster) -> None:
     _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):

@@ -339,7 +339,7 @@ async def test_request_when_memory_is_short_then_429() -> None:
     check_error(await post(front(MemoryError()), CHAT, chat()), 429, "overloaded")  # type: ignore[arg-type]
 
 
-async def test_one_request_more_than_max_inflight_then_429_and_room_again_afterwards() -> None:
+async def test_one_request_more_than_max_inflight_then_429_and_accepted_again_afterwards() -> None:
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=0)
     first = asyncio.create_task(post(served, CHAT, chat()))

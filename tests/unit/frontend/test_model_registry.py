@@ -1,4 +1,4 @@
-"""Which models a frontend serves: discovery is its in-process twin, files come over the in-process plane."""
+"""Which models a frontend serves: discovery is in memory, files come over the in-process plane."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that
     await until(lambda: said("model oss is not available any more: model oss has no prefill worker") == 1)
 
 
-async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Frontend) -> None:
+async def test_watch_when_discovery_has_listed_all_then_synced_is_set(frontend: Frontend) -> None:
     await asyncio.wait_for(frontend.models.synced.wait(), SOON_S)
 
 
@@ -125,7 +125,7 @@ async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_ask
     assert prompt_ids(frontend) == [1, 2]
 
 
-async def test_load_when_nobody_gives_the_right_content_then_it_is_tried_again_and_not_served_before(
+async def test_load_when_no_worker_has_the_right_content_then_it_is_tried_again_and_not_served_before(
     frontend: Frontend, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
@@ -187,7 +187,7 @@ async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(f
 
 async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(frontend: Frontend) -> None:
     absent = msgspec.structs.replace(CARD, files={"tokenizer.json": hashlib.sha256(b"x").hexdigest()})
-    await frontend.add(1, absent)  # nobody gives the file
+    await frontend.add(1, absent)  # no worker gives the file
     await until(lambda: len(frontend.models.instances()) == 1)
     with pytest.raises(EngineNotReady, match="still loading"):
         frontend.models.get("tiny")
@@ -210,7 +210,7 @@ async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_
 
 async def test_aclose_when_a_model_is_loading_then_no_task_is_left(frontend: Frontend) -> None:
     missing = hashlib.sha256(b"missing").hexdigest()
-    await frontend.add(1, msgspec.structs.replace(CARD, files={"tokenizer.json": missing}))  # nobody listens there
+    await frontend.add(1, msgspec.structs.replace(CARD, files={"tokenizer.json": missing}))  # no worker listens there
     await until(lambda: any(task.get_name() == "load tiny" for task in asyncio.all_tasks()))
     await frontend.models.aclose()
     assert not any(task.get_name() == "load tiny" for task in asyncio.all_tasks())

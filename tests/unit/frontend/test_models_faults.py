@@ -139,11 +139,11 @@ async def test_preload_when_it_fails_then_the_model_is_served_all_the_same(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(renderer: HarmonyRenderer) -> None:
-        raise MemoryError("no room")
+        raise MemoryError("no memory")
 
     monkeypatch.setattr(models_module, "_PRELOAD_AFTER_S", 0.001)
     monkeypatch.setattr(HarmonyRenderer, "preload", fail)
     await frontend.add(1, HARMONY)
     await until(lambda: "cannot be preloaded" in caplog.text)
     assert frontend.models.get("oss").card == HARMONY
-    assert "no room" in caplog.text
+    assert "no memory" in caplog.text

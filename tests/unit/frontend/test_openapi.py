@@ -158,7 +158,7 @@ def test_request_that_is_refused_then_its_schema_refuses_it(name: str, body: dic
     assert not schema(name).is_valid(body)
 
 
-async def test_docs_then_a_page_that_needs_nothing_from_elsewhere() -> None:
+async def test_docs_then_a_page_that_loads_nothing_else() -> None:
     response = await ask(front(), "GET", "/docs")
     assert response.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in response.headers["content-security-policy"]

@@ -74,7 +74,7 @@ def wrongly(prompts: int, sound: Answer = right) -> Answer:
 
 
 class Worker(ChunkSource):
-    """Ends every leg in `ending`; for ever for None."""
+    """Ends every call with `ending`; None: it does not end."""
 
     def __init__(self, ending: Chunk | DynamoError | Answer | None) -> None:
         self.ending = ending
@@ -239,11 +239,11 @@ async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_
     assert (len(bad.restarts), good.restarts) == (1 + losses, [])
 
 
-@pytest.mark.parametrize("ending", [Disconnected("no connection to NATS"), Unreachable("nobody listens")])
+@pytest.mark.parametrize("ending", [Disconnected("no connection to NATS"), Unreachable("no subscriber")])
 async def test_run_when_a_call_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
     ending: DynamoError,
 ) -> None:
-    """That tells nothing of its KV: no quarantine outlives the outage, and nobody is asked to restart."""
+    """That says nothing about its KV: no quarantine outlives the outage, and no worker is asked to restart."""
     bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=1, open_s=60.0))
     async with bench.running():
         prefill = await bench.add(1, Role.PREFILL, ending)
@@ -263,7 +263,7 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         await bench.add(1, Role.PREFILL, HANDOFF)
         decode = await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.codes["inconclusive"] == 1)
-        decode.ending = Unreachable("nobody listens")
+        decode.ending = Unreachable("no subscriber")
         with pytest.raises(Unreachable):
             async with aclosing(pipeline_stream(bench.pipeline, request(), RouteTrace())) as chunks:
                 await anext(chunks)

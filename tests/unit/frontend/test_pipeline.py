@@ -1,4 +1,4 @@
-"""One request over its legs, on the in-process plane: what is sent where, what is released, what is tried again."""
+"""One request over its calls, on the in-process plane: what is sent where, what is released, what is retried."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert [(r.phase, r.kv_params) for r in prefill.requests] == [(Phase.PREFILL, None)]
-    leg = decode.requests[0]
-    assert leg.phase is Phase.DECODE
-    assert leg.kv_params is not None
-    assert leg.kv_params.transfer_id == "t1"
-    assert leg.token_ids == token_ids([1, 2, 3])
+    call = decode.requests[0]
+    assert call.phase is Phase.DECODE
+    assert call.kv_params is not None
+    assert call.kv_params.transfer_id == "t1"
+    assert call.token_ids == token_ids([1, 2, 3])
     assert trace == RouteTrace(
         prefill_instance=1, decode_instance=2, prefill_stats=PREFILL_STATS, decode_stats=DECODE_STATS
     )
@@ -84,7 +84,7 @@ async def test_generate_when_prefill_ends_in_a_transfer_without_a_transfer_then_
     await cluster.add(2, Role.DECODE)
     with pytest.raises(StreamIncomplete, match="no KV transfer parameters"):
         await cluster.tokens()
-    assert len(prefill.requests) == 4  # three retries, and there is nobody else
+    assert len(prefill.requests) == 4  # three retries, and there is no other worker
 
 
 async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_released_fetched_once(
@@ -94,7 +94,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_transfer_is_re
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(pipeline_stream(cluster.pipeline, request(), RouteTrace())) as stream:
         await anext(stream)
-        await cluster.pipeline.aclose()  # waits for what was posted: the leg still runs
+        await cluster.pipeline.aclose()  # waits for what was posted: the call still runs
         assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
     await cluster.pipeline.aclose()
     assert len(prefill.releases) == 1
@@ -182,7 +182,7 @@ async def test_generate_when_every_worker_is_full_then_each_is_asked_once_and_ov
     assert [len(worker.requests) for worker in workers] == [1, 1]
 
 
-async def test_generate_when_an_error_is_not_retryable_then_it_is_not_tried_elsewhere(cluster: Cluster) -> None:
+async def test_generate_when_an_error_is_not_retryable_then_it_is_not_retried(cluster: Cluster) -> None:
     await cluster.add(1, Role.AGGREGATED, [RequestRejected("no")])
     other = await cluster.add(2, Role.AGGREGATED, FINISHED)
     with pytest.raises(RequestRejected):
@@ -191,7 +191,7 @@ async def test_generate_when_an_error_is_not_retryable_then_it_is_not_tried_else
 
 
 @pytest.mark.parametrize("failure", [Disconnected("gone"), NonFinite("NaN")])
-async def test_generate_when_decode_dies_midway_then_the_rest_is_made_elsewhere_from_the_tokens_so_far(
+async def test_generate_when_decode_dies_midway_then_another_worker_continues_from_the_tokens_so_far(
     cluster: Cluster, failure: DynamoError
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])

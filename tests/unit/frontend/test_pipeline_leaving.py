@@ -107,9 +107,9 @@ async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_r
     asked: list[str] = []
     generate = cluster.plane.generate
 
-    def counting(subject, leg, sink=None):
+    def counting(subject, call, sink=None):
         asked.append(subject)
-        return generate(subject, leg, sink)
+        return generate(subject, call, sink)
 
     cluster.plane.generate = counting  # type: ignore[method-assign]
     cluster.view.add(gone)
@@ -135,7 +135,7 @@ async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries
     assert trace.retries == 0
 
 
-async def test_refusals_when_nobody_ever_takes_it_then_bounded_by_the_hold(cluster: Cluster) -> None:
+async def test_rejections_when_no_worker_ever_accepts_it_then_bounded_by_the_hold(cluster: Cluster) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=0.35))
     cluster.view.add(make_instance(1, role=Role.AGGREGATED))
     begun = asyncio.get_running_loop().time()
@@ -144,13 +144,13 @@ async def test_refusals_when_nobody_ever_takes_it_then_bounded_by_the_hold(clust
     assert 0.34 <= asyncio.get_running_loop().time() - begun < SOON_S
 
 
-async def test_release_when_the_holder_is_away_for_a_moment_then_it_is_told_again(cluster: Cluster) -> None:
+async def test_release_when_the_prefill_worker_is_away_for_a_moment_then_it_is_sent_again(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     prefill.faults[ReleaseKv] = Disconnected("away")
     assert await cluster.tokens() == [10, 11, 12, 13]
     async with asyncio.timeout(SOON_S):
-        while not prefill.releases:  # noqa: ASYNC110  # a list tells nobody
+        while not prefill.releases:  # noqa: ASYNC110  # a list has no event
             await asyncio.sleep(0)
     prefill.faults.clear()
     await cluster.pipeline.aclose()

@@ -1,4 +1,4 @@
-"""Requests that wait for their turn, over HTTP against a scripted pipeline: who gets it, who leaves, what is told."""
+"""Requests that wait in the queue, over HTTP with a scripted pipeline: their order, clients that leave, answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gauge(served: FakeFrontend, name: str) -> float:
 
 async def until(served: FakeFrontend, name: str, value: float) -> None:
     async with asyncio.timeout(SOON_S):
-        while gauge(served, name) != value:  # noqa: ASYNC110  # a gauge tells nobody when it changes
+        while gauge(served, name) != value:  # noqa: ASYNC110  # a gauge has no event
             await asyncio.sleep(0)
 
 
@@ -110,16 +110,16 @@ async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() 
     await served.pipeline.begun.wait()
     leaves = asyncio.Event()
     body = json.dumps({"model": MODEL} | PATHS[CHAT]).encode()
-    told = [{"type": "http.request", "body": body}]
+    parts = [{"type": "http.request", "body": body}]
 
     async def receive() -> Any:
-        if told:
-            return told.pop()
+        if parts:
+            return parts.pop()
         await leaves.wait()
         return {"type": "http.disconnect"}
 
     async def send(_: Any) -> None:
-        raise AssertionError("there is nobody to answer")
+        raise AssertionError("no client waits for an answer")
 
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
     waiting = asyncio.create_task(asgi(served.app)(scope, receive, send))  # type: ignore[arg-type]

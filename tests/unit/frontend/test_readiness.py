@@ -45,7 +45,7 @@ def test_lacking_when_no_prefill_fits_a_decode_then_names_the_field() -> None:
     assert "layout.block_tokens is 16 at prefill and 64 at decode" in why
 
 
-def test_mismatches_when_one_of_two_fits_then_only_the_other_is_told() -> None:
+def test_mismatches_when_one_of_two_fits_then_only_the_other_is_reported() -> None:
     assert list(mismatches(model_view(prefill=(PREFILL,), decode=(DECODE, ODD)))) == [
         "instance c (decode): layout.block_tokens is 64 at decode and 16 at prefill"
     ]

@@ -97,7 +97,7 @@ async def test_refused_request_when_it_is_large_then_its_log_line_is_short(caplo
     assert len(line) < 500
 
 
-async def test_request_that_nobody_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+async def test_request_that_no_worker_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await asked(front(errors.NoInstances("model 'm' has no decode worker now")))
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("request_context")]

@@ -50,10 +50,10 @@ def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
 
 def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     transcript = OutputBuilder(RESPONSE, CharacterRenderer())
-    told = [each for region in script for each in transcript.push(region)]
-    told += transcript.finish("completed")
+    events = [each for region in script for each in transcript.push(region)]
+    events += transcript.finish("completed")
     return [
-        each.template | {"delta": each.text} if isinstance(each, TextDelta) else each for each in told
+        each.template | {"delta": each.text} if isinstance(each, TextDelta) else each for each in events
     ], transcript.items("completed")
 
 

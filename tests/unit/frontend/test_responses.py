@@ -201,8 +201,8 @@ async def test_stream_when_a_worker_fails_then_error_and_failed_response() -> No
     ],
 )
 async def test_stream_when_it_fails_then_the_code_is_one_of_the_api(error: errors.DynamoError, code: str) -> None:
-    *_, told, failed = await events(front(chunk("Hel"), error))
-    assert (told["code"], failed["response"]["error"]["code"]) == (error.code, code)
+    *_, error_event, failed = await events(front(chunk("Hel"), error))
+    assert (error_event["code"], failed["response"]["error"]["code"]) == (error.code, code)
 
 
 async def test_failure_before_a_token_then_a_status_of_its_own() -> None:

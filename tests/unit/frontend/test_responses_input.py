@@ -118,7 +118,7 @@ OTHER = TOOL | {"name": "restart"}
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "visible"),
     [
         ("auto", ["get_system_health", "restart"]),
         ("none", []),
@@ -126,10 +126,10 @@ OTHER = TOOL | {"name": "restart"}
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "restart"}]}, ["restart"]),
     ],
 )
-async def test_tool_choice_then_the_tools_that_the_model_is_told_of(choice: Any, told: list[str]) -> None:
+async def test_tool_choice_then_the_tools_that_the_prompt_has(choice: Any, visible: list[str]) -> None:
     served = front(stop("x"))
     response = await made(served, tools=[TOOL, OTHER], tool_choice=choice)
-    assert [tool.name for tool in served.catalog.renderer.conversations[0].tools] == told
+    assert [tool.name for tool in served.catalog.renderer.conversations[0].tools] == visible
     assert response["tool_choice"] == choice
     Response.model_validate_json(json.dumps(response), strict=True)
 

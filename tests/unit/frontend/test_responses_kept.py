@@ -63,7 +63,7 @@ async def test_input_items_then_paged_as_asked() -> None:
     huge = "limit=" + "1" * 5000  # more digits than Python reads
     for query, field in (("limit=0", "limit"), ("limit=x", "limit"), (huge, "limit"), ("order=up", "order")):
         check_error(await ask(served, "GET", f"{path}?{query}"), 400, "invalid_request", field)
-    check_error(await ask(served, "GET", f"{path}?after=nobody"), 404, "response_not_found", "after")
+    check_error(await ask(served, "GET", f"{path}?after=unknown"), 404, "response_not_found", "after")
     check_error(await ask(served, "GET", f"{path}?before=x"), 400, "unsupported_parameter", "before")
 
 

@@ -90,7 +90,7 @@ async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what
     assert response.json()["rejected_records"] == rejected
 
 
-async def test_health_when_nobody_registered_then_not_ready() -> None:
+async def test_health_when_no_worker_is_registered_then_not_ready() -> None:
     served = front()
     served.catalog.served.clear()
     assert (await ask(served, "GET", "/health")).json()["status"] == "not_ready"

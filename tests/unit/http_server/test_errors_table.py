@@ -20,10 +20,10 @@ def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
 @pytest.mark.parametrize("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"])
 def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
     assert cls in STATUS
-    told = to_response(cls("change this"))
-    assert told.status == STATUS[cls]
-    assert told.body["error"]["code"] == cls.code
-    assert ("Retry-After" in told.headers) == (told.status in (429, 503))
+    response = to_response(cls("change this"))
+    assert response.status == STATUS[cls]
+    assert response.body["error"]["code"] == cls.code
+    assert ("Retry-After" in response.headers) == (response.status in (429, 503))
 
 
 def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -> None:

@@ -18,7 +18,7 @@ from tests.instances import make_transfer_params
 
 
 class Slow:
-    """A carrier that answers every fetch with its error, and notes how long it was given."""
+    """A backend whose fetches all fail with its error, and which records their time limits."""
 
     name = "slow"
 
@@ -78,7 +78,7 @@ async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
     assert 0.5 < backend.given_s <= 1
 
 
-async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
+async def test_fetch_when_it_fails_otherwise_then_that_is_reported() -> None:
     with pytest.raises(TransferFailed):
         await fetch(Slow(TransferFailed("gone")), 9, deadline_in_s=9, timeout_s=9)
 

@@ -8,7 +8,7 @@ from dynamo_trtllm.kv_transfer.nixl.validity import ACK_BYTES, ACK_OFFSET, Valid
 
 
 def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
-    """What a carrier's read of the guard and its write of the word come to."""
+    """The result of a backend's read of the guard and of its write of the acknowledgement."""
     address, size, _ = holder.descriptor(slot)
     ctypes.memmove(reader.descriptor(own)[0], address, size)
     send(holder, slot, reader, own)

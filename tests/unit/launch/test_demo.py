@@ -39,7 +39,7 @@ def test_report_when_answer_came_then_all_that_happened_is_named():
     assert "prefill 200 ms" in text
 
 
-def test_report_when_nobody_prefilled_and_no_rate_is_known_then_it_says_so():
+def test_report_when_there_was_no_prefill_worker_and_no_rate_is_known_then_it_says_so():
     text = main.sample_report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {})
     assert "prefill by: none" in text
     assert "tokens/s" not in text

@@ -66,7 +66,7 @@ async def test_until_when_it_serves_later_then_its_answer_comes() -> None:
 
 async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
     with socket.socket() as held:
-        held.bind((HOST, 0))  # and not listening: whoever connects is refused, and no other gets the port
+        held.bind((HOST, 0))  # and not listening: connections are refused, and no other process gets the port
         async with asyncio.timeout(SOON_S):
             with pytest.raises(NotYet, match="Connect call failed"):
                 await until(partial(ready, HOST, held.getsockname()[1]), 1.0)

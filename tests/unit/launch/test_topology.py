@@ -52,7 +52,7 @@ def test_choose_when_there_is_no_gpu_then_torch_on_the_cpu_with_a_pair_and_the_r
 
 
 def test_choose_when_memory_holds_the_weights_once_then_one_aggregated_worker() -> None:
-    chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), wishes())  # 8 GiB in float32, and 12.8 GiB of room
+    chosen = choose(LAPTOP, replace(SMALL, torch_values=2 * GIB), wishes())  # 8 GiB in float32, of 12.8 for weights
     assert chosen.workers == {Role.AGGREGATED: 1}
     assert chosen.reasons["topology"] == "1 aggregated worker: the memory does not hold the weights twice"
 

@@ -48,12 +48,12 @@ def fail(error: Exception) -> None:
 def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(logged: Callable[[], str]) -> None:
     setup("info", "prefill-1")
     token = request_id.set("req-7")
-    log.info("leg %d of %s in %.1f s", 1, "w", 0.25)
+    log.info("call %d of %s in %.1f s", 1, "w", 0.25)
     request_id.reset(token)
     log.info("100%% idle")  # without arguments it is no template
     log.info("%(name)s", {"name": "by name"})
     assert heads(logged()) == [
-        "INFO prefill-1 req-7 x: leg 1 of w in 0.2 s",
+        "INFO prefill-1 req-7 x: call 1 of w in 0.2 s",
         "INFO prefill-1 x: 100%% idle",
         "INFO prefill-1 x: by name",
     ]

@@ -24,7 +24,7 @@ def memory(value: float) -> str:
 
 
 def values(page: bytes) -> dict[str, float]:
-    """By name and labels, spelled as Prometheus does."""
+    """By name and labels, formatted as Prometheus does."""
     lines = (line.rpartition(" ") for line in page.decode().split("\n") if line and not line.startswith("#"))
     return {sample: float(value) for sample, _, value in lines}
 

@@ -1,4 +1,4 @@
-"""The caller's side of the request plane over a link of dictionaries: messages that nobody meant."""
+"""The caller's side of the request plane over a transport of dictionaries: unexpected messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls of models without Harmony: what is told apart, what is held back, what stays content."""
+"""Reasoning and tool calls of models without Harmony: what is distinguished, what is held back, what stays content."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def each_delta(made: ChatOutputParser, text: str) -> list[Delta]:
         ("deepseek_r1", "</think>b", Seen("b")),
     ],
 )
-def test_push_when_the_model_thinks_then_reasoning_is_told_from_the_answer(
+def test_push_when_the_model_thinks_then_reasoning_is_separated_from_the_answer(
     reasoning: str, text: str, expected: Seen, steps: list[int]
 ) -> None:
     assert seen(parser(reasoning), text, steps) == expected

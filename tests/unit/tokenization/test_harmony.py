@@ -304,7 +304,7 @@ def test_encode_when_decoded_then_text_is_back_and_no_control_token_was_made(
     assert renderer.decode(ids) == text
 
 
-def test_decode_when_ids_are_control_tokens_then_they_are_spelled(renderer: HarmonyRenderer) -> None:
+def test_decode_when_ids_are_control_tokens_then_they_are_written_out(renderer: HarmonyRenderer) -> None:
     assert renderer.decode(token_ids([200006, 200012, 201087])) == "<|start|><|call|><|reserved_201087|>"
     with pytest.raises(InvalidRequest, match="201088"):
         renderer.decode(token_ids([201088]))

@@ -143,9 +143,9 @@ def test_push_when_ids_are_anything_then_no_marker_leaves_and_the_cut_changes_no
 ) -> None:
     seen = fold(renderer.chat_parser(), cut(ids, steps))
     assert seen == fold(renderer.chat_parser(), [ids])
-    spelled = plain().decode(token_ids(i for i in ids if i < 199_998))  # by ordinary tokens, which is text
+    as_text = plain().decode(token_ids(i for i in ids if i < 199_998))  # by ordinary tokens, which is text
     shown = " ".join((seen.content, seen.reasoning, *(part for call in seen.calls for part in call)))
-    assert not [marker for i in CONTROL if (marker := harmony().decode([i])) in shown and marker not in spelled]
+    assert not [marker for i in CONTROL if (marker := harmony().decode([i])) in shown and marker not in as_text]
 
 
 @fixed(300)

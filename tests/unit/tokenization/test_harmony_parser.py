@@ -109,7 +109,7 @@ STREAMS = {
     "header with a line break": ("<|channel|>Sure:\nHello<|return|>", Seen("Sure:\nHello")),
     "start twice": (f"<|start|>assistant<|start|>assistant{FINAL}x<|return|>", Seen("x")),
     "another role": (f"{FINAL}x<|end|><|start|>user<|channel|>analysis<|message|>y<|end|>", Seen("xy")),
-    "unknown role": (f"<|start|>nobody{FINAL}x<|return|>", Seen("x")),
+    "unknown role": (f"<|start|>unknown{FINAL}x<|return|>", Seen("x")),
     "no role": ("<|start|><|message|>x<|return|>", Seen("x")),
     "call header cut off": (f"{ANALYSIS}Think{NEXT} to=functions.get_w", Seen("", "Think", [], 1)),
     "late call header cut off": ("<|channel|>commentary to=functions.get_w", Seen()),
@@ -237,11 +237,11 @@ def test_push_when_output_is_long_then_nothing_of_it_is_stored(renderer: Harmony
 
 
 @pytest.mark.parametrize("marker", ["<|end|>", "<|call|>", "<|start|>"])
-def test_push_when_model_spells_a_marker_as_text_then_it_is_shown_as_text(
+def test_push_when_model_spells_a_marker_text_ids_then_it_is_shown_text_ids(
     renderer: HarmonyRenderer, marker: str
 ) -> None:
-    spelled = renderer.encode(f"write {marker} like that").tolist()
-    assert parse(renderer.chat_parser(), [*ids_of(FINAL), *spelled, RETURN]).content == f"write {marker} like that"
+    text_ids = renderer.encode(f"write {marker} like that").tolist()
+    assert parse(renderer.chat_parser(), [*ids_of(FINAL), *text_ids, RETURN]).content == f"write {marker} like that"
 
 
 def test_push_when_a_call_is_forced_with_its_name_then_output_is_arguments(renderer: HarmonyRenderer) -> None:

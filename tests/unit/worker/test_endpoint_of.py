@@ -1,4 +1,4 @@
-"""Under which name a worker is found when nobody chose one: the components of the guides."""
+"""The default component of a worker is that of the guides."""
 
 from __future__ import annotations
 

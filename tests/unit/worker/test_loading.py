@@ -1,4 +1,4 @@
-"""Before and while an engine loads: who is looked at, what stops the start, what is told."""
+"""Before and while an engine loads: which peers are read, what stops the start, what is reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INFO = EngineInfo(
 
 
 class Judging:
-    """An engine that judges itself and tells what it does; `start_engine` runs until told to end."""
+    """An engine with findings about itself, which records its calls; `start_engine` runs until the test ends it."""
 
     def __init__(self, *severities: str) -> None:
         self.severities = severities
@@ -78,7 +78,7 @@ async def peers_of(role: Role, **fields: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("role", "ids"), [(Role.PREFILL, [1]), (Role.DECODE, [0]), (Role.AGGREGATED, [])])
-async def test_live_peers_when_several_are_there_then_only_the_other_role_of_the_namespace_is_told(
+async def test_live_peers_when_several_are_there_then_only_the_other_role_of_the_namespace_is_listed(
     role: Role, ids: list[int]
 ) -> None:
     assert await peers_of(role) == ids
@@ -146,7 +146,7 @@ async def test_start_when_a_stage_lasts_then_it_is_said_again(
     engine.stage = "weights"
     starting = asyncio.create_task(startup.start_engine(engine, Health()))
     async with asyncio.timeout(SOON_S):
-        while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log tells nobody
+        while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log has no event
             await asyncio.sleep(0.005)
     engine.ready.set()
     await starting
@@ -174,5 +174,5 @@ async def test_start_when_cancelled_then_the_engines_start_ends_too() -> None:
 
 async def until(health: Health, reason: str) -> None:
     async with asyncio.timeout(SOON_S):
-        while health.reason != reason:  # noqa: ASYNC110  # health tells nobody when it changes
+        while health.reason != reason:  # noqa: ASYNC110  # health has no event
             await asyncio.sleep(0.002)

@@ -166,7 +166,7 @@ async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they
     assert await bench.ask(phase=Phase.AGGREGATED) == list(ANSWER)
 
 
-async def test_control_when_asked_to_restart_then_its_owner_is_told_why() -> None:
+async def test_control_when_asked_to_restart_then_its_owner_learns_why() -> None:
     bench = MeteredService(PlainEngine())
     assert await bench.service.control(Restart("no KV leaves")) == b""
     with pytest.raises(EngineFailed, match="restart requested: no KV leaves"):
@@ -267,7 +267,7 @@ async def test_file_when_it_is_asked_wrongly_then_refused_by_field(tmp_path: Pat
     assert caught.value.field == field
 
 
-async def test_release_when_the_engine_has_transfers_then_it_is_told_at_once() -> None:
+async def test_release_when_the_engine_has_transfers_then_it_is_called_at_once() -> None:
     engine = TransferringEngine()
     assert await MeteredService(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.ABORTED)) == b""
     assert engine.released == [("t-1", ReleaseOutcome.ABORTED)]

@@ -1,4 +1,4 @@
-"""What a worker takes and refuses: legs, kept slots, KV under tickets."""
+"""What a worker accepts and rejects: calls, reserved slots, KV that waits to be fetched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def leg(reservation_id: str | None = None) -> GenerateRequest:
+def call(reservation_id: str | None = None) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="tiny",
@@ -47,20 +47,20 @@ def stats(*, ticket_kv_blocks: int, total: int = 100) -> EngineStats:
 
 def test_call_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock) -> None:
     admission = Admission(max_active=2, clock=clock)
-    with admission.admit(leg(), None):
-        with admission.admit(leg(), None):
+    with admission.admit(call(), None):
+        with admission.admit(call(), None):
             with pytest.raises(Overloaded, match="2 calls and 0 reserved slots of 2"):
-                with admission.admit(leg(), None):
+                with admission.admit(call(), None):
                     raise AssertionError("it was let in")
             assert admission.active() == 2
-        with admission.admit(leg(), None):
+        with admission.admit(call(), None):
             pass
     assert admission.active() == 0
 
 
 def test_call_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
     admission = Admission(max_active=1, clock=clock)
-    with pytest.raises(ValueError, match="boom"), admission.admit(leg(), None):
+    with pytest.raises(ValueError, match="boom"), admission.admit(call(), None):
         raise ValueError("boom")
     assert admission.active() == 0
 
@@ -68,7 +68,7 @@ def test_call_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
 def test_call_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
     admission = Admission(clock=clock)
     admission.reserve("a", clock.now + 1)
-    with admission.admit(leg(), None), admission.admit(leg(), None):
+    with admission.admit(call(), None), admission.admit(call(), None):
         assert admission.active() == 2
     assert admission.reserved_slots() == 0
 
@@ -77,7 +77,7 @@ def test_reservation_when_made_then_it_counts_as_a_call(clock: Clock) -> None:
     admission = Admission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
     with pytest.raises(Overloaded, match="0 calls and 1 reserved slots"):
-        with admission.admit(leg(), None):
+        with admission.admit(call(), None):
             raise AssertionError("it was let in")
     with pytest.raises(Overloaded):
         admission.reserve("b", clock.now + 10)
@@ -86,7 +86,7 @@ def test_reservation_when_made_then_it_counts_as_a_call(clock: Clock) -> None:
 def test_reservation_when_its_call_comes_then_it_takes_that_place(clock: Clock) -> None:
     admission = Admission(max_active=1, clock=clock)
     admission.reserve("a", clock.now + 10)
-    with admission.admit(leg("a"), None):
+    with admission.admit(call("a"), None):
         assert (admission.active(), admission.reserved_slots()) == (1, 0)
     assert (admission.active(), admission.reserved_slots()) == (0, 0)
 
@@ -114,21 +114,21 @@ def test_reservation_when_expired_then_others_get_the_place_and_its_call_comes_a
     clock.now += 1
     assert admission.reserved_slots() == 0
     admission.reserve("b", clock.now + 1)
-    with pytest.raises(Overloaded), admission.admit(leg("a"), None):
+    with pytest.raises(Overloaded), admission.admit(call("a"), None):
         raise AssertionError("it was let in")
     clock.now += 1
-    with admission.admit(leg("a"), None):
+    with admission.admit(call("a"), None):
         assert admission.active() == 1
 
 
 def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: Clock) -> None:
     admission = Admission(max_active=9, max_pending_transfer_fraction=0.5, clock=clock)
-    with admission.admit(leg(), stats(ticket_kv_blocks=50)):
+    with admission.admit(call(), stats(ticket_kv_blocks=50)):
         pass
-    with admission.admit(leg(), stats(ticket_kv_blocks=51)):
+    with admission.admit(call(), stats(ticket_kv_blocks=51)):
         clock.now += 1
     with pytest.raises(Overloaded, match="7 pending KV transfers hold 51 of 100 KV blocks"):
-        with admission.admit(leg(), stats(ticket_kv_blocks=51)):
+        with admission.admit(call(), stats(ticket_kv_blocks=51)):
             raise AssertionError("it was let in")
     assert admission.active() == 0
 
@@ -136,11 +136,11 @@ def test_prefill_when_transfers_hold_more_than_their_share_then_refused(clock: C
 def test_prefill_when_one_long_prompt_exceeds_the_share_for_a_moment_then_others_are_accepted(clock: Clock) -> None:
     admission = Admission(max_pending_transfer_fraction=0.5, clock=clock)
     for blocks in (94, 0, 94, 0, 94):  # of 100: the next one comes right after the transfer
-        with admission.admit(leg(), stats(ticket_kv_blocks=blocks)):
+        with admission.admit(call(), stats(ticket_kv_blocks=blocks)):
             clock.now += 0.6
 
 
 def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:
     admission = Admission(max_pending_transfer_fraction=0.5, clock=clock)
-    with admission.admit(leg(), stats(ticket_kv_blocks=51, total=0)):
+    with admission.admit(call(), stats(ticket_kv_blocks=51, total=0)):
         pass

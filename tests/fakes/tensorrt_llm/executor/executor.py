@@ -70,7 +70,7 @@ class GenerationExecutor:
 
     def abort_request(self, request_id: int) -> None:
         if traps.is_on("abort_fails"):
-            raise RPCError("the stand-in was told to fail at a remote call")
+            raise RPCError("a test made the stand-in fail at a remote call")
         self.core.post(lambda: self._abort(request_id))
 
     def handle_background_error(self, error: Exception) -> None:
@@ -106,9 +106,9 @@ class GenerationExecutor:
 
     def get_stats(self, timeout: float, most: int = _STATS_KEPT) -> list[dict[str, Any]]:
         if traps.is_on("stats_fail"):
-            raise RuntimeError("the stand-in was told to fail at statistics")
+            raise RuntimeError("a test made the stand-in fail at statistics")
         if traps.is_on("stats_rpc_fails"):
-            raise RPCError("the stand-in was told to fail at a remote call")
+            raise RPCError("a test made the stand-in fail at a remote call")
         deadline = time.monotonic() + timeout
         with self._news:
             while not self._stats and not self.doing_shutdown and (left := deadline - time.monotonic()) > 0:

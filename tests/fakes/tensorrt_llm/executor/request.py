@@ -47,8 +47,8 @@ class Served:
         params = submission.disaggregated_params
         kind = params.request_type if params is not None else None
         self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(kind, Phase.AGGREGATED)
-        self._held_back: list[tuple[int, Any]] = []  # tokens not told yet, with their log-probabilities
-        self._told = 0  # steps
+        self._held_back: list[tuple[int, Any]] = []  # tokens not reported yet, with their log-probabilities
+        self._num_reported = 0  # steps
         self._made = 0  # tokens
         self._times = TimingMetrics(arrival_time=_now())
         self._interval = _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
@@ -73,7 +73,7 @@ class Served:
             self._executor.on_fatal("list index out of range")
             return
         if traps.is_on("transfer_fails") and self._phase is Phase.DECODE:
-            raise ValueError("the stand-in was told to lose the KV transfer")
+            raise ValueError("a test made the stand-in lose the KV transfer")
         request, stop = self._request()
         if self._phase is Phase.DECODE and request.sampling.logprobs is not None and traps.is_on("logprobs_asserted"):
             self._end(Response(error=AssertionError("logprobs length: 0 != output.length: 1")))
@@ -98,13 +98,13 @@ class Served:
     def _meets_trap(self) -> bool:
         for name, act in (("step_fails", self._executor.on_step_failed), ("executor_dies", self._executor.on_fatal)):
             if traps.is_on(name):
-                act(f"CUDA error: the stand-in was told so ({name})")
+                act(f"CUDA error: a test made the stand-in fail ({name})")
                 return True
         if traps.is_on("dies_of_long") and self._call.sampling.max_tokens > _LONG_TOKENS:
-            self._executor.on_fatal("CUDA error: the stand-in was told so (dies_of_long)")
+            self._executor.on_fatal("CUDA error: a test made the stand-in fail (dies_of_long)")
             return True
         if traps.is_on("request_fails"):
-            raise ValueError("the stand-in was told to fail this request")
+            raise ValueError("a test made the stand-in fail this request")
         return False
 
     def _request(self) -> tuple[GenerateRequest, Stop]:
@@ -208,7 +208,7 @@ class Served:
         if not self._call.streaming:
             return
         second_first = traps.is_on("first_with_second") or self._executor.args["disable_overlap_scheduler"]
-        if self._told == 0:
+        if self._num_reported == 0:
             due = 2 if self._phase is Phase.DECODE and second_first else 1
         else:
             due = self._interval
@@ -222,10 +222,14 @@ class Served:
             finish_reason = "timeout"
         if finish_reason == "length" and traps.is_on("empty_last_step") and self._call.streaming and self._held_back:
             self._tell(None)
-        first = 1 if self._told == 0 and self._phase is Phase.DECODE and not traps.is_on("decode_first_logprob") else 0
+        first = (
+            1
+            if self._num_reported == 0 and self._phase is Phase.DECODE and not traps.is_on("decode_first_logprob")
+            else 0
+        )
         entries, self._held_back = self._held_back, []
         logprobs = tuple(entry for _, entry in entries[first:] if entry is not None)
-        self._told += 1
+        self._num_reported += 1
         self._times.last_token_time = _now()
         if self._call.sampling.return_perf_metrics:
             more["perf_metrics"] = RequestPerfMetrics(copy.copy(self._times))

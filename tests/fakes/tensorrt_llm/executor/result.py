@@ -179,7 +179,7 @@ class GenerationResult:
         assert self._aqueue is not None, "The asyncio event loop was not present during initialization"
         response = await self._aqueue.get()
         if traps.is_on("result_call_fails"):
-            raise RPCError("the stand-in was told to fail at a remote call")
+            raise RPCError("a test made the stand-in fail at a remote call")
         self._take(response)
 
     def _put(self, response: Response) -> None:

@@ -96,7 +96,7 @@ class LLM:
         sampling = self._prepared(call["sampling_params"] or SamplingParams(), params)
         self._check(prompt, params)
         if traps.is_on("refused_at_call"):
-            raise RequestError("the stand-in was told to refuse this request")
+            raise RequestError("a test made the stand-in refuse this request")
         submission = Submission(
             prompt_token_ids=prompt,
             sampling=sampling,

@@ -94,8 +94,8 @@ def kill_all(reason: str) -> None:
 
 
 def _backend(backend: str | None) -> TransferBackend | None:
-    """UCX and NIXL are nixl where it runs, tcp elsewhere; STANDIN_CARRIER names one."""
-    return None if backend is None else create_backend(os.environ.get("STANDIN_CARRIER"))
+    """UCX and NIXL are nixl where it runs, otherwise tcp; STANDIN_BACKEND names one."""
+    return None if backend is None else create_backend(os.environ.get("STANDIN_BACKEND"))
 
 
 def _engine_args(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class PythonTransceiver:
             def handle(self) -> None:
                 self.wfile.write(GREETING)
                 asked = self.rfile.readline()
-                if asked:  # else it only looked whether anybody listens
+                if asked:  # else it only checked that the port is open
                     self.wfile.write(states.get(int(asked), b""))
 
         return Handler

@@ -121,15 +121,15 @@ class Core:
             self._advance(job)
 
     def _end_reads(self) -> None:
-        """What the workers tell of the last step, told to the scheduler."""
+        """Pass what the workers report of the last step to the scheduler."""
         if self.worker_half is None:
             return
-        told = SimpleNamespace(
+        report = SimpleNamespace(
             finished_recving=self.worker_half.get_finished(set())[1] & set(self.scheduler.requests),
             kv_connector_worker_meta=self.worker_half.build_connector_worker_meta(),
         )
         jobs = dict(self.scheduler.requests)
-        outputs = self.scheduler.update_from_output(None, SimpleNamespace(kv_connector_output=told))
+        outputs = self.scheduler.update_from_output(None, SimpleNamespace(kv_connector_output=report))
         self._free_leases()
         for output in [each for client in outputs.values() for each in client.outputs]:
             _send(jobs[output.request_id], self._output([], None, output.finish_reason, None))
@@ -224,12 +224,12 @@ class Core:
             finish = "stop"
         elif len(job.output) == sampling.max_tokens:
             finish = "length"
-        told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
+        entries = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
         params = None
         if finish and job.kv_transfer_params:
             leases = job.kv_transfer_params.get("do_remote_decode")
             params = self._lease(job) if leases else self.connector.request_finished_all_groups(job, ())[1]
-        output = self._output([token], told, finish, params, job)
+        output = self._output([token], entries, finish, params, job)
         if len(job.output) == 1 and sampling.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *(logprobs(each, sampling.prompt_logprobs) for each in job.prompt[1:])]
         _send(job, output)
@@ -265,8 +265,8 @@ class Core:
                 group.remove(job)
         self.free += job.blocks
 
-    def _output(self, tokens: list[int], told: Any, finish: str | None, params: Any, job: Job | None = None) -> Any:
-        completion = SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=finish)
+    def _output(self, tokens: list[int], entries: Any, finish: str | None, params: Any, job: Job | None = None) -> Any:
+        completion = SimpleNamespace(token_ids=tokens, logprobs=entries, finish_reason=finish)
         return SimpleNamespace(
             outputs=[completion],
             finished=finish is not None,

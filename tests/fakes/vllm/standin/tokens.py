@@ -1,4 +1,4 @@
-"""Made-up tokens that depend on what a real model's do: the text so far, and how sampling is asked for."""
+"""Fake tokens that depend on what a real model's depend on: the text so far, and how sampling is asked for."""
 
 from __future__ import annotations
 

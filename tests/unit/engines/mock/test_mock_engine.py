@@ -1,4 +1,4 @@
-"""What only the mock engine promises, or what the contract suite can't see: gates in the carrier, a dead clock."""
+"""What only the mock engine promises, or what the contract suite can't see: gates in the transfers, a dead clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = prompt_of(100)  # four blocks
 
 
 class GatedCarrier(LoopbackBackend):
-    """Counts its fetches and stops at the gate it is told to."""
+    """Counts its fetches and stops at the given gate."""
 
     def __init__(self, closed: str = "") -> None:
         super().__init__()
@@ -186,7 +186,7 @@ async def test_drain_when_a_peer_fetches_the_transfer_then_it_returns_after_the_
         drain = asyncio.create_task(prefill.drain())
         await decode(decoder, kv_params)
         await backend.reached.wait()
-        assert not drain.done()  # the carrier may still read the memory
+        assert not drain.done()  # the backend may still read the memory
         assert prefill.stats().kv_blocks_used == 4
         backend.opened.set()
         async with asyncio.timeout(SOON_S):

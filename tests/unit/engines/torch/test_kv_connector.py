@@ -1,4 +1,4 @@
-"""What a GPU's copies mean for a ticket: it is handed out at once, and its reader waits for each piece."""
+"""KV transfer parameters are returned before the GPU's copies have ended, and the reader waits for each region."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def request(phase: Phase, kv_params: Any = None) -> GenerateRequest:
     )
 
 
-async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
+async def exported(holder: Side, copies: list[Any]) -> Chunk:
     retire = partial(holder.retired.append, True)
     first = Chunk(token_ids=token_ids([5]))
     seq = sequence_of(request(Phase.PREFILL), max_new_tokens=4, seed=7, first=first, retire=retire)
@@ -74,7 +74,7 @@ async def test_transfer_when_copies_are_under_way_then_it_leaves_and_regions_fol
     holder.transfer_buffer.memory.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
     copies = [Copy() for _ in holder.allocation.regions]
     assert len(copies) == 2
-    chunk = await handed_out(holder, copies)
+    chunk = await exported(holder, copies)
     decode = request(Phase.DECODE, chunk.kv_params)
     terms = reader.kv_connector.engine_state(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert (terms.seed, terms.region_bytes) == (7, REGION_BYTES["cuda"])
@@ -103,7 +103,7 @@ async def test_transfer_when_a_copy_fails_then_it_is_logged_and_the_transfer_can
 
     holder = Side()
     await holder.kv_connector.start(holder.transfer_buffer)
-    await handed_out(holder, [Broken(), Broken()])
+    await exported(holder, [Broken(), Broken()])
     await holder.kv_connector.aclose()
     assert "no such memory" in caplog.text
     assert len(holder.retired) == 1
@@ -113,7 +113,7 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
     holder = Side()
     await holder.kv_connector.start(holder.transfer_buffer)
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
-    chunk = await handed_out(holder, [])
+    chunk = await exported(holder, [])
     decode = request(Phase.DECODE, chunk.kv_params)
     with pytest.raises(TransferMismatch, match="regions of 0 bytes"):
         holder.kv_connector.engine_state(decode, kv_bytes=holder.pool.moved_bytes(TOKENS))

@@ -76,7 +76,7 @@ def test_all_at_once_then_each_has_its_effect() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.7}, {"presence_penalty": 1}])
-def test_answer_that_was_begun_elsewhere_then_it_counts(fields: dict[str, Any]) -> None:
+def test_answer_that_another_worker_began_then_it_counts(fields: dict[str, Any]) -> None:
     assert shaped(logits_processor((3, 0, 2), 2, **fields), 4) == shaped(logits_processor((3,), **fields), 0, 2, 4)
 
 

@@ -78,7 +78,7 @@ def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
     assert set(picked[::2]) == {0, 1, 2}
 
 
-def test_choose_when_the_answer_was_begun_elsewhere_then_min_tokens_counts_the_rest_and_draws_go_on() -> None:
+def test_choose_when_another_worker_began_the_answer_then_min_tokens_counts_the_rest_and_draws_go_on() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
     rows = [row(index, stop_ids=(2,), resumed=5, min_tokens=2, temperature=0.0) for index in (1, 2)]
     assert [choice.token_id for choice in sample(logits, rows)] == [1, 2]

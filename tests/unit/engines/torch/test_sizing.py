@@ -49,17 +49,17 @@ def model(device: str = "cuda", longest: int = 131072) -> LoadedModel:
     )
 
 
-@pytest.mark.parametrize("room_gib", [1.0, 6.0, 20.0, 60.0])
+@pytest.mark.parametrize("memory_gib", [1.0, 6.0, 20.0, 60.0])
 @pytest.mark.parametrize("max_seq_len", [None, 2000, 131072])
-def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
-    load: ModuleType, room_gib: float, max_seq_len: int | None
+def test_blocks_when_kv_is_transferred_on_a_gpu_then_staging_fits_beside_them(
+    load: ModuleType, memory_gib: float, max_seq_len: int | None
 ) -> None:
-    args = TorchArgs(kv_cache_gib=room_gib, max_seq_len=max_seq_len, max_batch_size=1000)
+    args = TorchArgs(kv_cache_gib=memory_gib, max_seq_len=max_seq_len, max_batch_size=1000)
     made = model(longest=max_seq_len or 131072)
     layout = made.info.layout
     blocks, context, transfer_buffer = load.plan_memory(made, args, has_transfer_buffer=True)
     used = blocks * block_bytes(layout) + transfer_buffer
-    assert 0.45 * room_gib * GIB < used <= room_gib * GIB + 4096  # or all that a thousand requests can use
+    assert 0.45 * memory_gib * GIB < used <= memory_gib * GIB + 4096  # or all that a thousand requests can use
     assert transfer_buffer >= most_bytes(layout, made.windows, context)
     assert load.plan_memory(made, args, has_transfer_buffer=False).num_blocks >= blocks
 
@@ -74,7 +74,7 @@ def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request(load
     assert load.plan_memory(model(longest=20000), small, has_transfer_buffer=True).transfer_buffer_bytes == GIB
 
 
-def test_blocks_when_staging_takes_all_room_then_config_error(load: ModuleType) -> None:
+def test_blocks_when_staging_takes_all_memory_then_config_error(load: ModuleType) -> None:
     args = TorchArgs(kv_cache_gib=2, kv_staging_gib=4)
     with pytest.raises(ConfigError, match="no space for one KV block"):
         load.plan_memory(model(), args, has_transfer_buffer=True)

@@ -1,4 +1,4 @@
-"""Room for KV on its way: bounded, given back, and what is copied through it arrives where it belongs."""
+"""The transfer buffer is bounded and freed, and KV that is copied through it arrives in its blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def taken(transfer_buffer: TransferBuffer, tokens: int, region_bytes: int = 1 <<
 
 @pytest.mark.parametrize("region_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
-def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: int, region_bytes: int) -> None:
+def test_gather_when_scattered_to_other_blocks_then_all_that_is_seen_is_there(tokens: int, region_bytes: int) -> None:
     source, target = make_pool(), make_pool(31)
     source.keys.copy_(torch.randn_like(source.keys))
     source.values.copy_(torch.randn_like(source.values))
@@ -84,7 +84,7 @@ def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest
     assert [mark.is_done for mark in marks] == [True, False, False]
 
 
-def test_take_when_full_then_none_until_room_is_given_back() -> None:
+def test_allocate_when_full_then_none_until_memory_is_freed() -> None:
     transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
     allocations = [taken(transfer_buffer, 4) for _ in range(3)]
     assert transfer_buffer.allocate(4, 4096) is None
@@ -93,7 +93,7 @@ def test_take_when_full_then_none_until_room_is_given_back() -> None:
     assert transfer_buffer.allocate(4, 4096) is None
 
 
-def test_take_when_all_was_given_back_in_any_order_then_it_is_one_room_again() -> None:
+def test_allocate_when_all_was_freed_in_any_order_then_it_is_one_region_again() -> None:
     pool = make_pool(400)
     transfer_buffer = TransferBuffer(pool, 8 * 4096)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]):

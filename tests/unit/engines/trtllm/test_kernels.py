@@ -77,7 +77,7 @@ def test_choose_when_the_file_is_bad_then_refused_with_the_key(tmp_path: Path, t
         choose_profile(str(path), [])
 
 
-def test_choose_when_the_working_directory_is_elsewhere_then_the_shipped_ones_are_found(
+def test_choose_when_the_working_directory_is_another_then_the_shipped_ones_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -119,12 +119,12 @@ def test_logprobs_when_flat_then_they_are_taken_as_they_are() -> None:
     assert read.read(output(5, 6, logprobs=[-1.5, -0.25])).logprobs == (TokenLogprob(6, -0.25),)
 
 
-@pytest.mark.parametrize("told", [[], [-0.1]])
-def test_logprobs_when_decode_then_the_first_is_the_transfers_whether_the_vendor_tells_it_or_not(told: Any) -> None:
+@pytest.mark.parametrize("given", [[], [-0.1]])
+def test_logprobs_when_decode_then_the_first_is_the_transfers_whether_the_vendor_tells_it_or_not(given: Any) -> None:
     first = TokenLogprob(5, -9.0, ((5, -9.0),))
     read = reader(logprobs=1, first=(first,))
-    assert read.read(output(5, logprobs=told)).logprobs == (first,)
-    assert read.read(output(5, 6, logprobs=[*told, -0.25])).logprobs == (TokenLogprob(6, -0.25),)
+    assert read.read(output(5, logprobs=given)).logprobs == (first,)
+    assert read.read(output(5, 6, logprobs=[*given, -0.25])).logprobs == (TokenLogprob(6, -0.25),)
 
 
 def test_logprobs_when_decode_starts_with_two_tokens_then_they_are_aligned_at_the_end() -> None:

@@ -17,7 +17,7 @@ from tests.unit.engines.trtllm.preflight_pairs import facts, gpu
 pytestmark = pytest.mark.usefixtures("profiles_read_once")
 
 
-def test_check_when_nobody_chose_moe_kernels_then_it_is_noted_with_the_gpu() -> None:
+def test_check_when_moe_kernels_are_not_chosen_then_it_is_noted_with_the_gpu() -> None:
     judged = facts(Role.DECODE, {"moe_config.backend": ...})
     leaves = {key: leaf for key, leaf in judged.args.leaves.items() if key != "moe_config.backend"}
     unadvised = replace(judged, args=replace(judged.args, leaves=leaves))  # type: ignore[type-var]

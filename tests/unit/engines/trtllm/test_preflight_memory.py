@@ -64,7 +64,7 @@ def test_kv_of_a_token_when_half_of_the_layers_slide_then_what_windows_could_sav
     assert table(model=LLAMA).windowed_token_bytes == table(model=LLAMA).kv_token_bytes
 
 
-def test_table_when_prefill_runs_on_one_gpu_then_the_room_is_what_is_left() -> None:
+def test_table_when_prefill_runs_on_one_gpu_then_the_memory_for_kv_is_what_is_left() -> None:
     shown = table(Role.PREFILL, on="b200")
     assert shown.weights_bytes == 65_248_815_744
     assert shown.buffer_bytes == 2 * 9216 * 36 * 1024
@@ -134,11 +134,11 @@ def test_links_when_the_driver_names_the_gpu_then_its_nvlink(name: str, rate: fl
     assert links_of(name)["NVLink"] == rate
 
 
-def test_links_when_the_gpu_has_no_nvlink_then_none_is_told() -> None:
+def test_links_when_the_gpu_has_no_nvlink_then_none_is_listed() -> None:
     assert set(links_of("NVIDIA RTX PRO 6000 Blackwell Server Edition")) == {"PCIe", "network (400 Gb/s)"}
 
 
-def test_known_gpu_when_it_is_not_then_the_names_are_told() -> None:
+def test_known_gpu_when_it_is_not_then_the_names_are_listed() -> None:
     with pytest.raises(ConfigError, match="one of a100, b200"):
         known_gpu("z1000")
     assert all(known_gpu(name).memory_bytes > 30 * GIB for name in GPUS)

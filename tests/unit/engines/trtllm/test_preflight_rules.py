@@ -251,8 +251,8 @@ NOTES = [
 ]
 PLANTED = [*ERRORS, *WARNINGS, *NOTES]
 # Found on aggregated workers alone, or only where no profile advises; tested below. The others: test_preflight_kv.py.
-ELSEWHERE = {"transceiver-idle", "moe-backend-unset", "kv-dtype-checkpoint"}
-ELSEWHERE |= {"cache-manager-transceiver", "cache-manager-v1-features", "cache-manager-equal"}
+IN_OTHER_TESTS = {"transceiver-idle", "moe-backend-unset", "kv-dtype-checkpoint"}
+IN_OTHER_TESTS |= {"cache-manager-transceiver", "cache-manager-v1-features", "cache-manager-equal"}
 
 
 def found_in(planted: Planted) -> dict[str, str]:
@@ -285,7 +285,7 @@ def test_check_when_one_error_is_planted_then_its_rule_says_so(planted: Planted)
 
 def test_planted_when_counted_then_every_rule_has_one() -> None:
     known = [rule.name for found in (WORKER_RULES, PAIR_RULES) for rules in found.sections.values() for rule in rules]
-    assert set(known) == {planted.rule for planted in PLANTED} | ELSEWHERE
+    assert set(known) == {planted.rule for planted in PLANTED} | IN_OTHER_TESTS
     assert len(known) == len(set(known))
     assert len(ERRORS) >= 25
 
@@ -295,7 +295,7 @@ def test_check_when_a_worker_serves_whole_requests_then_a_transceiver_is_noted_a
     assert (finding.rule, finding.severity) == ("transceiver-idle", "note")
 
 
-def test_check_when_something_is_found_then_field_both_values_sources_and_cure_are_told() -> None:
+def test_check_when_something_is_found_then_field_both_values_sources_and_fix_are_reported() -> None:
     prefill, decode = facts(P), facts(D, {K + "tokens_per_block": 64})
     (finding,) = check_pair(prefill, decode)
     assert finding.field == "kv_cache_config.tokens_per_block"

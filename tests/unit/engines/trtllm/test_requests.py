@@ -63,7 +63,7 @@ def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "context"), [(10, 1, 100), (39, 20, 40)])
-def test_call_when_one_token_is_all_there_may_be_then_nothing_is_handed_over(
+def test_call_when_one_token_is_all_there_may_be_then_nothing_is_transferred(
     prompt: int, max_tokens: int, context: int
 ) -> None:
     call = TrtllmRequest(ask(prompt, max_tokens=max_tokens), rules(context_length=context))

@@ -164,7 +164,7 @@ def test_prompt_limit_when_several_limit_it_then_the_smallest_and_its_name(
     assert why in found.why
 
 
-def test_context_when_nobody_says_it_then_the_flag_is_named() -> None:
+def test_context_when_it_is_unknown_then_the_flag_is_named() -> None:
     with pytest.raises(ConfigError, match="--max-seq-len"):
         engine.context_length(facts_of(model=checkpoint(context_length=0)))
 

@@ -19,20 +19,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_when_release_tells_all_then_they_are_read() -> None:
-    told = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
-    assert counts_of([told]) == Counts(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
+    row = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
+    assert counts_of([row]) == Counts(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
 
 
 def test_rows_when_only_rank_0_reports_then_its_kv_stands_for_each_rank() -> None:
-    told = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
-    assert counts_of([told], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
-    others = told | {"numQueuedRequests": 0}
-    assert counts_of([told, others, others, others], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
+    row = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
+    assert counts_of([row], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
+    others = row | {"numQueuedRequests": 0}
+    assert counts_of([row, others, others, others], 4) == Counts(waiting=3, kv_blocks_used=20, kv_blocks_total=36)
 
 
-@pytest.mark.parametrize("told", [{}, {"kvCacheStats": None}, {"numQueuedRequests": None}])
-def test_rows_when_something_is_not_told_then_it_is_zero(told: dict[str, Any]) -> None:
-    assert counts_of([told]) == Counts()
+@pytest.mark.parametrize("row", [{}, {"kvCacheStats": None}, {"numQueuedRequests": None}])
+def test_rows_when_a_value_is_missing_then_it_is_zero(row: dict[str, Any]) -> None:
+    assert counts_of([row]) == Counts()
 
 
 class Poller(StatsPoller):

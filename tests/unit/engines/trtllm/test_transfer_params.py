@@ -44,8 +44,8 @@ def test_transfer_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed()
 
 
 def test_transfer_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
-    told = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
-    assert wire.unpack(sent(first_gen_log_probs=told), known=NEW, logprob=Logprob)["first_gen_log_probs"] == told
+    given = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
+    assert wire.unpack(sent(first_gen_log_probs=given), known=NEW, logprob=Logprob)["first_gen_log_probs"] == given
 
 
 def test_transfer_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:

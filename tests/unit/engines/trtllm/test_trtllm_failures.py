@@ -1,4 +1,4 @@
-"""Errors, the end of an executor, and deadlines, over a vendor that does what it is told."""
+"""Errors, the end of an executor, and deadlines, over a scripted library."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_check_when_idle_then_nothing_has_to_move(monkeypatch: pytest.Monk
     await at.check()
 
 
-async def test_stream_when_the_vendor_cancels_what_nobody_cancelled_then_it_is_said() -> None:
+async def test_stream_when_the_library_cancels_it_unasked_then_it_is_reported() -> None:
     at, llm = make(Role.AGGREGATED)
     task, result = await started(at, llm, ask())
     result.say(1)

@@ -1,4 +1,4 @@
-"""The legs, their deadlines and aborts, over a vendor that does what it is told."""
+"""Prefill and decode calls, their deadlines and aborts, over a scripted library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_cached_tokens_when_a_client_stops_before_the_end_then_the_first_c
     assert first.stats.cached_tokens == 64
 
 
-# --- ends of a prefill leg -----------------------------------------------------------------------------
+# --- ends of a prefill call ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("finish", "held"), [("stop", 0), ("length", 1)])

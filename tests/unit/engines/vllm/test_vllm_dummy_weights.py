@@ -1,4 +1,4 @@
-"""Made-up weights: of ordinary size, by name alone, and nothing that kernels have packed is touched."""
+"""Dummy weights have ordinary sizes, depend on their names alone, and change nothing that kernels have packed."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ SCRIPT = """
 import multiprocessing, os, sys, time
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 
-def rank(worker, told):
+def rank(worker, reports):
     assert WorkerExtension().dynamo_bind_lifetime(worker)
-    told.send(os.getpid())
+    reports.send(os.getpid())
     time.sleep(60)
 
-def engine(worker, told):
-    child = multiprocessing.get_context("fork").Process(target=rank, args=(worker, told))
+def engine(worker, reports):
+    child = multiprocessing.get_context("fork").Process(target=rank, args=(worker, reports))
     child.start()
-    told.send(os.getpid())
+    reports.send(os.getpid())
     child.join()
 
 if __name__ == "__main__":

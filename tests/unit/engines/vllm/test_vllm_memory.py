@@ -1,4 +1,4 @@
-"""A start that fails because somebody else holds GPU memory: what the user is told."""
+"""A start that fails because another process holds GPU memory: the error for the user."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_
         (HALF, [TAKEN], [], None),
     ],
 )
-def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_room(
+def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_memory(
     values: dict[str, Any],
     before: Sequence[tuple[int, int]],
     after: Sequence[tuple[int, int]],

@@ -66,9 +66,10 @@ def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() ->
 # --- outputs -----------------------------------------------------------------------------------------------
 
 
-def output(*tokens: int, finish: str | None = None, told: bool = False) -> Any:
+def output(*tokens: int, finish: str | None = None, has_logprobs: bool = False) -> Any:
     entries = [{t: SimpleNamespace(logprob=-1.0), t + 1: SimpleNamespace(logprob=-0.5)} for t in tokens]
-    completion = SimpleNamespace(token_ids=list(tokens), logprobs=entries if told else None, finish_reason=finish)
+    logprobs = entries if has_logprobs else None
+    completion = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs, finish_reason=finish)
     return SimpleNamespace(outputs=[completion], num_cached_tokens=None, prompt_logprobs=None)
 
 
@@ -93,11 +94,11 @@ def test_reader_when_a_token_came_with_the_prompt_then_it_is_emitted_with_the_fi
 
 def test_reader_when_log_probabilities_are_asked_then_the_first_is_the_prefill_engines() -> None:
     brought = (TokenLogprob(7, -0.1, ()),)
-    step, _ = call_of(1, first=(7,), first_logprobs=brought).read(output(8, told=True))
+    step, _ = call_of(1, first=(7,), first_logprobs=brought).read(output(8, has_logprobs=True))
     assert step.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
-    again, _ = call_of(1, first_logprobs=brought).read(output(7, 8, told=True))
+    again, _ = call_of(1, first_logprobs=brought).read(output(7, 8, has_logprobs=True))
     assert again.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
-    other, _ = call_of(0, first_logprobs=brought).read(output(6, told=True))
+    other, _ = call_of(0, first_logprobs=brought).read(output(6, has_logprobs=True))
     assert other.logprobs == (TokenLogprob(6, -1.0, ()),)
 
 
@@ -203,13 +204,13 @@ def test_token_counts_when_no_graph_pads_small_steps_then_they_are_counted_too()
 # --- statistics --------------------------------------------------------------------------------------------
 
 
-def test_stats_when_two_ranks_have_told_then_their_sum() -> None:
+def test_stats_when_two_ranks_have_reported_then_their_sum() -> None:
     stats = StepStats()
     assert stats.counts() == (0, 0, 0)
     stats.blocks_per_rank = 101
     for rank, usage in ((0, 0.5), (1, 0.25), (1, 0.1)):
-        told = SimpleNamespace(num_waiting_reqs=1, num_skipped_waiting_reqs=2, kv_cache_usage=usage)
-        stats.record(rank, told)
+        load = SimpleNamespace(num_waiting_reqs=1, num_skipped_waiting_reqs=2, kv_cache_usage=usage)
+        stats.record(rank, load)
     assert stats.counts(2) == (6, 60, 200)
 
 

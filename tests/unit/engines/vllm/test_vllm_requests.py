@@ -1,4 +1,4 @@
-"""From requests to vLLM's arguments: every field of Sampling, both legs, and what is refused."""
+"""From requests to vLLM's arguments: every field of Sampling, prefill and decode calls, and what is rejected."""
 
 from __future__ import annotations
 
@@ -161,17 +161,17 @@ def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: 
     ("prompt", "held", "read"),
     [
         (21, 20, 20),  # with prefill's first token behind it
-        (33, 32, 32),  # which needs a block that nobody holds
+        (33, 32, 32),  # which needs a block that is not held
         (32, 31, 31),
         (20, 20, 19),  # without: its last token is computed
         (33, 33, 33),  # but not if that is alone in its block
         (32, 32, 31),
         (1, 1, 1),
         (2, 1, 1),
-        (20, 0, 0),  # nobody said how much is held
+        (20, 0, 0),  # it is not known how much is held
     ],
 )
-def test_read_when_a_prompt_was_prefilled_elsewhere_then_all_but_its_last_token(
+def test_read_when_another_worker_prefilled_the_prompt_then_all_but_its_last_token(
     prompt: int, held: int, read: int
 ) -> None:
     assert num_remote_tokens(prompt, held, 16) == read

@@ -6,7 +6,7 @@ from vllm.sampling_params import RequestOutputKind
 
 
 class RequestOutputCollector:
-    """Merges the outputs that nobody has taken, as vLLM does for deltas."""
+    """Merges the outputs that were not taken yet, as vLLM does for deltas."""
 
     def __init__(self, output_kind: RequestOutputKind, request_id: str) -> None:
         assert output_kind is RequestOutputKind.DELTA
