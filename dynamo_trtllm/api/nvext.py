@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 Milliseconds = Annotated[float, Field(ge=0)]
 Seconds = dict[str, Annotated[float, Field(ge=0)]]
-_Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
 
 
 class Stats(TypedDict):
@@ -20,7 +20,7 @@ class Stats(TypedDict):
 
     prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
     decode_instance: str | None
-    kv_bytes: _Count
+    kv_bytes: Count
     transport: str
     queued_s: float  # in the frontend's queue; included in `ttft_s`
     ttft_s: float
@@ -34,14 +34,14 @@ class Stats(TypedDict):
 class WorkerIds(TypedDict, total=False):
     """The workers of the first choice. An aggregated worker has both roles."""
 
-    prefill_worker_id: _Count
-    decode_worker_id: _Count
+    prefill_worker_id: Count
+    decode_worker_id: Count
 
 
 class NvTiming(TypedDict):
     """The times of a request, as Dynamo reports them."""
 
-    request_received_ms: _Count  # since the epoch
+    request_received_ms: Count  # since the epoch
     prefill_wait_time_ms: NotRequired[Milliseconds]  # from the request until its first call to a worker
     prefill_time_ms: NotRequired[Milliseconds]  # from then to the first token
     ttft_ms: NotRequired[Milliseconds]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from dynamo_trtllm.api.nvext import NvExtAnswer, Stats
+from dynamo_trtllm.api.nvext import Count, NvExtAnswer, Stats
 from dynamo_trtllm.api.request_model import REF, without_pydantic_extras
 from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.sanitize import shorten
@@ -20,7 +20,6 @@ OWNER = "dynamo_trtllm"
 LONGEST = 1000  # characters of an error message: it may quote a request of several megabytes
 
 Schema: TypeAlias = dict[str, Any]
-Count = Annotated[int, Field(ge=0)]
 Time = Annotated[int, Field(ge=0, description="Seconds since the epoch.")]
 Octet = Annotated[int, Field(ge=0, le=255)]
 ErrorType: TypeAlias = Literal["invalid_request_error", "rate_limit_error", "service_unavailable_error", "server_error"]

@@ -296,10 +296,7 @@ class ResponseRequest(SamplingFields):
     previous_response_id: Id | None = None
     store: bool = True
     tools: Tools = Field(default_factory=list)
-    tool_choice: Annotated[
-        Literal["auto", "none", "required"] | NamedTool | ResponsesAllowedTools,
-        BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent),
-    ] = "auto"
+    tool_choice: Annotated[ChoiceSent, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = Field(None, ge=1)  # no effect: it limits built-in tools, and there are none
     max_output_tokens: int | None = Field(None, ge=1)
