@@ -251,7 +251,7 @@ class GenerationFlow:
         attempt.params = chunk.kv_params
         if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.kv_params is not None):
             text = f"prefill instance {attempt.worker.id:x} returned no KV transfer parameters; restart it"
-            return self._attempt_failed(errors.StreamIncomplete(text))
+            return self._attempt_failed(attempt, errors.StreamIncomplete(text))
         self._trace.prefill_stats = chunk.stats
         if chunk.kv_params is None:
             self._free()
@@ -270,16 +270,16 @@ class GenerationFlow:
         if self.state is State.RESERVING and isinstance(error, errors.Overloaded):
             attempt.reservation_id = None  # there is none
         if self.state is not State.DECODE or attempt.prefill is None:
-            return self._attempt_failed(error)
+            return self._attempt_failed(attempt, error)
         if isinstance(error, errors.TransferFailed | errors.TransferTimeout):
             self._driver.record_transfer(attempt.pair, error)
-            return self._attempt_failed(error)
+            return self._attempt_failed(attempt, error)
         is_refused = isinstance(error, errors.Draining | errors.Unreachable | errors.Overloaded)
         if not is_refused or attempt.has_begun or self._fixed_selection is not None:
-            return self._attempt_failed(error)
+            return self._attempt_failed(attempt, error)
         other = self._driver.select_other_decode(attempt.prefill, attempt.tried)
         if other is None:
-            return self._attempt_failed(error)
+            return self._attempt_failed(attempt, error)
         # The other instance fetches the same KV, without a slot.
         self._driver.record_failure(attempt.decode, error, f"using {other.id:x}")
         self._free_slot(attempt)
@@ -288,10 +288,8 @@ class GenerationFlow:
         self._call_decode(attempt)
         return None
 
-    def _attempt_failed(self, error: DynamoError) -> StreamEvent | None:
+    def _attempt_failed(self, attempt: _Attempt, error: DynamoError) -> StreamEvent | None:
         """Retry or migrate the request, or end it with the error."""
-        attempt = self._attempt
-        assert attempt is not None
         self._free()
         if self._fixed_selection is not None:
             return self._end(error)
