@@ -314,12 +314,12 @@ class PairProbes:
         return suspects(self._breakers, {*own, *others})
 
 
-def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = _SUSPECT_OPENINGS) -> set[int]:
-    """Return the instances all of whose pairs' breakers opened at least `num_openings` times in a row.
+def suspects(breakers: PairBreakers, pairs: Collection[Pair]) -> set[int]:
+    """Return the instances all of whose pairs' breakers opened at least _SUSPECT_OPENINGS times in a row.
 
     If this holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
     """
-    good = [pair for pair in pairs if breakers.status(pair).num_openings < num_openings]
+    good = [pair for pair in pairs if breakers.status(pair).num_openings < _SUSPECT_OPENINGS]
     fetching = [(prefill, decode) for prefill, decode in pairs if prefill is not None]
     bad_prefills = {prefill for prefill, _ in fetching} - {prefill for prefill, _ in good}
     bad_decodes = {decode for _, decode in pairs} - {decode for _, decode in good}
