@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, before the connection is closed
+_DRAIN_S = 1.0  # time for a request that was sent before its client could know that the server shuts down
 _LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 _UNREAD_BYTES = 64 << 10  # of a body: beyond, nothing is received until the handler has read it
 _WAITING = 8  # requests that wait behind another one: beyond, nothing is received, not even a disconnect
@@ -81,6 +82,8 @@ class HttpConnection(asyncio.Protocol):
             server.close_least_recent()
         server.open.add(self)
         self._arm(limits.receive_timeout_s, self._cut)
+        if server.is_draining:
+            self.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -162,6 +165,8 @@ class HttpConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         version, url = self._parser.get_http_version(), httptools.parse_url(self._url)
         exchange.check_head(version, self._headers)
+        if self._server.is_draining:
+            raise errors.Draining("the server is shutting down; retry")
         if self._parser.should_upgrade():
             self._plain_head = exchange.without_upgrade(self._parser.get_method(), self._url, version, self._headers)
             if self._plain_head is not None:
@@ -273,7 +278,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._waiting:
             self._begin_next()
         elif self._server.is_draining:
-            self._close()
+            self.drain()
         elif self._in_head:
             self._arm_idle()
         self._update_reading()
@@ -328,11 +333,19 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def drain(self) -> None:
-        """Close the connection after the responses to the requests that were received."""
-        if self._newest is None or self._newest.response.ended:
-            self._close()
+        """Close the connection after the responses to the requests that were received.
+
+        Of a response that has begun, the client does not know that it is the last one. It may send another request,
+        which gets 503 `draining`.
+        """
+        newest = self._newest
+        if newest is not None and not newest.response.ended:
+            newest.response.keeps_alive = newest.response.keeps_alive and newest.response.started
+        elif self._in_head:
+            self._arm(_DRAIN_S, self._close)
+            self._is_idle = True
         else:
-            self._newest.response.keeps_alive = False
+            self._close()
 
     def _close(self) -> None:
         """Close the connection when the client has read all data. It may still send a body that is not read."""

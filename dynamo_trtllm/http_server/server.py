@@ -181,7 +181,7 @@ class HttpServer:
         return True
 
     def drain(self) -> None:
-        """Close idle connections now, and the others after their responses."""
+        """Close connections after their responses, and idle ones when a request on its way has had time to arrive."""
         self.is_draining = True
         for connection in list(self.open):
             connection.drain()

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,43 @@ async def test_stop_when_a_request_runs_then_idle_connections_end_and_it_is_answ
         assert b"\r\nConnection: close\r\n" in answer
         await served.task
         idle_writer.close()
+        writer.close()
+
+
+async def stream_until(go: asyncio.Event, request: HttpRequest, response: HttpResponse) -> None:
+    response.start_events({})
+    await response.send_events(b"data: 1\n\n")
+    await go.wait()
+    await response.send_events(b"data: 2\n\n", last=True)
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+@on_both_loops
+async def test_stop_when_a_client_sends_its_next_request_on_the_connection_then_503_and_the_end(is_idle: bool) -> None:
+    go = asyncio.Event()
+    async with serving(partial(stream_until, go), shutdown_s=30) as served:
+        reader, writer = await served.connect(GET)
+        await reader.readuntil(b"data: 1")  # the headers do not say that the connection will end
+        for step in (go.set, served.server.stop) if is_idle else (served.server.stop, go.set):
+            step()
+            await asyncio.sleep(0.05)
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(GET)
+        answer = await reader.read()  # to the end of the connection
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nConnection: close\r\n" in answer
+        assert b"\r\nRetry-After: " in answer
+        assert b'"code":"draining"' in answer
+        writer.close()
+
+
+@on_both_loops
+async def test_connection_when_it_opens_during_the_drain_then_it_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_DRAIN_S", 0.05)
+    async with serving(Held()) as served:
+        served.server.drain()
+        reader, writer = await served.connect()
+        assert await reader.read() == b""
         writer.close()
 
 
