@@ -198,13 +198,17 @@ def test_tokenizer_that_cannot_be_read_then_refused_and_named(tmp_path: Path, co
         GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided(), STOPS)
 
 
-def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["BPE", "Unigram"])
+def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path, model: str) -> None:
     path = write_tokenizer(tmp_path)
     file = json.loads(path.read_text())
     pieces = ["<unk>", "▁", "{", "}", '"', ":", ",", "▁a", "a", "1", "2", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [f"filler{at}" for at in range(len(pieces), END)]
-    file["model"] = {"type": "BPE", "vocab": {piece: at for at, piece in enumerate(pieces)}, "merges": []}
-    file["model"] |= {"byte_fallback": True, "unk_token": "<unk>"}
+    if model == "BPE":
+        file["model"] = {"vocab": {piece: at for at, piece in enumerate(pieces)}, "merges": [], "unk_token": "<unk>"}
+    else:
+        file["model"] = {"vocab": [(piece, -1.0) for piece in pieces], "unk_id": 0}
+    file["model"] |= {"type": model, "byte_fallback": True}
     file["decoder"] = {
         "type": "Sequence",
         "decoders": [
