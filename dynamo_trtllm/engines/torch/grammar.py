@@ -187,7 +187,7 @@ def _quoted_prefix(text: str, specials: Mapping[str, int]) -> str:
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int]
+    vocab: dict[str, int] | list[Any] = {}  # a list if tokens have scores
 
 
 class _Added(msgspec.Struct):
@@ -201,6 +201,7 @@ class _File(msgspec.Struct):
 
     model: _Model
     decoder: dict[str, Any] | None = None
+    added_tokens: list[_Added] = []
 
 
 class _Vocabulary:
@@ -242,27 +243,20 @@ def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[L
     return tokenizer, specials
 
 
-class _OnlyAdded(msgspec.Struct):
-    added_tokens: list[_Added] = []
-
-
 def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
     """Return the ids of the control tokens by text, and the bytes of each token.
 
     The latter is None if the vocabulary is not byte-level.
     """
     data = path.read_bytes()
-    added = msgspec.json.decode(data, type=_OnlyAdded).added_tokens
-    specials = {token.content: token.id for token in added if token.special and token.id < size}
-    try:
-        file = msgspec.json.decode(data, type=_File)
-    except msgspec.ValidationError:
-        return specials, None
+    file = msgspec.json.decode(data, type=_File)
     del data  # 28 MB for gpt-oss, and the worker's memory use peaks here
-    if (file.decoder or {}).get("type") != "ByteLevel":
+    specials = {token.content: token.id for token in file.added_tokens if token.special and token.id < size}
+    vocab = file.model.vocab
+    if isinstance(vocab, list) or (file.decoder or {}).get("type") != "ByteLevel":
         return specials, None
-    tokens = _token_bytes(file.model.vocab, size)
-    for token in added:
+    tokens = _token_bytes(vocab, size)
+    for token in file.added_tokens:
         if token.id < size:
             tokens[token.id] = token.content.encode()
     return specials, tokens
