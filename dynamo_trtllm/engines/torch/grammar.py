@@ -98,8 +98,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._building = threading.Lock()  # building takes a second and 100 MB, so it is done once
-        self._tokenizer: LLTokenizer | None = None
-        self._specials: dict[str, int] = {}
+        self._tokenizer: tuple[LLTokenizer, dict[str, int]] | None = None  # with the ids of its control tokens
 
     def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
         """Compile the output format of a request. Blocks the caller; the first call builds the tokenizer.
@@ -109,14 +108,14 @@ class GrammarCompiler:
         """
         import llguidance
 
-        tokenizer = self._ready()
+        tokenizer, specials = self._ready()
         if not stop_ids:
             raise RequestRejected(
                 "guided decoding needs a stop token, and this request has none; set ignore_eos to false",
                 field="ignore_eos",
             )
         try:
-            grammar = _grammar(guided.alternatives, self._specials)
+            grammar = _grammar(guided.alternatives, specials)
         except (ValueError, TypeError) as exc:
             raise RequestRejected(f"the output format is invalid: {exc}", field="guided") from exc
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
@@ -124,11 +123,11 @@ class GrammarCompiler:
             raise RequestRejected(f"the output format is not supported: {_reason(matcher)}", field="guided")
         return GrammarMatcher(matcher, tuple(guided.trigger_ids), stop_ids, self._vocab_size)
 
-    def _ready(self) -> LLTokenizer:
+    def _ready(self) -> tuple[LLTokenizer, dict[str, int]]:
         with self._building:
             if self._tokenizer is None:
                 began = time.monotonic()
-                self._tokenizer, self._specials = _tokenizer(self._path, self._vocab_size, self._eos_token_ids)
+                self._tokenizer = _tokenizer(self._path, self._vocab_size, self._eos_token_ids)
                 log.info("loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began)
             return self._tokenizer
 
