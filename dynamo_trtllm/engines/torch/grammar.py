@@ -263,20 +263,12 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
 
 def _token_bytes(vocab: dict[str, int], size: int) -> list[bytes]:
     """Return the bytes of each token. Empties `vocab`, which saves tens of MB."""
-    byte_of = _byte_level_alphabet()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # importing transformers takes seconds
+
+    byte_of = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     tokens = [b""] * size
     while vocab:
         token_text, token_id = vocab.popitem()
         if token_id < size:
             tokens[token_id] = bytes(byte_of.get(char, 0x3F) for char in token_text)
     return tokens
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level BPE vocabulary represents (as GPT-2's `bytes_to_unicode`).
-
-    A printable byte is represented by itself, any other byte by a character from U+0100 on.
-    """
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
