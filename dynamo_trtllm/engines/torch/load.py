@@ -152,15 +152,13 @@ def _converted(gguf: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(target.with_name(f".{target.name}.lock"))
         try:
-            lock.acquire(blocking=False)
+            acquired = lock.acquire(blocking=False)
         except Timeout:
             log.info("waiting for another process to convert %s", gguf.name)
-            lock.acquire(timeout=longest_s)
-        try:
+            acquired = lock.acquire(timeout=longest_s)
+        with acquired:
             if not (target / "config.json").is_file():
                 _convert(gguf, target)
-        finally:
-            lock.release()
     except Timeout as exc:
         raise EngineFailed(
             f"another process has not finished converting {gguf} after {longest_s:.0f} s; stop it and restart this "
