@@ -26,8 +26,8 @@ class LogitsProcessor:
     def __init__(self, sampling: Sampling, prompt: TokenIds, grammar_matcher: GrammarMatcher | None) -> None:
         self._sampling = sampling
         self._grammar_matcher = grammar_matcher
-        self._counts: Counter[int] = Counter()  # of the output tokens, if a penalty needs them
-        self._counted = bool(sampling.frequency_penalty or sampling.presence_penalty)
+        is_counted = sampling.frequency_penalty or sampling.presence_penalty
+        self._counts: Counter[int] | None = Counter() if is_counted else None  # of the output tokens
         self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
 
     @property
@@ -37,7 +37,7 @@ class LogitsProcessor:
 
     def accept_token(self, token_id: int) -> None:
         """Add the next output token to the state. Call it once per token, in order."""
-        if self._counted:
+        if self._counts is not None:
             self._counts[token_id] += 1
         if self._repeated is not None:
             self._repeated[token_id] = None
