@@ -170,11 +170,10 @@ class TransferBuffer:
         Returns:
             On a GPU one event per region, which reports that its copy is done. On CPU an empty list: copies are done.
         """
-        events, begin = [], 0
-        for region in allocation.regions:
-            end = begin + len(region) // self._pool.row_bytes
-            self._gather(region, rows[begin:end])
-            begin = end
+        events = []
+        rows_per_region = len(allocation.regions[0]) // self._pool.row_bytes  # only the last region may be smaller
+        for region, some in zip(allocation.regions, torch.split(rows, rows_per_region), strict=True):
+            self._gather(region, some)
             if (event := self.mark()) is not None:
                 events.append(event)
         return events
