@@ -172,14 +172,13 @@ def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[Mem
         TransferFailed: They differ.
     """
     ours = [region.num_bytes for region in regions]
-    if ours == list(theirs):
-        return
     if len(ours) != len(theirs):
         raise TransferFailed(f"KV transfer {transfer_id}: {len(theirs)} regions at prefill, {len(ours)} at decode")
-    at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
-    raise TransferFailed(
-        f"KV transfer {transfer_id}: region {at} has {theirs[at]} bytes at prefill, {ours[at]} at decode"
-    )
+    for at, (at_prefill, at_decode) in enumerate(zip(theirs, ours, strict=True)):
+        if at_prefill != at_decode:
+            raise TransferFailed(
+                f"KV transfer {transfer_id}: region {at} has {at_prefill} bytes at prefill, {at_decode} at decode"
+            )
 
 
 def address_of(buffer: mmap.mmap | bytearray) -> int:
