@@ -156,9 +156,8 @@ class OfferChecksum:
     on_complete: Callable[[int | None], None] | None = None
 
     def __post_init__(self) -> None:
-        self._blocks = [list(blocks(region)) for region in self.regions]
         self._lock = threading.Lock()
-        self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet
+        self._left = sum(len(list(blocks(region))) for region in self.regions)  # blocks that are not hashed yet
         self._jobs: list[list[Future[int]]] = []  # by region and block
         self._stopped = False
         if not self._left:
@@ -168,9 +167,9 @@ class OfferChecksum:
         """Start to hash the first `ready` regions, which hold their data. Call it on the event loop."""
         if self._stopped:  # copies of an unpublished transfer may still finish
             return
-        for index in range(len(self._jobs), min(ready, len(self._blocks))):
-            self._jobs.append([self.checksums.submit(block) for block in self._blocks[index]])
-            for job in self._jobs[index]:
+        for region in self.regions[len(self._jobs) : ready]:
+            self._jobs.append(self.checksums.submit_all(region))
+            for job in self._jobs[-1]:
                 job.add_done_callback(self._hashed)
 
     def _hashed(self, job: Future[int]) -> None:
@@ -191,7 +190,7 @@ class OfferChecksum:
     def _complete(self) -> None:
         if self.on_complete is not None:
             hashes = [[job.result() for job in jobs] for jobs in self._jobs]
-            hashes += [[]] * (len(self._blocks) - len(hashes))  # regions without bytes
+            hashes += [[]] * (len(self.regions) - len(hashes))  # regions without bytes
             self.on_complete(functools.reduce(combined, hashes, NOTHING))
 
     async def hashes(self, index: int) -> list[int]:
