@@ -61,8 +61,7 @@ class NixlBackend:
         self._peers = RemoteAgents(self._bindings)
         self._published: dict[str, _NixlPublished] = {}
         self._wake = threading.Condition()
-        self._closing = False
-        self._ending: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None  # set when closing begins
         self.prepare_thread: Callable[[], None] = lambda: None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
@@ -82,14 +81,14 @@ class NixlBackend:
         self._listener.start()
 
     def check(self) -> None:
-        if self._bindings.agent is None or self._closing:
+        if self._bindings.agent is None or self._ending is not None:
             return
         threads = self._listener, self._fetching.thread
         if names := " and ".join(thread.name for thread in threads if not thread.is_alive()):
             raise EngineFailed(f"KV transfer over {self.name} has stopped: thread {names} ended; restart the worker")
 
     def _require_running(self, wanted: str) -> None:
-        if self._bindings.agent is None or self._closing:
+        if self._bindings.agent is None or self._ending is not None:
             raise TransferFailed(f"transfer backend nixl is not running; start it before {wanted}")
 
     async def register(self, region: MemoryRegion) -> None:
@@ -191,7 +190,7 @@ class NixlBackend:
         wait_s, published_at = shortest_s, 0.0
         while True:
             with self._wake:
-                if self._closing:
+                if self._ending is not None:
                     return
                 if self._published:
                     published_at = time.monotonic()
@@ -240,12 +239,11 @@ class NixlBackend:
     # --- the end -------------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        if self._closing or self._bindings.agent is None:
+        if self._bindings.agent is None or self._ending is not None:
             return
         with self._wake:
-            self._closing = True
+            self._ending = asyncio.create_task(asyncio.to_thread(self._close), name="nixl-close")
             self._wake.notify()
-        self._ending = asyncio.create_task(asyncio.to_thread(self._close), name="nixl-close")
         await asyncio.shield(self._ending)
 
     def _close(self) -> None:
