@@ -311,9 +311,8 @@ class TcpBackend:
 
     async def aclose(self) -> None:
         listener, self._listener = self._listener, None
-        if listener is not None:
-            if self._acceptor is not None:
-                await self._acceptor.aclose()
+        if listener is not None and self._acceptor is not None:
+            await self._acceptor.aclose()
             listener.close()
         while self._published:
             self._published.popitem()[1].notify_readers()
