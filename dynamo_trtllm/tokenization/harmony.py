@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import openai_harmony as oh
@@ -186,10 +187,8 @@ def system_message(effort: str, today: date) -> oh.Message:
 
 def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage]:
     """Yield the Harmony messages of a conversation in order, after the system message. Raise InvalidRequest."""
-    lead = 0
-    while lead < len(conversation.messages) and conversation.messages[lead].role in ("system", "developer"):
-        lead += 1
-    texts = [message.content for message in conversation.messages[:lead] if message.content]
+    leading = list(takewhile(lambda message: message.role in ("system", "developer"), conversation.messages))
+    texts = [message.content for message in leading if message.content]
     if conversation.answer_schema:
         texts.append(f"{_FORMATS}\n\n{conversation.answer_schema}")
     instructions = "\n\n".join(texts)
@@ -199,7 +198,7 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
         (i for i, m in enumerate(conversation.messages) if m.role == "assistant" and not m.tool_calls), default=-1
     )
     names: dict[str, str] = {}
-    for index, message in enumerate(conversation.messages[lead:], start=lead):
+    for index, message in enumerate(conversation.messages[len(leading) :], start=len(leading)):
         yield from _turn(message, names, keep_reasoning=index > last_answer)
 
 
