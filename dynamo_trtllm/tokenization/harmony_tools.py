@@ -90,17 +90,13 @@ class _Placeholders:
 
     def __init__(self) -> None:
         self.num_values = 0  # JSON values seen
-        self._strings: list[str] = []
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] = {}  # placeholders by string, in the order of their numbers
 
     def new(self, string: str) -> str:
         """Return the placeholder of the string."""
-        known = self._known.get(string)
-        if known is None:
-            known = f'{_MARK}{len(self._strings)}{"null" if "null" in string else ""}"{_MARK}'
-            self._known[string] = known
-            self._strings.append(string)
-        return known
+        if string not in self._known:
+            self._known[string] = f'{_MARK}{len(self._known)}{"null" if "null" in string else ""}"{_MARK}'
+        return self._known[string]
 
     def put_into(self, value: Any) -> Any:
         """Return a copy of the JSON value in which all strings are short; equal strings stay equal."""
@@ -115,14 +111,16 @@ class _Placeholders:
 
     def restored(self, text: str) -> str:
         """Return the text with the strings in place of their placeholders."""
-        return _PLACEHOLDER.sub(self._string, text)
+        strings = list(self._known)
+
+        def original(match: re.Match[str]) -> str:
+            string = strings[int(match[1])]
+            return json.dumps(string, ensure_ascii=False)[1:-1] if match[2] else string
+
+        return _PLACEHOLDER.sub(original, text)
 
     def _short(self, string: str) -> str:
         return string if _PLAIN.match(string) else self.new(string)
-
-    def _string(self, match: re.Match[str]) -> str:
-        string = self._strings[int(match[1])]
-        return json.dumps(string, ensure_ascii=False)[1:-1] if match[2] else string
 
 
 def _content(tools: list[oh.ToolDescription]) -> oh.DeveloperContent:
