@@ -178,9 +178,8 @@ class O200kTokenizer:
 _load_tokenizer = cache(O200kTokenizer)
 
 
-@cache
 def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
-    """Return openai-harmony's encoding, from the cached file. It is loaded once per process and folder."""
+    """Return openai-harmony's encoding, from the cached file."""
     used = environ.export("TIKTOKEN_ENCODINGS_BASE", str(path.parent), wanted_by="openai-harmony")
     try:
         return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
