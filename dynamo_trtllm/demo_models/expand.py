@@ -116,17 +116,11 @@ def expand_weights(compact: dict[str, np.ndarray], vocab_size: int) -> dict[str,
         compact: Tensors of the compact file by name. Vocabulary tensors are [touched ids + 1, hidden size].
         vocab_size: Number of rows of the result, [vocab_size, hidden size].
     """
-    touched = compact[TOUCHED_IDS]
-    full: dict[str, np.ndarray] = {}
-    for name, tensor in compact.items():
-        if name == TOUCHED_IDS:
-            continue
-        values = tensor.astype(np.float32)
-        if name in VOCABULARY_TENSORS:
-            rows = np.broadcast_to(values[-1], (vocab_size, values.shape[1])).copy()
-            rows[touched] = values[:-1]
-            values = rows
-        full[name] = values
+    full = {name: tensor.astype(np.float32) for name, tensor in compact.items() if name != TOUCHED_IDS}
+    for name in full.keys() & VOCABULARY_TENSORS:
+        values = full[name]
+        full[name] = np.broadcast_to(values[-1], (vocab_size, values.shape[1])).copy()
+        full[name][compact[TOUCHED_IDS]] = values[:-1]
     return full
 
 
