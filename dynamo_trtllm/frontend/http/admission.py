@@ -169,9 +169,8 @@ class BodyBudget:
         self._waiting[body] = count, granted
         self._grant()
         try:
-            if not granted.done():
-                async with asyncio.timeout(self._wait_s):
-                    await granted
+            async with asyncio.timeout(self._wait_s):
+                await granted
         except TimeoutError:
             raise errors.Overloaded(
                 f"request bodies in progress use {self.in_use} of {self.limit} bytes (--max-total-body-bytes); try "
@@ -263,10 +262,8 @@ async def read_body(
     declared = request.header(b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    if request.is_complete:
-        return await _receive_body(request, max_bytes, reserve)
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(None if request.is_complete else within_s):
             return await _receive_body(request, max_bytes, reserve)
     except TimeoutError:
         raise errors.RequestTimeout(f"the request body did not arrive within {within_s:g} s; send it faster") from None
