@@ -1,4 +1,4 @@
-"""The gate of names finds what it is for: a class name used twice, a private word, a small module of one importer."""
+"""The gate of names finds what it is for: a class name used twice, and a private word."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
         ("dynamo_trtllm/a.py", "def _told(legs): ...", ["told", "legs"]),
         ("docs/a.md", "Each Twin is *handed* over.", ["Twin", "handed"]),
         ("docs/b.md", "Bedrooms, legends and a telltale handle.", []),
-        ("dynamo_trtllm/engines/trtllm/preflight/worker_rules.yaml", "room: 1", []),
+        ("dynamo_trtllm/engines/trtllm/preflight/rules/memory.py", "room = 1", []),
         ("dynamo_trtllm/observability/metrics.json", '[{"help": "Seats in a room"}]', ["room"]),
         ("dynamo_trtllm/engines/vllm/api_manifests/0.json", '["seam"]', []),
     ],
@@ -57,16 +57,3 @@ def test_words_when_private_then_each_is_found_unless_it_is_allowed(
     path.write_text(text)
     subprocess.run(["git", "-C", root, "add", "."], check=True)
     assert [line.split("'")[1] for line in gate.rejected_words(root)] == words
-
-
-def test_module_when_it_is_small_and_has_one_importer_then_it_is_reported_with_it(gate: ModuleType, root: Path) -> None:
-    package = root / "dynamo_trtllm"
-    (package / "router").mkdir()
-    for name in ("one", "two", "long"):
-        (package / "router" / f"{name}.py").write_text("x = 1\n" * (60 if name == "long" else 3))
-    (package / "router" / "starts.py").write_text('if __name__ == "__main__":\n    main()\n')
-    (package / "router" / "a.py").write_text("from dynamo_trtllm.router import one, two, long\n" + "x = 1\n" * 60)
-    (package / "main.py").write_text("from dynamo_trtllm.router.two import x\n")
-    assert list(gate.small_modules(root)) == [
-        "dynamo_trtllm/router/one.py: 3 lines and one importer (dynamo_trtllm.router.a); move it there"
-    ]
