@@ -6,16 +6,19 @@ A test compares the pages with this output.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from dynamo_trtllm.engines.preflight_rules import RuleSection
 from dynamo_trtllm.engines.trtllm.preflight import checks
-from dynamo_trtllm.engines.vllm import args as vllm
+from dynamo_trtllm.engines.vllm import preflight as vllm
 from scripts.config_reference import table
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = {
-    "preflight.md": (checks.WORKER_RULES, checks.PAIR_RULES, checks.PEER_RULES),
-    "vllm.md": (vllm.WORKER_RULES, vllm.PEER_RULES),
+PAGES: Mapping[str, Sequence[RuleSection[Any]]] = {
+    "preflight.md": (*checks.WORKER_SECTIONS, *checks.PAIR_SECTIONS, *checks.PEER_SECTIONS),
+    "vllm.md": (vllm.WORKER, vllm.PEERS),
 }
 
 
@@ -26,14 +29,14 @@ def page(name: str) -> str:
         ValueError: the page has no such heading or no table under it.
     """
     text = (DOCS / name).read_text(encoding="utf-8")
-    for rules in PAGES[name]:
-        for section, members in rules.sections.items():
-            rows = [(f"`{rule.name}`", rule.severity, f"`{rule.field}`", rule.why, rule.fix) for rule in members]
-            written = table(("rule", "severity", "field", "why", "fix"), rows)
-            found = re.search(rf"^#+ {re.escape(section)}\n(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)
-            if found is None:
-                raise ValueError(f"{name} has no table under a heading {section!r}")
-            text = text[: found.start(1)] + written + text[found.end(1) :]
+    for section in PAGES[name]:
+        rows = [(f"`{rule.name}`", rule.severity, f"`{rule.field}`", rule.why, rule.fix) for rule in section.rules]
+        written = table(("rule", "severity", "field", "why", "fix"), rows)
+        heading = rf"^#+ {re.escape(section.title)}\n"
+        found = re.search(rf"{heading}(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"{name} has no table under a heading {section.title!r}")
+        text = text[: found.start(1)] + written + text[found.end(1) :]
     return text
 
 

@@ -1,15 +1,13 @@
 """Build and check the arguments of `AsyncEngineArgs` from a worker's configuration, before anything loads.
 
-Later sources win: YAML < environment < flag < override JSON. The arguments are checked against the pinned release, and
-by preflight against the limits of vLLM, NixlConnector, the GPU and live peers; vLLM is not imported.
+Later sources win: YAML < environment < flag < override JSON. The arguments are checked against the pinned release.
+vLLM is not imported.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import layers
@@ -17,13 +15,9 @@ from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.layers import Source, SourcedValue
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import arguments
-from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.checkpoint import Checkpoint
-from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.rules import PeerFacts, RuleSet
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.messages import Role
 
 _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
@@ -163,50 +157,3 @@ def _meanings(config: WorkerConfig) -> list[str]:
             "fraction of all GPU memory, weights included, and not of the memory that is free after loading them"
         )
     return notes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmFacts:
-    """What is known about one worker before it loads."""
-
-    role: Role
-    args: arguments.LibraryArgs
-    model: Checkpoint
-    gpu: Gpu | None  # None: no GPU is visible
-    num_gpus: int
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.args.count("tensor_parallel_size")
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of GPUs that the engine needs."""
-        return self.tensor_parallel * self.args.count("pipeline_parallel_size") * self.args.count("data_parallel_size")
-
-    def shown(self, key: str) -> str:
-        """Return the value of an argument with its source, for messages."""
-        leaf = self.args.leaves.get(key)
-        return f"{self.args.get(key)} (default)" if leaf is None else f"{leaf.value} ({leaf.source})"
-
-
-def findings(facts: VllmFacts, peers: Sequence[Instance]) -> list[Finding]:
-    """Return the problems of this worker. `peers`: live instances of the same model in the other role."""
-    live = (PeerFacts(mine=facts, peer=peer) for peer in peers)
-    return [*WORKER_RULES.evaluate(facts), *(problem for each in live for problem in PEER_RULES.evaluate(each))]
-
-
-_FOLDER = Path(__file__).parent
-WORKER_RULES = RuleSet(
-    _FOLDER / "worker_rules.yaml",
-    VllmFacts,
-    max_model_len=lambda facts: facts.args.get("max_model_len"),
-    max_num_batched_tokens=lambda facts: facts.args.get("max_num_batched_tokens"),
-)
-PEER_RULES = RuleSet(
-    _FOLDER / "peer_rules.yaml",
-    PeerFacts[VllmFacts],
-    block_size=lambda facts: facts.mine.args.get("block_size"),
-    folder=lambda facts: facts.peer.kv_compat.get("model_folder"),
-    layout=lambda facts: facts.peer.layout if facts.peer.engine == "vllm" else None,  # others are not compared
-)

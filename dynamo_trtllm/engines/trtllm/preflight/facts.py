@@ -57,6 +57,7 @@ def links_of(gpu_name: str) -> dict[str, float]:
 
 
 BLOCK_TOKENS = 32  # default of tokens_per_block
+BACKEND = "cache_transceiver_config.backend"
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
 RUNTIME = "cache_transceiver_config.transceiver_runtime"
@@ -100,6 +101,21 @@ class RoleFacts:
     @property
     def is_disaggregated(self) -> bool:
         return self.role is not Role.AGGREGATED
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        return self.model is not None and self.model.model_type == "gpt_oss"
+
+    @property
+    def gpu_title(self) -> str:
+        """Name and compute capability of the GPU; "" if it is unknown."""
+        return f"{self.gpu.name} (sm{self.gpu.sm})" if self.gpu is not None else ""
+
+    @property
+    def has_multi_node_nvlink(self) -> bool:
+        """True for GPUs of racks whose hosts share NVLink."""
+        name = self.gpu.name.lower() if self.gpu is not None else ""
+        return "gb200" in name or "gb300" in name
 
     def number(self, key: str) -> int | None:
         """Return an integer argument; None if it is unset or has another type."""
@@ -179,21 +195,25 @@ class RoleFacts:
         return f"tensor_parallel_size {self.tensor_parallel}{suffix}"
 
     @property
+    def kv_setting(self) -> str:
+        """Data type of the KV cache as set, in lower case."""
+        return str(self.args.get("kv_cache_config.dtype") or "auto").lower()
+
+    @property
     def kv_dtype(self) -> str:
         """Data type of the KV cache.
 
         "auto" is resolved if the model is known: to the type that the checkpoint sets for KV, else to the model's
         (`validate_and_set_kv_cache_quant` in _torch/pyexecutor/model_loader.py, 1.2 and main at 00043967).
         """
-        found = str(self.args.get("kv_cache_config.dtype") or "auto").lower()
-        if found != "auto":
-            return found
+        if self.kv_setting != "auto":
+            return self.kv_setting
         return (self.model.kv_quantization or self.model.dtype) if self.model is not None else "auto"
 
     @property
     def transceiver(self) -> str | None:
         """Transfer backend in capitals, with DEFAULT resolved as TensorRT-LLM does; None without one."""
-        found = self.args.get("cache_transceiver_config.backend")
+        found = self.args.get(BACKEND)
         name = str(found).upper() if found else None
         if name != "DEFAULT":
             return name

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_RULES, check_peers
+from dynamo_trtllm.engines.trtllm.preflight.checks import PEER_SECTIONS, check_peers
 from dynamo_trtllm.messages import Instance, KvLayout, Role
 from tests.instances import CARD, make_instance
 from tests.unit.engines.trtllm.preflight_pairs import facts
@@ -88,4 +88,4 @@ def test_peer_rules_when_listed_then_each_is_found_by_some_difference() -> None:
         {"card": CARD},
     ]
     found = {rule for changes in differences for rule, _ in rules(decode_peer(**changes))}
-    assert found == {rule.name for members in PEER_RULES.sections.values() for rule in members}
+    assert found == {rule.name for section in PEER_SECTIONS for rule in section.rules}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.preflight.checks import PAIR_RULES, WORKER_RULES, check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.checks import PAIR_SECTIONS, WORKER_SECTIONS, check_pair, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, LOAD, facts
@@ -284,7 +284,7 @@ def test_check_when_one_error_is_planted_then_its_rule_says_so(planted: Planted)
 
 
 def test_planted_when_counted_then_every_rule_has_one() -> None:
-    known = [rule.name for found in (WORKER_RULES, PAIR_RULES) for rules in found.sections.values() for rule in rules]
+    known = [rule.name for section in (*WORKER_SECTIONS, *PAIR_SECTIONS) for rule in section.rules]
     assert set(known) == {planted.rule for planted in PLANTED} | IN_OTHER_TESTS
     assert len(known) == len(set(known))
     assert len(ERRORS) >= 25

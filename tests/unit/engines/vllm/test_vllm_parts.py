@@ -20,10 +20,11 @@ from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.vllm import bindings, compilation, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.vllm.args import PEER_RULES, WORKER_RULES, VllmFacts, findings, vllm_args
+from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 from dynamo_trtllm.engines.vllm.library import VllmCall
+from dynamo_trtllm.engines.vllm.preflight import PEERS, WORKER, VllmFacts, findings
 from dynamo_trtllm.engines.vllm.transfers import KvReleaser
 from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import (
@@ -297,8 +298,7 @@ def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(other:
 
 
 def test_rules_when_listed_then_each_is_found_by_a_test_above() -> None:
-    found = (WORKER_RULES, PEER_RULES)
-    names = {rule.name for rules in found for members in rules.sections.values() for rule in members}
+    names = {rule.name for section in (WORKER, PEERS) for rule in section.rules}
     assert names == {rule for _, rule in (*WRONG_ARGUMENTS, *WRONG_PEERS)}
 
 

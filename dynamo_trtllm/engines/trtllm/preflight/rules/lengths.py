@@ -1,0 +1,172 @@
+"""Rules about lengths of prompts and requests, and about sizes of batches."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
+from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts
+from dynamo_trtllm.messages import Role
+
+SECTION: RuleSection[RoleFacts] = RuleSection("Lengths and counts")
+_DISAGGREGATED = (Role.PREFILL, Role.DECODE)
+_PREFILLS = (Role.PREFILL, Role.AGGREGATED)  # roles that compute prompts
+_GRAPH = "cuda_graph_config.max_batch_size"
+_GRAPHS = "cuda_graph_config.batch_sizes"
+
+
+@SECTION.rule(
+    "error",
+    "buffer-block-multiple",
+    field=BUFFER,
+    why="otherwise an assertion of TensorRT-LLM fails and every rank exits at start",
+    fix="make it a multiple of kv_cache_config.tokens_per_block",
+)
+def buffer_block_multiple(facts: RoleFacts) -> Violation | None:
+    """Find a transfer buffer that ends within a KV block."""
+    if facts.buffer is None or facts.buffer % facts.block_tokens == 0:
+        return None
+    return Violation(
+        other=f"tokens_per_block {facts.block_tokens}",
+        fix=f"set it to {facts.round_up(facts.buffer)}",
+    )
+
+
+@SECTION.rule(
+    "error",
+    "prompt-over-buffer",
+    roles=_DISAGGREGATED,
+    field=BUFFER,
+    why="the KV of a prompt must fit the transfer buffer: with NIXL longer prompts fail, with UCX "
+    "each allocates another buffer until memory runs out",
+    fix="raise it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
+)
+def prompt_over_buffer(facts: RoleFacts) -> Violation | None:
+    """Find prompts of the load that do not fit the transfer buffer."""
+    isl, buffer = facts.load.isl, facts.buffer
+    if isl is None or buffer is None or isl <= buffer:
+        return None
+    if facts.transceiver == "NIXL":
+        why = "with NIXL such a prompt fails"
+    else:
+        why = "each such prompt allocates another buffer, until memory runs out or the two sides differ"
+    return Violation(other=f"prompts of {isl} tokens", why=why, fix=f"set it to {facts.round_up(isl)}")
+
+
+@SECTION.rule(
+    "warning",
+    "buffer-unset",
+    roles=_DISAGGREGATED,
+    field=BUFFER,
+    why="the release then chooses a size; prompts that are longer than it fail",
+    fix="set it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
+)
+def buffer_unset(facts: RoleFacts) -> Violation | None:
+    """Find a C++ transceiver without a size of its buffer. The Python transceiver has none."""
+    if facts.runtime != "CPP" or facts.number(BUFFER) is not None:
+        return None
+    backend = facts.shown("cache_transceiver_config.backend")
+    return Violation(other=f"cache_transceiver_config.backend {backend}")
+
+
+@SECTION.rule(
+    "error",
+    "prompt-over-num-tokens",
+    roles=_PREFILLS,
+    field="max_num_tokens",
+    why="without chunked prefill a prompt must fit one step: longer prompts are rejected",
+    fix="set enable_chunked_prefill: true, or raise it to the longest prompt",
+)
+def prompt_over_num_tokens(facts: RoleFacts) -> Violation | None:
+    """Find prompts of the load that do not fit one step."""
+    isl = facts.load.isl
+    if isl is None or facts.on("enable_chunked_prefill") or isl <= facts.max_num_tokens:
+        return None
+    return Violation(
+        other=f"prompts of {isl} tokens",
+        fix=f"set enable_chunked_prefill: true, or raise it to {isl}",
+    )
+
+
+@SECTION.rule(
+    "warning",
+    "prompt-limit-over-num-tokens",
+    roles=_PREFILLS,
+    field="max_num_tokens",
+    why="without chunked prefill a prompt must fit one step: longer prompts are rejected, "
+    "although the other limits allow them",
+    fix="set enable_chunked_prefill: true, raise it, or lower max_seq_len",
+)
+def prompt_limit_over_num_tokens(facts: RoleFacts) -> Violation | None:
+    """Find, without a load, prompts that the other limits accept but one step can't hold."""
+    if facts.load.isl is not None or facts.on("enable_chunked_prefill"):
+        return None
+    longest = facts.prompt_limit if facts.is_disaggregated else facts.number("max_seq_len")
+    if longest is None or longest <= facts.max_num_tokens:
+        return None
+    return Violation(other=f"prompts of up to {longest} tokens, which max_seq_len and the buffer allow")
+
+
+@SECTION.rule(
+    "error",
+    "request-over-seq-len",
+    field="max_seq_len",
+    why="prompt and output together exceed it: the output is truncated or the prompt rejected",
+    fix="raise it to the tokens of prompt and output together",
+)
+def request_over_seq_len(facts: RoleFacts) -> Violation | None:
+    """Find requests of the load that are longer than a sequence may be."""
+    isl, limit = facts.load.isl, facts.max_seq_len
+    if isl is None or limit is None:
+        return None
+    answer = 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1)
+    if isl + answer <= limit:
+        return None
+    return Violation(other=f"{isl} input and {answer} output tokens", fix=f"set it to at least {isl + answer}")
+
+
+@SECTION.rule(
+    "error",
+    "seq-len-over-model",
+    field="max_seq_len",
+    why="the model does not support longer sequences, and TensorRT-LLM rejects them",
+    fix="lower it to the model's context length, or remove it",
+)
+def seq_len_over_model(facts: RoleFacts) -> Violation | None:
+    """Find a limit above the model's context length. A length of 0 is unknown."""
+    length = facts.model.context_length if facts.model is not None else 0
+    if length == 0 or (facts.number("max_seq_len") or 0) <= length:
+        return None
+    return Violation(other=f"max_position_embeddings {length} of the model", fix=f"set it to at most {length}")
+
+
+@SECTION.rule(
+    "warning",
+    "batch-over-num-tokens",
+    field="max_batch_size",
+    why="each request in a decode step uses one token of max_num_tokens, so a batch of this size never runs",
+    fix="lower it, or raise max_num_tokens",
+)
+def batch_over_num_tokens(facts: RoleFacts) -> Violation | None:
+    """Find a batch of more requests than one step has tokens."""
+    if facts.max_batch_size <= facts.max_num_tokens:
+        return None
+    return Violation(other=f"max_num_tokens {facts.shown('max_num_tokens')}")
+
+
+@SECTION.rule(
+    "warning",
+    "graph-over-batch",
+    field=_GRAPH,
+    why="CUDA graphs for batches above max_batch_size are skipped, or use memory and start-up time without effect",
+    fix="lower it to max_batch_size, or raise max_batch_size",
+)
+def graph_over_batch(facts: RoleFacts) -> Violation | None:
+    """Find CUDA graphs of batches that never run."""
+    key = _GRAPH if facts.number(_GRAPH) else _GRAPHS
+    if key not in facts.args.leaves:
+        return None
+    sizes = facts.args.get(_GRAPHS)
+    largest_size = max(sizes) if isinstance(sizes, list) and sizes else 0
+    largest = facts.number(_GRAPH) or largest_size
+    if largest <= facts.max_batch_size:
+        return None
+    return Violation(field=key, other=f"max_batch_size {facts.shown('max_batch_size')}")

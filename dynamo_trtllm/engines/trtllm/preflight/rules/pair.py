@@ -1,0 +1,297 @@
+"""Rules about a prefill worker and a decode worker that are to transfer KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
+from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, RUNTIME, RoleFacts
+
+
+@dataclass(frozen=True, slots=True)
+class PairFacts:
+    """Facts about a prefill worker and a decode worker."""
+
+    prefill: RoleFacts
+    decode: RoleFacts
+    role: None = None  # the rules are about both
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The release of the prefill worker."""
+        return self.prefill.line
+
+    def shown(self, key: str) -> str:
+        """Return prefill's value of an argument and its source as text."""
+        return f"prefill: {self.prefill.shown(key)}"
+
+
+SECTION: RuleSection[PairFacts] = RuleSection("Between prefill and decode")
+_KV = "kv_cache_config."
+_V2 = f"{_KV}use_kv_cache_manager_v2"
+_WINDOW = f"{_KV}max_attention_window"
+_SAME = "set it to the same on both sides"
+_MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
+
+
+@SECTION.rule(
+    "error",
+    "model-equal",
+    field="model",
+    why="the KV of one model is invalid for another",
+    fix="use the same model folder on both sides",
+)
+def model_equal(pair: PairFacts) -> Violation | None:
+    """Find two models. Only what shapes the KV is compared."""
+    prefill, decode = pair.prefill.model, pair.decode.model
+    if prefill is None or decode is None:
+        return None
+    for name in _MODEL:
+        mine, theirs = getattr(prefill, name), getattr(decode, name)
+        if mine != theirs:
+            return Violation(value=f"prefill: {name} {mine}", other=f"decode: {theirs}")
+    return None
+
+
+@SECTION.rule(
+    "warning",
+    "release-equal",
+    field="release",
+    why="the format of the transfer metadata is internal to each release of TensorRT-LLM",
+    fix="install the same release on both sides",
+)
+def release_equal(pair: PairFacts) -> Violation | None:
+    """Find two release lines."""
+    if pair.prefill.line == pair.decode.line:
+        return None
+    return _releases(pair)
+
+
+@SECTION.rule(
+    "error",
+    "build-equal",
+    field="release",
+    why="Python transceivers exchange unversioned data, so both sides need the same build",
+    fix="install the same build on both sides",
+)
+def build_equal(pair: PairFacts) -> Violation | None:
+    """Find Python transceivers of two builds."""
+    if not pair.prefill.runtime == pair.decode.runtime == "PYTHON":
+        return None
+    if pair.prefill.release == pair.decode.release:
+        return None
+    return _releases(pair)
+
+
+@SECTION.rule(
+    "error",
+    "strategy-equal",
+    field="disaggregation_strategy",
+    why="prefill and decode would wait for each other",
+    fix="use the same --disaggregation-strategy on both sides",
+)
+def strategy_equal(pair: PairFacts) -> Violation | None:
+    """Find two strategies."""
+    prefill, decode = pair.prefill.strategy, pair.decode.strategy
+    if prefill == decode:
+        return None
+    return Violation(value=f"prefill: {prefill}", other=f"decode: {decode}")
+
+
+@SECTION.rule(
+    "error",
+    "transceiver-equal",
+    field=BACKEND,
+    why="different backends cannot connect: decode waits for KV that never arrives",
+    fix=_SAME,
+)
+def transceiver_equal(pair: PairFacts) -> Violation | None:
+    """Find two backends. A missing one is another rule's."""
+    prefill, decode = pair.prefill.transceiver, pair.decode.transceiver
+    if not prefill or not decode or prefill == decode:
+        return None
+    return _shown(pair, BACKEND)
+
+
+@SECTION.rule(
+    "error",
+    "transceiver-runtime-equal",
+    field=RUNTIME,
+    why="the C++ and the Python transceiver are incompatible",
+    fix=_SAME,
+)
+def transceiver_runtime_equal(pair: PairFacts) -> Violation | None:
+    """Find one C++ and one Python transceiver with the same backend."""
+    if pair.prefill.transceiver != pair.decode.transceiver:
+        return None
+    if pair.prefill.runtime == pair.decode.runtime:
+        return None
+    return _shown(pair, RUNTIME)
+
+
+@SECTION.rule(
+    "error",
+    "kv-dtype-equal",
+    field=f"{_KV}dtype",
+    why="KV blocks are copied without conversion, and their size depends on the type",
+    fix=_SAME,
+)
+def kv_dtype_equal(pair: PairFacts) -> Violation | None:
+    """Find two types of KV."""
+    if pair.prefill.kv_dtype == pair.decode.kv_dtype:
+        return None
+    return _shown(pair, f"{_KV}dtype")
+
+
+@SECTION.rule(
+    "warning",
+    "cache-manager-equal",
+    field=_V2,
+    why="each KV cache manager has its own pools of blocks: whether KV moves between v1 and v2 is unverified",
+    fix=_SAME,
+)
+def cache_manager_equal(pair: PairFacts) -> Violation | None:
+    """Find two cache managers."""
+    if pair.prefill.args.get(_V2) == pair.decode.args.get(_V2):
+        return None
+    return _shown(pair, _V2)
+
+
+@SECTION.rule(
+    "error",
+    "block-size-equal",
+    field=f"{_KV}tokens_per_block",
+    why="KV blocks are copied without conversion",
+    fix=_SAME,
+)
+def block_size_equal(pair: PairFacts) -> Violation | None:
+    """Find two block sizes."""
+    if pair.prefill.block_tokens == pair.decode.block_tokens:
+        return None
+    return _shown(pair, f"{_KV}tokens_per_block")
+
+
+@SECTION.rule(
+    "error",
+    "attention-backend-equal",
+    field="attn_backend",
+    why="each attention backend has its own KV layout, and blocks are copied without conversion",
+    fix="set it to TRTLLM on both sides",
+)
+def attention_backend_equal(pair: PairFacts) -> Violation | None:
+    """Find two attention backends."""
+    if pair.prefill.attention == pair.decode.attention:
+        return None
+    return _shown(pair, "attn_backend")
+
+
+@SECTION.rule(
+    "error",
+    "parallel-needs-trtllm-attention",
+    field="attn_backend",
+    why="only TRTLLM's KV is resharded between different tensor-parallel sizes; other backends returned wrong text",
+    fix="set it to TRTLLM on both sides, or use the same parallel sizes",
+)
+def parallel_needs_trtllm_attention(pair: PairFacts) -> Violation | None:
+    """Find two parallel sizes with an attention backend that can't reshard.
+
+    Two backends are another rule's.
+    """
+    prefill, decode = pair.prefill, pair.decode
+    if prefill.attention != decode.attention or prefill.attention == "TRTLLM":
+        return None
+    if prefill.sharding == decode.sharding:
+        return None
+    return Violation(other=f"prefill has {prefill.sharding}, decode {decode.sharding}")
+
+
+@SECTION.rule(
+    "warning",
+    "pipeline-to-tensor",
+    field="pipeline_parallel_size",
+    why="pipeline parallelism on prefill with tensor parallelism on decode may hang (known issue of 1.2)",
+    fix="use the same parallelism on both sides",
+)
+def pipeline_to_tensor(pair: PairFacts) -> Violation | None:
+    """Find a prefill worker with another pipeline than decode's."""
+    size = pair.prefill.size("pipeline_parallel_size")
+    if size in (1, pair.decode.size("pipeline_parallel_size")):
+        return None
+    return _shown(pair, "pipeline_parallel_size")
+
+
+@SECTION.rule(
+    "error",
+    "seq-len-order",
+    field="max_seq_len",
+    why="prefill would accept requests that are too long for decode",
+    fix="set it on prefill to at most decode's value",
+)
+def seq_len_order(pair: PairFacts) -> Violation | None:
+    """Find a prefill worker that accepts longer requests than decode."""
+    prefill, decode = pair.prefill.max_seq_len, pair.decode.max_seq_len
+    if decode is None:
+        return None
+    if prefill is not None and prefill <= decode:
+        return None
+    return Violation(other=_decode(pair, "max_seq_len"), fix=f"set it to at most {decode} on prefill")
+
+
+@SECTION.rule(
+    "warning",
+    "buffer-differs",
+    field=BUFFER,
+    why="the smaller buffer limits which prompts can be transferred",
+    fix=_SAME,
+)
+def buffer_differs(pair: PairFacts) -> Violation | None:
+    """Find two sizes of the transfer buffer."""
+    prefill, decode = pair.prefill.buffer, pair.decode.buffer
+    if prefill is None or decode is None or prefill == decode:
+        return None
+    return Violation(other=_decode(pair, BUFFER), fix=f"set it to {max(prefill, decode)} on both sides")
+
+
+@SECTION.rule(
+    "error",
+    "attention-window-equal",
+    field=_WINDOW,
+    why="the two sides would store different blocks of the same prompt",
+    fix=_SAME,
+)
+def attention_window_equal(pair: PairFacts) -> Violation | None:
+    """Find two attention windows."""
+    if pair.prefill.args.get(_WINDOW) == pair.decode.args.get(_WINDOW):
+        return None
+    return _shown(pair, _WINDOW)
+
+
+@SECTION.rule(
+    "error",
+    "speculative-equal",
+    field="speculative_config",
+    why="draft tokens and the draft model's KV are part of the transfer, so both sides must have them",
+    fix="set it to the same on both sides, or remove it",
+)
+def speculative_equal(pair: PairFacts) -> Violation | None:
+    """Find two forms of speculative decoding."""
+    prefill = pair.prefill.inside("speculative_config")
+    decode = pair.decode.inside("speculative_config")
+    if prefill == decode:
+        return None
+    return Violation(
+        value=f"prefill: {prefill or 'unset'}",
+        other=f"decode: {decode or 'unset'}",
+    )
+
+
+def _shown(pair: PairFacts, key: str) -> Violation:
+    return Violation(other=_decode(pair, key))
+
+
+def _decode(pair: PairFacts, key: str) -> str:
+    return f"decode: {pair.decode.shown(key)}"
+
+
+def _releases(pair: PairFacts) -> Violation:
+    return Violation(value=f"prefill: {pair.prefill.release}", other=f"decode: {pair.decode.release}")

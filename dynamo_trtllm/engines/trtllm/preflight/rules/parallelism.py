@@ -1,0 +1,181 @@
+"""Rules about how the model is divided among ranks."""
+
+from __future__ import annotations
+
+import math
+
+from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
+from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.messages import Role
+
+SECTION: RuleSection[RoleFacts] = RuleSection("Parallelism")
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+_EXPERTS = ("moe_tensor_parallel_size", "moe_expert_parallel_size", "moe_cluster_parallel_size")
+_BALANCE = "attention_dp_config.enable_balance"
+_REUSE = "kv_cache_config.enable_block_reuse"
+
+
+@SECTION.rule(
+    "error",
+    "expert-parallel-divides",
+    field="moe_expert_parallel_size",
+    why="experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does not divide them",
+    fix="choose a divisor of tensor_parallel_size",
+)
+def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
+    """Find experts that can't be spread evenly over the ranks."""
+    if facts.tensor_parallel % facts.size("moe_expert_parallel_size") == 0:
+        return None
+    return Violation(other=f"tensor_parallel_size {facts.shown('tensor_parallel_size')}")
+
+
+@SECTION.rule(
+    "error",
+    "moe-split",
+    field="moe_tensor_parallel_size",
+    why="the product of the MoE sizes must be tensor_parallel_size",
+    fix="set only moe_expert_parallel_size; the other is derived",
+)
+def moe_split(facts: RoleFacts) -> Violation | None:
+    """Find MoE sizes that contradict each other. TensorRT-LLM derives one that is not set."""
+    if any((facts.number(key) or 0) < 1 for key in _EXPERTS[:2]):
+        return None
+    product = math.prod(facts.size(key) for key in _EXPERTS)
+    if product == facts.tensor_parallel:
+        return None
+    return Violation(
+        other=f"times moe_expert_parallel_size {facts.size('moe_expert_parallel_size')} and "
+        f"clusters {facts.size('moe_cluster_parallel_size')} is {product}, not "
+        f"tensor_parallel_size {facts.tensor_parallel}"
+    )
+
+
+@SECTION.rule(
+    "error",
+    "tensor-parallel-heads",
+    field="tensor_parallel_size",
+    why="each rank needs the same number of attention heads",
+    fix="choose a divisor of the model's attention heads",
+)
+def tensor_parallel_heads(facts: RoleFacts) -> Violation | None:
+    """Find attention heads that can't be spread evenly over the ranks."""
+    if facts.model is None or facts.model.num_attention_heads % facts.tensor_parallel == 0:
+        return None
+    return Violation(other=f"{facts.model.num_attention_heads} attention heads of the model")
+
+
+@SECTION.rule(
+    "note",
+    "kv-heads-copied",
+    field="tensor_parallel_size",
+    why="with more ranks than KV heads, the KV of each head is stored more than once",
+    fix="use fewer ranks per engine, or set enable_attention_dp: true",
+)
+def kv_heads_copied(facts: RoleFacts) -> Violation | None:
+    """Find KV heads that several ranks store."""
+    if facts.model is None or facts.on("enable_attention_dp"):
+        return None
+    if facts.tensor_parallel <= facts.model.num_kv_heads:
+        return None
+    return Violation(other=f"{facts.model.num_kv_heads} KV heads of the model")
+
+
+@SECTION.rule(
+    "error",
+    "gpt-oss-pipeline",
+    field="pipeline_parallel_size",
+    why="TensorRT-LLM has no pipeline parallelism for gpt-oss: loading fails",
+    fix="remove it and use tensor_parallel_size",
+)
+def gpt_oss_pipeline(facts: RoleFacts) -> Violation | None:
+    """Find pipeline parallelism of gpt-oss."""
+    if not facts.is_gpt_oss or facts.size("pipeline_parallel_size") == 1:
+        return None
+    return Violation(other="model_type gpt_oss")
+
+
+@SECTION.rule(
+    "warning",
+    "pipeline-with-reuse",
+    before=(1, 1),
+    field="pipeline_parallel_size",
+    why="1.0 may hang with pipeline parallelism and block reuse",
+    fix="set kv_cache_config.enable_block_reuse: false, or use 1.1.0 or newer",
+)
+def pipeline_with_reuse(facts: RoleFacts) -> Violation | None:
+    """Find block reuse in a pipeline."""
+    if facts.size("pipeline_parallel_size") == 1 or not facts.on(_REUSE):
+        return None
+    return Violation(other=f"{_REUSE} {facts.shown(_REUSE)}")
+
+
+@SECTION.rule(
+    "error",
+    "experts-with-context-parallel",
+    field="moe_expert_parallel_size",
+    why="TensorRT-LLM does not implement expert and context parallelism together",
+    fix="remove one of the two",
+)
+def experts_with_context_parallel(facts: RoleFacts) -> Violation | None:
+    """Find expert and context parallelism together."""
+    if facts.size("moe_expert_parallel_size") == 1 or facts.size("context_parallel_size") == 1:
+        return None
+    return Violation(other=f"context_parallel_size {facts.shown('context_parallel_size')}")
+
+
+@SECTION.rule(
+    "warning",
+    "parallel-over-gpus",
+    field="tensor_parallel_size",
+    why="each rank needs a GPU: the engine cannot start on this host alone",
+    fix="lower the parallel sizes, make more GPUs visible, or start it on several hosts with trtllm-llmapi-launch",
+)
+def parallel_over_gpus(facts: RoleFacts) -> Violation | None:
+    """Find more ranks than visible GPUs."""
+    ranks = math.prod(facts.size(key) for key in _PARALLEL)
+    if facts.num_gpus is None or ranks <= facts.num_gpus:
+        return None
+    return Violation(other=f"{facts.num_gpus} visible GPUs for {ranks} ranks")
+
+
+@SECTION.rule(
+    "note",
+    "attention-dp-unused",
+    field=_BALANCE,
+    why="it has no effect without attention data parallelism",
+    fix="set enable_attention_dp: true, or remove it",
+)
+def attention_dp_unused(facts: RoleFacts) -> Violation | None:
+    """Find settings of attention DP without attention DP."""
+    if not facts.on(_BALANCE) or facts.on("enable_attention_dp"):
+        return None
+    return Violation(other=f"enable_attention_dp {facts.shown('enable_attention_dp')}")
+
+
+@SECTION.rule(
+    "note",
+    "attention-dp-balance-prefill",
+    roles=(Role.PREFILL,),
+    field=_BALANCE,
+    why="it has no effect on a prefill worker, which has no decode steps to balance with",
+    fix="remove it",
+)
+def attention_dp_balance_prefill(facts: RoleFacts) -> Violation | None:
+    """Find a balance with decode steps on a worker without decode steps."""
+    if not facts.on(_BALANCE) or not facts.on("enable_attention_dp"):
+        return None
+    return Violation(other="a prefill worker")
+
+
+@SECTION.rule(
+    "note",
+    "attention-dp-alone",
+    field="enable_attention_dp",
+    why="it has no effect with one rank",
+    fix="remove it, or raise tensor_parallel_size",
+)
+def attention_dp_alone(facts: RoleFacts) -> Violation | None:
+    """Find attention DP of one rank."""
+    if not facts.on("enable_attention_dp") or facts.tensor_parallel != 1:
+        return None
+    return Violation(other=f"tensor_parallel_size {facts.shown('tensor_parallel_size')}")

@@ -1,0 +1,240 @@
+"""Rules about the cache transceiver, which transfers KV from prefill to decode workers."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
+from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, RUNTIME, TIMEOUT, RoleFacts
+from dynamo_trtllm.messages import Role
+
+SECTION: RuleSection[RoleFacts] = RuleSection("KV transfer")
+_DISAGGREGATED = (Role.PREFILL, Role.DECODE)
+_PIPELINED = "cache_transceiver_config.enable_pipelined_transfer"
+
+
+@SECTION.rule(
+    "error",
+    "transceiver-missing",
+    roles=_DISAGGREGATED,
+    field=BACKEND,
+    why="without a transfer backend (unset or null) the first request of a prefill or decode worker fails",
+    fix="set it to NIXL or UCX, the same on both sides",
+)
+def transceiver_missing(facts: RoleFacts) -> Violation | None:
+    """Find prefill and decode workers that can't transfer KV."""
+    if facts.args.get(BACKEND):
+        return None
+    return Violation(other=f"--disaggregation-mode {facts.role}")
+
+
+@SECTION.rule(
+    "note",
+    "transceiver-idle",
+    roles=(Role.AGGREGATED,),
+    field=BACKEND,
+    why="an aggregated worker transfers no KV, but the buffers use memory",
+    fix="remove cache_transceiver_config",
+)
+def transceiver_idle(facts: RoleFacts) -> Violation | None:
+    """Find a transceiver of an aggregated worker."""
+    for key in (BACKEND, BUFFER):
+        if key in facts.args.leaves:
+            return Violation(field=key, other=f"--disaggregation-mode {facts.role}")
+    return None
+
+
+@SECTION.rule(
+    "note",
+    "transceiver-default",
+    roles=_DISAGGREGATED,
+    field=BACKEND,
+    why="DEFAULT depends on environment variables, which may differ between the two sides",
+    fix="set it to NIXL or UCX",
+)
+def transceiver_default(facts: RoleFacts) -> Violation | None:
+    """Find a backend that environment variables choose."""
+    if str(facts.args.get(BACKEND)).upper() != "DEFAULT":
+        return None
+    return Violation(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable is set")
+
+
+@SECTION.rule(
+    "warning",
+    "transceiver-mpi",
+    roles=_DISAGGREGATED,
+    field=BACKEND,
+    why="MPI is deprecated and needs both sides in one MPI world, but workers are separate",
+    fix="set it to NIXL or UCX",
+)
+def transceiver_mpi(facts: RoleFacts) -> Violation | None:
+    """Find the MPI backend."""
+    return Violation() if facts.transceiver == "MPI" else None
+
+
+@SECTION.rule(
+    "error",
+    "overlap-on-prefill",
+    roles=(Role.PREFILL,),
+    before=(1, 3),
+    field="disable_overlap_scheduler",
+    why="up to 1.2.1 context-only requests are rejected while the overlap scheduler is on",
+    fix="set disable_overlap_scheduler: true on prefill",
+)
+def overlap_on_prefill(facts: RoleFacts) -> Violation | None:
+    """Find the overlap scheduler on a prefill worker."""
+    if facts.on("disable_overlap_scheduler"):
+        return None
+    return Violation(other=f"a prefill worker of {facts.release}")
+
+
+@SECTION.rule(
+    "error",
+    "beam-width",
+    roles=_DISAGGREGATED,
+    field="max_beam_width",
+    why="KV transfer does not support beam search",
+    fix="set it to 1, or remove it",
+)
+def beam_width(facts: RoleFacts) -> Violation | None:
+    """Find beam search on workers that transfer KV."""
+    if (facts.number("max_beam_width") or 1) == 1:
+        return None
+    return Violation(other=f"--disaggregation-mode {facts.role}")
+
+
+@SECTION.rule(
+    "warning",
+    "transfer-timeout-short",
+    roles=_DISAGGREGATED,
+    field=TIMEOUT,
+    why="it covers the decode queue as well as the transfer: if it is too short, all long prompts "
+    "fail (60 s did for 128 K tokens)",
+    fix="raise it and --ticket-ttl-s to at least 1 ms per prompt token; 600000 is known to work for 128 K tokens",
+)
+def transfer_timeout_short(facts: RoleFacts) -> Violation | None:
+    """Find a timeout below 1 ms per prompt token.
+
+    With prompts of 128 K tokens, 60 s (0.5 ms per token) always failed, and 600 s (4.6 ms per token) worked.
+    """
+    timeout, prompt = facts.number(TIMEOUT), facts.longest_prompt
+    if timeout is None or prompt is None or timeout >= prompt:
+        return None
+    # Without a load, prompts of this length may never come. Then only a value that was set is reported.
+    if not facts.is_given(TIMEOUT) and facts.load.isl is None:
+        return None
+    return Violation(
+        other=f"prompts of up to {prompt} tokens",
+        fix=f"raise --ticket-ttl-s to at least {prompt / 1000:g}, and remove it or set it to at "
+        f"least {prompt}, on both sides",
+    )
+
+
+@SECTION.rule(
+    "error",
+    "unfetched-kv-leaks",
+    roles=(Role.PREFILL,),
+    before=(1, 2),
+    field="release",
+    why="before 1.2 TensorRT-LLM never frees KV that no decode worker fetches, such as that of "
+    "canceled requests. Workers start with a warning and restart at --max-leaked-kv-fraction",
+    fix="use 1.2.1 or newer",
+)
+def unfetched_kv_leaks(facts: RoleFacts) -> Violation | None:
+    """Find releases that keep KV for ever."""
+    if not facts.transceiver:
+        return None
+    return Violation(value=facts.release, other=f"--disaggregation-mode {facts.role}")
+
+
+@SECTION.rule(
+    "warning",
+    "transfer-timeout-null",
+    roles=(Role.PREFILL,),
+    since=(1, 2),
+    field=TIMEOUT,
+    why="without a timeout TensorRT-LLM never frees KV that no decode worker fetches, such as that "
+    "of canceled requests. The worker restarts at --max-leaked-kv-fraction",
+    fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
+)
+def transfer_timeout_null(facts: RoleFacts) -> Violation | None:
+    """Find a transceiver without a timeout."""
+    if not facts.transceiver or facts.number(TIMEOUT) is not None:
+        return None
+    return Violation()
+
+
+@SECTION.rule(
+    "note",
+    "transfer-timeout-untested",
+    roles=_DISAGGREGATED,
+    since=(1, 2),
+    before=(1, 3),
+    field=TIMEOUT,
+    why="builds of the 1.2 line raised an exception in their timeout loop; 1.2.1 is unverified",
+    fix="test it under load first; if prefill workers fail at their first transfer, set it to null",
+)
+def transfer_timeout_untested(facts: RoleFacts) -> Violation | None:
+    """Find a timeout that the user set for 1.2."""
+    if not facts.is_given(TIMEOUT) or not facts.number(TIMEOUT):
+        return None
+    return Violation(other=f"release {facts.release}")
+
+
+@SECTION.rule(
+    "error",
+    "pipelined-transfer",
+    field=_PIPELINED,
+    why="it needs a strategy in which decode starts first; here prefill does",
+    fix="remove it",
+)
+def pipelined_transfer(facts: RoleFacts) -> Violation | None:
+    """Find transfers that begin before the prompt is computed."""
+    if not facts.on(_PIPELINED):
+        return None
+    return Violation(other=f"--disaggregation-strategy {facts.strategy}")
+
+
+@SECTION.rule(
+    "error",
+    "transceiver-runtime-backend",
+    field=RUNTIME,
+    why="the Python transceiver supports NIXL only: TensorRT-LLM fails at start",
+    fix="set cache_transceiver_config.backend: NIXL, or transceiver_runtime: CPP",
+)
+def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
+    """Find the Python transceiver with another backend than NIXL."""
+    if facts.runtime != "PYTHON" or facts.transceiver == "NIXL":
+        return None
+    return Violation(other=f"{BACKEND} {facts.shown(BACKEND)}")
+
+
+@SECTION.rule(
+    "error",
+    "python-transceiver-timeout",
+    since=(1, 3),
+    field=TIMEOUT,
+    why="the Python transceiver needs a finite timeout: without one it fails at start, or hangs on a lost peer",
+    fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
+)
+def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
+    """Find the Python transceiver, set or possible, without a timeout."""
+    if facts.transceiver != "NIXL" or facts.set_runtime == "CPP":
+        return None
+    if facts.number(TIMEOUT) is not None:
+        return None
+    return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
+
+
+@SECTION.rule(
+    "note",
+    "cpp-transceiver-deprecated",
+    roles=_DISAGGREGATED,
+    since=(1, 3),
+    field=RUNTIME,
+    why="TensorRT-LLM 1.3 deprecates the C++ transceiver and announces its removal",
+    fix="use cache_transceiver_config.backend: NIXL without transceiver_runtime, on both sides",
+)
+def cpp_transceiver_deprecated(facts: RoleFacts) -> Violation | None:
+    """Find the C++ transceiver."""
+    if facts.runtime != "CPP":
+        return None
+    return Violation(other=f"{BACKEND} {facts.shown(BACKEND)}")
