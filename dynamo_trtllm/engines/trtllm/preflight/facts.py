@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,10 +57,30 @@ def links_of(gpu_name: str) -> dict[str, float]:
 
 
 BLOCK_TOKENS = 32  # default of tokens_per_block
+_BLOCK_TOKENS = "kv_cache_config.tokens_per_block"
+
+
+class ModelDefaults(NamedTuple):
+    """Values that a model's class prefers to TensorRT-LLM's defaults. None: the default."""
+
+    attention: str | None = None
+    block_tokens: int | None = None
+
+
+# By `model_type`: what `get_model_defaults` of the class in _torch/models returns (main of October 2026). Candidates of
+# 1.3 and 1.4 merge it under the arguments that were set (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py);
+# which one was the first is not established. Only models whose class was read are in this list.
+MODEL_DEFAULTS = {
+    "gemma4": ModelDefaults(attention="FLASHINFER"),
+    "gemma4_text": ModelDefaults(attention="FLASHINFER"),
+    "deepseek_v4": ModelDefaults(block_tokens=128),
+    "kimi_k3": ModelDefaults(block_tokens=64),
+}
 BACKEND = "cache_transceiver_config.backend"
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
 RUNTIME = "cache_transceiver_config.transceiver_runtime"
+_AUTO_SINCE = 15  # first candidate of 1.3 that may resolve `transceiver_runtime: auto`
 _BACKENDS = ("NIXL", "UCX", "MOONCAKE", "MPI")  # in the order of the variables that choose DEFAULT
 
 
@@ -93,10 +113,15 @@ class RoleFacts:
         found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", self.release)
         return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)
 
+    @property
+    def candidate(self) -> int | None:
+        """The number of a candidate of 1.3.0; None for other releases."""
+        found = re.match(r"1\.3\.0rc(\d+)", self.release)
+        return int(found[1]) if found else None
+
     def is_at_least_candidate(self, number: int) -> bool:
         """Return True for 1.3 and newer, except candidates of 1.3.0 before this number."""
-        found = re.match(r"1\.3\.0rc(\d+)", self.release)
-        return int(found[1]) >= number if found else self.line >= (1, 3, 0)
+        return self.line >= (1, 3, 0) if self.candidate is None else self.candidate >= number
 
     @property
     def is_disaggregated(self) -> bool:
@@ -175,8 +200,19 @@ class RoleFacts:
         return self.size("tensor_parallel_size")
 
     @property
+    def preferred(self) -> ModelDefaults:
+        """What the model's class prefers in this release; arguments that are set override it."""
+        if self.model is None or self.line < (1, 3):
+            return ModelDefaults()
+        return MODEL_DEFAULTS.get(self.model.model_type, ModelDefaults())
+
+    @property
     def block_tokens(self) -> int:
-        return self.number("kv_cache_config.tokens_per_block") or BLOCK_TOKENS
+        """Tokens of a KV block: as set, else as the model's class prefers, else TensorRT-LLM's default."""
+        given = self.args.leaves.get(_BLOCK_TOKENS)
+        if given is None and self.preferred.block_tokens is not None:
+            return self.preferred.block_tokens
+        return self.number(_BLOCK_TOKENS) or BLOCK_TOKENS
 
     @property
     def buffer(self) -> int | None:
@@ -185,7 +221,10 @@ class RoleFacts:
 
     @property
     def attention(self) -> str:
-        """Attention backend in capitals."""
+        """Attention backend in capitals: as set, else as the model's class prefers, else TensorRT-LLM's default."""
+        given = self.args.leaves.get("attn_backend")
+        if given is None and self.preferred.attention:
+            return self.preferred.attention
         return str(self.args.get("attn_backend") or "TRTLLM").upper()
 
     @property
@@ -217,7 +256,15 @@ class RoleFacts:
         name = str(found).upper() if found else None
         if name != "DEFAULT":
             return name
-        return next((each for each in _BACKENDS if self.variable(f"TRTLLM_USE_{each}_KVCACHE") == "1"), "NIXL")
+        for backend in _BACKENDS:
+            if self.variable(f"TRTLLM_USE_{backend}_KVCACHE") == "1":
+                return backend
+        return self.default_backend
+
+    @property
+    def default_backend(self) -> str:
+        """What DEFAULT means if no variable decides: UCX up to 1.1, then NIXL (pull request 7926 of TensorRT-LLM)."""
+        return "NIXL" if self.line >= (1, 2) else "UCX"
 
     @property
     def has_runtimes(self) -> bool:
@@ -233,18 +280,40 @@ class RoleFacts:
         return None if found == "AUTO" else found
 
     @property
+    def can_run_python_transceiver(self) -> bool:
+        """True if neither the release, the backend nor the timeout rules out the Python transceiver."""
+        return self.has_runtimes and self.transceiver == "NIXL" and self.number(TIMEOUT) is not None
+
+    @property
+    def is_runtime_uncertain(self) -> bool:
+        """True if `auto` decides about the transceiver in a candidate whose choice is not established.
+
+        Merge dates against upload dates: `auto` came with pull request 16164 (9 July 2026, after rc14), and meant C++
+        for all models. 16479 (16 July) made it Python for gpt-oss, 16908, 16787 and 17396 (up to 7 August) for
+        DeepSeek, Llama and Gemma, and 18134 (after 24 August, by rc26) for all.
+        """
+        if self.set_runtime is not None or not self.can_run_python_transceiver:
+            return False
+        if self.candidate is None:
+            return False
+        # All candidates from rc23 on were made after 16479.
+        last_uncertain = 22 if self.is_gpt_oss else 25
+        return _AUTO_SINCE <= self.candidate <= last_uncertain
+
+    @property
     def runtime(self) -> str | None:
         """The transceiver, CPP or PYTHON; None without a backend.
 
-        `auto` is resolved as in 1.3 candidates from about rc26 on: PYTHON, unless the backend or the timeout rules it
-        out (CacheTransceiverConfig in llmapi/llm_args.py, main at 00043967).
+        `auto` is PYTHON if that is possible, except in candidates whose choice is not established, and in older ones.
+        There, C++ is assumed, whose buffer limits prompts.
         """
         if self.transceiver is None:
             return None
-        if not self.has_runtimes:
+        if self.set_runtime is not None:
+            return self.set_runtime
+        if not self.can_run_python_transceiver or self.is_runtime_uncertain:
             return "CPP"
-        is_possible = self.transceiver == "NIXL" and self.number(TIMEOUT) is not None
-        return self.set_runtime or ("PYTHON" if is_possible else "CPP")
+        return "PYTHON" if self.is_at_least_candidate(_AUTO_SINCE) else "CPP"
 
     @property
     def max_seq_len(self) -> int | None:

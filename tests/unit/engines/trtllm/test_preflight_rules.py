@@ -18,6 +18,8 @@ P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 T = "cache_transceiver_config."
 K = "kv_cache_config."
 V2 = "use_kv_cache_manager_v2"
+BEAMS = {"max_beam_width": 4}
+PYTHON = {T + "backend": "NIXL", T + "transceiver_runtime": "PYTHON", T + "max_tokens_in_buffer": ...}
 SPECULATIVE = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 4}}
 
 
@@ -60,6 +62,27 @@ ERRORS = [
     Planted("overlap-on-prefill", "error", prefill={"disable_overlap_scheduler": False}),
     Planted("overlap-on-prefill", "error", prefill={"disable_overlap_scheduler": ...}, known={"release": "1.1.0"}),
     Planted("beam-width", "error", decode={"max_beam_width": 4}),
+    Planted("block-size-power-of-two", "error", both={K + "tokens_per_block": 48, T + "max_tokens_in_buffer": 9600}),
+    Planted("encode-only", "error", decode={"mm_encoder_only": True}),
+    Planted(
+        "waiting-queue-policy",
+        "error",
+        decode={"scheduler_config.waiting_queue_policy": "prio"},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "inflight-cancel-transceiver",
+        "error",
+        known={"release": "1.3.0rc27", "environment": {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1"}},
+    ),
+    Planted(
+        "context-parallel-python-transceiver",
+        "error",
+        both={T + "backend": "NIXL"},
+        prefill={"context_parallel_size": 2},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted("attention-backend-sinks", "error", both={"attn_backend": "FLASHINFER"}),
     Planted(
         "chunked-reuse-corruption",
         "error",
@@ -146,6 +169,7 @@ ERRORS = [
     Planted("seq-len-order", "error", prefill={"max_seq_len": ...}),
     Planted("attention-window-equal", "error", decode={K + "max_attention_window": [128, 11000]}),
     Planted("speculative-equal", "error", decode=SPECULATIVE),
+    Planted("speculative-equal", "error", prefill=SPECULATIVE, both=PYTHON, known={"release": "1.3.0rc27"}),
     Planted("unfetched-kv-leaks", "error", known={"release": "1.0.0"}),
     Planted("unfetched-kv-leaks", "error", known={"release": "1.1.0"}),
 ]
@@ -154,8 +178,37 @@ WARNINGS = [
     Planted("buffer-unset", "warning", both={T + "max_tokens_in_buffer": ...}),
     Planted("prompt-limit-over-num-tokens", "warning", prefill={"max_num_tokens": 8192}, known={"load": Load()}),
     Planted("batch-over-num-tokens", "warning", decode={"max_num_tokens": 1024}),
-    Planted("graph-over-batch", "warning", decode={"cuda_graph_config.max_batch_size": 2048}),
-    Planted("graph-over-batch", "warning", decode={"cuda_graph_config.batch_sizes": [1, 1281]}),
+    Planted("speculative-decode-only", "warning", both=PYTHON, decode=SPECULATIVE, known={"release": "1.3.0rc27"}),
+    Planted(
+        "speculative-differs",
+        "warning",
+        prefill=SPECULATIVE,
+        decode={"speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
+    ),
+    Planted("draft-tokens-over-num-tokens", "warning", both=SPECULATIVE, decode={"max_num_tokens": 6000}),
+    Planted("beam-width-python-transceiver", "warning", both=PYTHON, decode=BEAMS, known={"release": "1.3.0rc27"}),
+    Planted("runtime-auto-candidate", "warning", both={T + "backend": "NIXL"}, known={"release": "1.3.0rc20"}),
+    Planted(
+        "pipeline-parallel-transfer-timeout",
+        "warning",
+        prefill={"pipeline_parallel_size": 2},
+        known={"release": "1.3.0rc27", "model": LLAMA},
+    ),
+    Planted(
+        "helix-python-transceiver",
+        "warning",
+        both=PYTHON,
+        decode={"context_parallel_size": 2, "cp_config": {"cp_type": "HELIX"}},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted(
+        "v2-without-fabric", "warning", both={**PYTHON, K + V2: True}, known={"on": "h200", "release": "1.3.0rc24"}
+    ),
+    Planted(
+        "attention-backend-model",
+        "warning",
+        known={"model": replace(LLAMA, model_type="gemma4"), "release": "1.3.0rc27"},
+    ),
     Planted(
         "pipeline-with-reuse",
         "warning",
@@ -178,9 +231,6 @@ WARNINGS = [
         both={T + "max_tokens_in_buffer": 122_880, "max_seq_len": 131_072, "enable_chunked_prefill": True},
         known={"load": replace(LOAD, isl=120_000), "release": "1.3.0rc27"},
     ),
-    Planted(
-        "host-offload-chunked", "warning", prefill={K + "host_cache_size": 1 << 30, "enable_chunked_prefill": True}
-    ),
     Planted("variable-wrong-answers", "warning", known={"environment": {"ENABLE_PERFECT_ROUTER": "1"}}),
     Planted("variable-wrong-answers", "warning", decode={"env_overrides.TLLM_OVERRIDE_LAYER_NUM": "2"}),
     Planted("variable-broken-transfer", "warning", known={"environment": {"TRTLLM_DISAGG_LAYERWISE": "1"}}),
@@ -191,7 +241,6 @@ WARNINGS = [
     ),
     Planted("roce-local-subnet", "warning", known={"environment": {"UCX_IB_ROCE_LOCAL_SUBNET": "y"}}),
     Planted("host-offload-corruption", "warning", decode={K + "host_cache_size": 1 << 30}, known={"release": "1.1.0"}),
-    Planted("speculative-disaggregated", "warning", both=SPECULATIVE),
     Planted("lora-disaggregated", "warning", both={"enable_lora": True}),
     Planted("events-without-reuse", "warning", decode={K + "event_buffer_max_size": 1024}),
     Planted("cache-manager-fallback", "warning", both={K + V2: True}, known={"release": "1.3.0rc27"}),
@@ -219,6 +268,13 @@ WARNINGS = [
     Planted("buffer-differs", "warning", decode={T + "max_tokens_in_buffer": 16384}),
 ]
 NOTES = [
+    Planted("graph-over-batch", "note", decode={"cuda_graph_config.max_batch_size": 2048}),
+    Planted("graph-over-batch", "note", decode={"cuda_graph_config.batch_sizes": [1, 1281]}),
+    Planted("host-offload-chunked", "note", prefill={K + "host_cache_size": 1 << 30, "enable_chunked_prefill": True}),
+    Planted("speculative-disaggregated", "note", both=SPECULATIVE),
+    Planted("transfer-timeout-crash", "note", known={"release": "1.3.0rc14"}),
+    Planted("bounce-buffer-cpp", "note", both={T + "kv_cache_bounce_size_mb": 512}, known={"release": "1.3.0rc27"}),
+    Planted("bounce-buffer-unset", "note", both={T + "backend": "NIXL"}, known={"release": "1.3.0rc27"}),
     Planted("kv-heads-copied", "note", decode={"tensor_parallel_size": 16}),
     Planted("attention-dp-unused", "note", decode={"attention_dp_config.enable_balance": True}),
     Planted(
@@ -328,7 +384,7 @@ def test_prompt_rule_when_prompts_are_chunked_or_fit_then_silent(changes: dict[s
 
 def test_buffer_rules_when_the_transceiver_is_python_then_silent() -> None:
     """It has no buffer of a fixed size."""
-    nixl = {T + "backend": "NIXL"}
+    nixl = {T + "backend": "NIXL", T + "kv_cache_bounce_size_mb": 512}
     for buffer in (9000, 4096, ...):
         changes = {**nixl, T + "max_tokens_in_buffer": buffer}
         found = [
@@ -340,7 +396,7 @@ def test_buffer_rules_when_the_transceiver_is_python_then_silent() -> None:
 
 
 def test_runtime_rule_when_python_is_set_or_chosen_then_they_match() -> None:
-    nixl = {T + "backend": "NIXL"}
+    nixl = {T + "backend": "NIXL", T + "kv_cache_bounce_size_mb": 512}
     python = facts(D, {**nixl, T + "transceiver_runtime": "PYTHON"}, release="1.3.0rc27")
     assert check_pair(facts(P, nixl, release="1.3.0rc27"), python) == []
 

@@ -218,6 +218,36 @@ def kv_fp8_hopper(facts: RoleFacts) -> Violation | None:
     return Violation(other=facts.gpu_title)
 
 
+@SECTION.rule(
+    "error",
+    "attention-backend-sinks",
+    field="attn_backend",
+    why="the attention of gpt-oss has sinks, which only TRTLLM computes: loading fails",
+    fix="set it to TRTLLM, or remove it",
+)
+def attention_backend_sinks(facts: RoleFacts) -> Violation | None:
+    """Find another attention backend for gpt-oss (an assertion in _torch/modules/attention.py)."""
+    if not facts.is_gpt_oss or facts.attention == "TRTLLM":
+        return None
+    return Violation(other="model_type gpt_oss")
+
+
+@SECTION.rule(
+    "warning",
+    "attention-backend-model",
+    since=(1, 3),
+    field="attn_backend",
+    why="it overrides the attention backend that the model's class needs in newer builds",
+    fix="remove it",
+)
+def attention_backend_model(facts: RoleFacts) -> Violation | None:
+    """Find another attention backend than the model's class asks for."""
+    wanted = facts.preferred.attention
+    if wanted is None or facts.attention == wanted or facts.model is None:
+        return None
+    return Violation(other=f"model_type {facts.model.model_type}, which prefers {wanted}")
+
+
 def _is_mxfp4(facts: RoleFacts) -> bool:
     return facts.model is not None and facts.model.quantization == "mxfp4"
 

@@ -11,6 +11,9 @@ _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
 _PREFILLS = (Role.PREFILL, Role.AGGREGATED)  # roles that compute prompts
 _GRAPH = "cuda_graph_config.max_batch_size"
 _GRAPHS = "cuda_graph_config.batch_sizes"
+_BLOCK = "kv_cache_config.tokens_per_block"
+# Names of the number of draft tokens in speculative_config; the second one is that of MTP up to 1.2.
+_DRAFTS = ("max_draft_len", "num_nextn_predict_layers")
 
 
 @SECTION.rule(
@@ -153,7 +156,7 @@ def batch_over_num_tokens(facts: RoleFacts) -> Violation | None:
 
 
 @SECTION.rule(
-    "warning",
+    "note",
     "graph-over-batch",
     field=_GRAPH,
     why="CUDA graphs for batches above max_batch_size are skipped, or use memory and start-up time without effect",
@@ -161,12 +164,56 @@ def batch_over_num_tokens(facts: RoleFacts) -> Violation | None:
 )
 def graph_over_batch(facts: RoleFacts) -> Violation | None:
     """Find CUDA graphs of batches that never run."""
-    key = _GRAPH if facts.number(_GRAPH) else _GRAPHS
-    if key not in facts.args.leaves:
+    if _largest_graph(facts) <= facts.max_batch_size:
         return None
+    return Violation(field=_graph_key(facts), other=f"max_batch_size {facts.shown('max_batch_size')}")
+
+
+@SECTION.rule(
+    "error",
+    "block-size-power-of-two",
+    field=_BLOCK,
+    why="the block manager of TensorRT-LLM accepts powers of two only: the engine fails at start",
+    fix="set it to 32, 64 or 128",
+)
+def block_size_power_of_two(facts: RoleFacts) -> Violation | None:
+    """Find a block size that the C++ block manager rejects (kvCacheManager.cpp)."""
+    size = facts.number(_BLOCK) if _BLOCK in facts.args.leaves else None
+    if size is None or size.bit_count() == 1:
+        return None
+    return Violation()
+
+
+@SECTION.rule(
+    "warning",
+    "draft-tokens-over-num-tokens",
+    roles=(Role.DECODE, Role.AGGREGATED),
+    field="max_num_tokens",
+    why="with draft tokens each request takes the drafts and one token more of a step, so a full batch never runs",
+    fix="raise it to max_batch_size times the draft tokens plus one",
+)
+def draft_tokens_over_num_tokens(facts: RoleFacts) -> Violation | None:
+    """Find steps that are too short for a batch with draft tokens. Batches above the largest graph are not counted."""
+    given = facts.inside("speculative_config")
+    drafts = next((given[key] for key in _DRAFTS if given.get(key)), 0)
+    batch = min(facts.max_batch_size, _largest_graph(facts) or facts.max_batch_size)
+    needed = batch * (drafts + 1)
+    if not drafts or needed <= facts.max_num_tokens:
+        return None
+    return Violation(
+        other=f"{batch} requests of {drafts} draft tokens and one",
+        fix=f"set it to at least {needed}",
+    )
+
+
+def _graph_key(facts: RoleFacts) -> str:
+    return _GRAPH if facts.number(_GRAPH) else _GRAPHS
+
+
+def _largest_graph(facts: RoleFacts) -> int:
+    """Return the largest batch of the CUDA graphs; 0 if it is not set."""
+    if _graph_key(facts) not in facts.args.leaves:
+        return 0
     sizes = facts.args.get(_GRAPHS)
     largest_size = max(sizes) if isinstance(sizes, list) and sizes else 0
-    largest = facts.number(_GRAPH) or largest_size
-    if largest <= facts.max_batch_size:
-        return None
-    return Violation(field=key, other=f"max_batch_size {facts.shown('max_batch_size')}")
+    return facts.number(_GRAPH) or largest_size

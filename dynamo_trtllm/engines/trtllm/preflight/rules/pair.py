@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, RUNTIME, RoleFacts
@@ -30,6 +31,7 @@ SECTION: RuleSection[PairFacts] = RuleSection("Between prefill and decode")
 _KV = "kv_cache_config."
 _V2 = f"{_KV}use_kv_cache_manager_v2"
 _WINDOW = f"{_KV}max_attention_window"
+_BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
 _SAME = "set it to the same on both sides"
 _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
 
@@ -270,19 +272,92 @@ def attention_window_equal(pair: PairFacts) -> Violation | None:
     "error",
     "speculative-equal",
     field="speculative_config",
-    why="draft tokens and the draft model's KV are part of the transfer, so both sides must have them",
+    why="draft tokens and the KV of the draft layers are part of the transfer, so both sides must have the same method",
     fix="set it to the same on both sides, or remove it",
 )
 def speculative_equal(pair: PairFacts) -> Violation | None:
-    """Find two forms of speculative decoding."""
-    prefill = pair.prefill.inside("speculative_config")
-    decode = pair.decode.inside("speculative_config")
-    if prefill == decode:
+    """Find draft layers that only one side has.
+
+    The Python transceiver transfers the prompt's KV alone, so decode may have drafts for itself. The C++ transceiver
+    compares the states of both sides.
+    """
+    prefill, decode = _speculative(pair)
+    if prefill.get("decoding_type") == decode.get("decoding_type") and bool(prefill) == bool(decode):
         return None
-    return Violation(
-        value=f"prefill: {prefill or 'unset'}",
-        other=f"decode: {decode or 'unset'}",
-    )
+    if not prefill and pair.prefill.runtime == "PYTHON":
+        return None
+    return _speculative_violation(pair)
+
+
+@SECTION.rule(
+    "warning",
+    "speculative-decode-only",
+    field="speculative_config",
+    why="it is in use with the Python transceiver, which transfers the prompt's KV without draft layers; this project "
+    "has not tried it",
+    fix="check output and acceptance rate first",
+)
+def speculative_decode_only(pair: PairFacts) -> Violation | None:
+    """Find drafts of the decode worker alone, as in TensorRT-LLM's files for Qwen3.8 (examples/configs/curated)."""
+    prefill, decode = _speculative(pair)
+    if prefill or not decode or pair.prefill.runtime != "PYTHON":
+        return None
+    return _speculative_violation(pair)
+
+
+@SECTION.rule(
+    "warning",
+    "speculative-differs",
+    field="speculative_config",
+    why="draft tokens are part of the transfer: whether other settings of the same method fit is not established",
+    fix="set it to the same on both sides",
+)
+def speculative_differs(pair: PairFacts) -> Violation | None:
+    """Find one method with two settings."""
+    prefill, decode = _speculative(pair)
+    if not prefill or not decode or prefill == decode:
+        return None
+    if prefill.get("decoding_type") != decode.get("decoding_type"):
+        return None
+    return _speculative_violation(pair)
+
+
+@SECTION.rule(
+    "note",
+    "bounce-buffer-unset",
+    since=(1, 3),
+    field=_BOUNCE,
+    why="with another number of ranks on each side, a block is cut by KV heads into many small pieces, which took "
+    "seconds per transfer (pull requests 16832 and 17518)",
+    fix="set cache_transceiver_config.kv_cache_bounce_size_mb on both sides; TensorRT-LLM's own files have 512",
+)
+def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
+    """Find the Python transceiver with different numbers of ranks and without a bounce buffer.
+
+    The reports are of GB200 and GB300, and of models with groups of attention heads. KV without heads, of latent
+    attention, is not cut.
+    """
+    prefill, decode = pair.prefill, pair.decode
+    if not prefill.runtime == decode.runtime == "PYTHON" or prefill.sharding == decode.sharding:
+        return None
+    if prefill.number(_BOUNCE) or decode.number(_BOUNCE):
+        return None
+    model = prefill.model
+    if not prefill.has_multi_node_nvlink or model is None:
+        return None
+    if not 1 < model.num_kv_heads < model.num_attention_heads:
+        return None
+    return Violation(value=f"prefill: unset, {prefill.sharding}", other=f"decode: unset, {decode.sharding}")
+
+
+def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:
+    prefill, decode = (facts.inside("speculative_config") for facts in (pair.prefill, pair.decode))
+    return prefill, decode
+
+
+def _speculative_violation(pair: PairFacts) -> Violation:
+    prefill, decode = _speculative(pair)
+    return Violation(value=f"prefill: {prefill or 'unset'}", other=f"decode: {decode or 'unset'}")
 
 
 def _shown(pair: PairFacts, key: str) -> Violation:

@@ -9,6 +9,15 @@ from dynamo_trtllm.messages import Role
 SECTION: RuleSection[RoleFacts] = RuleSection("KV transfer")
 _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
 _PIPELINED = "cache_transceiver_config.enable_pipelined_transfer"
+_BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
+_INFLIGHT_CANCEL = "TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL"
+_AGENT = "TRTLLM_NIXL_KVCACHE_BACKEND"  # what NIXL transfers through; default: UCX
+# Ways of transferring KV that do not go together with the in-flight cancellation.
+_WITHOUT_CANCEL = (
+    "TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP",
+    "TRTLLM_DISAGG_LAYERWISE",
+    "TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER",
+)
 
 
 @SECTION.rule(
@@ -54,7 +63,7 @@ def transceiver_default(facts: RoleFacts) -> Violation | None:
     """Find a backend that environment variables choose."""
     if str(facts.args.get(BACKEND)).upper() != "DEFAULT":
         return None
-    return Violation(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable is set")
+    return Violation(other=f"{facts.default_backend}, unless a TRTLLM_USE_*_KVCACHE variable is set")
 
 
 @SECTION.rule(
@@ -91,12 +100,12 @@ def overlap_on_prefill(facts: RoleFacts) -> Violation | None:
     "beam-width",
     roles=_DISAGGREGATED,
     field="max_beam_width",
-    why="KV transfer does not support beam search",
+    why="the C++ transceiver does not transfer the KV of several beams",
     fix="set it to 1, or remove it",
 )
 def beam_width(facts: RoleFacts) -> Violation | None:
-    """Find beam search on workers that transfer KV."""
-    if (facts.number("max_beam_width") or 1) == 1:
+    """Find beam search with the C++ transceiver."""
+    if (facts.number("max_beam_width") or 1) == 1 or facts.runtime == "PYTHON":
         return None
     return Violation(other=f"--disaggregation-mode {facts.role}")
 
@@ -238,3 +247,162 @@ def cpp_transceiver_deprecated(facts: RoleFacts) -> Violation | None:
     if facts.runtime != "CPP":
         return None
     return Violation(other=f"{BACKEND} {facts.shown(BACKEND)}")
+
+
+@SECTION.rule(
+    "warning",
+    "beam-width-python-transceiver",
+    roles=_DISAGGREGATED,
+    field="max_beam_width",
+    why="the Python transceiver transfers the KV of several beams, but TensorRT-LLM only has a pair of files for "
+    "debugging it: whether its answers are right is not established",
+    fix="set it to 1, or compare answers with those of an aggregated worker",
+)
+def beam_width_python_transceiver(facts: RoleFacts) -> Violation | None:
+    """Find beam search with the Python transceiver (examples/disaggregated/debug_experiment, pull request 14876)."""
+    if (facts.number("max_beam_width") or 1) == 1 or facts.runtime != "PYTHON":
+        return None
+    return Violation(other=f"--disaggregation-mode {facts.role}")
+
+
+@SECTION.rule(
+    "warning",
+    "runtime-auto-candidate",
+    roles=_DISAGGREGATED,
+    field=RUNTIME,
+    why="in candidates of this time it depends on the model which transceiver auto means, and for this one it is not "
+    "established. The worker assumes C++, whose buffer limits prompts",
+    fix="set transceiver_runtime: PYTHON or CPP on both sides, or use 1.3.0rc26 or newer",
+)
+def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
+    """Find a transceiver that is not established. `RoleFacts.is_runtime_uncertain` has the pull requests."""
+    if not facts.is_runtime_uncertain:
+        return None
+    return Violation(other=f"release {facts.release}")
+
+
+@SECTION.rule(
+    "note",
+    "transfer-timeout-crash",
+    roles=(Role.PREFILL,),
+    since=(1, 3),
+    field=TIMEOUT,
+    why="in candidates after 1.3.0rc12.post1, up to July 2026 or later, a prefill worker crashed when a transfer timed "
+    "out (pull request 14565). Its other requests are then retried on another prefill worker",
+    fix="use a newer candidate; null avoids the crash, but then KV that is not fetched is never freed",
+)
+def transfer_timeout_crash(facts: RoleFacts) -> Violation | None:
+    """Find a timeout in candidates of which it is known that they crash. Which one is the last is not established."""
+    if facts.candidate is None or not 13 <= facts.candidate <= 15:
+        return None
+    if facts.runtime != "CPP" or facts.number(TIMEOUT) is None:
+        return None
+    return Violation(other=f"release {facts.release}")
+
+
+@SECTION.rule(
+    "warning",
+    "pipeline-parallel-transfer-timeout",
+    roles=(Role.PREFILL,),
+    since=(1, 3),
+    field="pipeline_parallel_size",
+    why="an idle loop of pipeline parallelism does not check the transfer timeout: KV that is not fetched stays until "
+    "the next request",
+    fix="use tensor_parallel_size on prefill workers",
+)
+def pipeline_parallel_transfer_timeout(facts: RoleFacts) -> Violation | None:
+    """Find a pipeline whose KV may wait for a peer (pull request 17124 of TensorRT-LLM)."""
+    if facts.size("pipeline_parallel_size") == 1 or not facts.transceiver:
+        return None
+    return Violation(other=f"{TIMEOUT} {facts.shown(TIMEOUT)}")
+
+
+@SECTION.rule(
+    "error",
+    "inflight-cancel-transceiver",
+    since=(1, 3),
+    field=_INFLIGHT_CANCEL,
+    why="TensorRT-LLM supports it for the C++ transceiver with backend NIXL over UCX and a finite timeout only, and "
+    "fails at start otherwise",
+    fix="unset it",
+)
+def inflight_cancel_transceiver(facts: RoleFacts) -> Violation | None:
+    """Find in-flight cancellation where it is rejected.
+
+    Source: _torch/pyexecutor/kv_cache_transceiver.py, main. DEFAULT is not resolved when it is checked.
+    """
+    if facts.variable(_INFLIGHT_CANCEL) != "1" or not facts.transceiver:
+        return None
+    is_nixl_over_ucx = (
+        str(facts.args.get(BACKEND)).upper() == "NIXL" and (facts.variable(_AGENT) or "UCX").upper() == "UCX"
+    )
+    has_timeout = facts.number(TIMEOUT) is not None
+    conflict = next((name for name in _WITHOUT_CANCEL if facts.variable(name) == "1"), "")
+    if facts.runtime == "CPP" and is_nixl_over_ucx and has_timeout and not conflict:
+        return None
+    return Violation(
+        value=facts.variable(_INFLIGHT_CANCEL),
+        other=conflict or f"{BACKEND} {facts.shown(BACKEND)}, transceiver {facts.runtime}",
+    )
+
+
+@SECTION.rule(
+    "error",
+    "context-parallel-python-transceiver",
+    roles=_DISAGGREGATED,
+    since=(1, 3),
+    field="context_parallel_size",
+    why="the Python transceiver has no context parallelism on prefill, and on decode not before 1.3.0rc25: it fails at "
+    "start",
+    fix="remove it, or set cache_transceiver_config.transceiver_runtime: CPP",
+)
+def context_parallel_python_transceiver(facts: RoleFacts) -> Violation | None:
+    """Find context parallelism that the Python transceiver rejects.
+
+    Source: _torch/disaggregation/transceiver.py; Helix on decode came with pull request 17794, opened after rc24.
+    """
+    if facts.size("context_parallel_size") == 1 or facts.runtime != "PYTHON":
+        return None
+    if facts.role is Role.DECODE and _has_helix(facts) and facts.is_at_least_candidate(25):
+        return None
+    return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
+
+
+@SECTION.rule(
+    "warning",
+    "helix-python-transceiver",
+    roles=(Role.DECODE,),
+    since=(1, 3),
+    before=(1, 4),
+    field="context_parallel_size",
+    why="the Python transceiver accepts context parallelism on decode since some candidate after 1.3.0rc24; which one "
+    "is not established. Older ones fail at start",
+    fix="use 1.4, or set cache_transceiver_config.transceiver_runtime: CPP",
+)
+def helix_python_transceiver(facts: RoleFacts) -> Violation | None:
+    """Find Helix on decode in candidates that may not have it (pull requests 17794 and 19472)."""
+    if facts.size("context_parallel_size") == 1 or facts.runtime != "PYTHON":
+        return None
+    if not _has_helix(facts) or not facts.is_at_least_candidate(25):
+        return None
+    return Violation(other=f"release {facts.release}")
+
+
+@SECTION.rule(
+    "note",
+    "bounce-buffer-cpp",
+    roles=_DISAGGREGATED,
+    field=_BOUNCE,
+    why="only the Python transceiver has a bounce buffer: it has no effect",
+    fix="remove it, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON",
+)
+def bounce_buffer_cpp(facts: RoleFacts) -> Violation | None:
+    """Find a bounce buffer of the C++ transceiver (pull request 15618)."""
+    if not facts.is_given(_BOUNCE) or not facts.number(_BOUNCE) or facts.runtime != "CPP":
+        return None
+    return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
+
+
+def _has_helix(facts: RoleFacts) -> bool:
+    """Return True for the one kind of context parallelism that transfers KV."""
+    return str(facts.inside("cp_config").get("cp_type")).upper() == "HELIX"

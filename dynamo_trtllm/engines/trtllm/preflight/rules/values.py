@@ -6,6 +6,9 @@ from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Values")
+_ENCODERS = ("encode_only", "mm_encoder_only")
+_QUEUE = "scheduler_config.waiting_queue_policy"
+_QUEUE_POLICIES = ("fcfs", "priority")
 _RAY = ("ray_worker_extension_cls", "ray_placement_config", "ray_worker_nsight_options")
 
 
@@ -36,3 +39,34 @@ def dummy_weights(facts: RoleFacts) -> Violation | None:
     """Find random weights. The value may be a member of an enumeration: LoadFormat.DUMMY."""
     name = str(facts.args.get("load_format")).rpartition(".")[2]
     return Violation() if name.upper() == "DUMMY" else None
+
+
+@SECTION.rule(
+    "error",
+    "encode-only",
+    field="encode_only",
+    why="such an engine has no language model to generate with: every request fails",
+    fix="remove it; encode workers are not supported",
+)
+def encode_only(facts: RoleFacts) -> Violation | None:
+    """Find an engine that only encodes (`LLM._preprocess` in llmapi/llm.py, main)."""
+    for key in _ENCODERS:
+        if facts.on(key):
+            return Violation(field=key)
+    return None
+
+
+@SECTION.rule(
+    "error",
+    "waiting-queue-policy",
+    since=(1, 3),
+    field=_QUEUE,
+    why="TensorRT-LLM does not know this policy, and rejects the arguments when it starts",
+    fix="set it to fcfs or priority, in small letters",
+)
+def waiting_queue_policy(facts: RoleFacts) -> Violation | None:
+    """Find a policy that is not a value of WaitingQueuePolicy (SchedulerConfig of 1.3.0rc27)."""
+    value = facts.args.get(_QUEUE) if _QUEUE in facts.args.leaves else None
+    if value is None or str(value) in _QUEUE_POLICIES:
+        return None
+    return Violation(other=f"known: {', '.join(_QUEUE_POLICIES)}")
