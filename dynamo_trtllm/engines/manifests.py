@@ -129,6 +129,10 @@ class ApiManifest:
         mentioned = any(other.speaks_of(owner) for other in self.library.releases)
         return Presence.NOT_READ if mentioned else Presence.ABSENT
 
+    def is_partial(self, owner: str) -> bool:
+        """Return True if only a part of the class was read: it may have more fields, and these more values."""
+        return f"{owner} in part" in self.not_read
+
     def speaks_of(self, owner: str) -> bool:
         """Return True if the manifest mentions the class or method: as read, as not read, or in an annotation."""
         return self._has_read(owner) or owner in self.not_read or owner in self.mentioned

@@ -5,27 +5,13 @@ Arguments are named by dotted keys, as in the YAML: `kv_cache_config.dtype`.
 
 from __future__ import annotations
 
-import ast
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from dynamo_trtllm.config.base import suggest
+from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases, ManifestField, Presence
 from dynamo_trtllm.errors import ConfigError
-
-_MAPPING = "a mapping (key: value)"
-# Annotation -> classes of the values in YAML and JSON, and their name in error texts.
-_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": ((bool,), "true or false"),
-    "str": ((str,), "text"),
-    "Path": ((str,), "text"),
-    "list": ((list,), "a list"),
-    "dict": ((Mapping,), _MAPPING),
-    "None": ((type(None),), "null"),
-}
 
 
 class Found(NamedTuple):
@@ -33,21 +19,24 @@ class Found(NamedTuple):
 
     presence: Presence
     field: ManifestField | None = None  # None also for a key of a mapping without a schema
+    owner: str = ""  # class of the field
 
 
 def find(release: ApiManifest, key: str) -> Found:
     """Look an argument up in a release by its dotted key."""
     classes: tuple[str, ...] = (release.library.root,)
-    field: ManifestField | None = None
+    found = Found(Presence.PRESENT)
     for part in key.split("."):
         if not classes:
             return Found(Presence.PRESENT)  # inside a mapping without a schema
-        field = next((fields[part] for owner in classes if part in (fields := release.fields(owner))), None)
-        if field is None:
-            unread = any(release.presence(owner, part) is Presence.NOT_READ for owner in classes)
+        owner = next((name for name in classes if part in release.fields(name)), None)
+        if owner is None:
+            unread = any(release.presence(name, part) is Presence.NOT_READ for name in classes)
             return Found(Presence.NOT_READ if unread else Presence.ABSENT)
+        field = release.fields(owner)[part]
+        found = Found(Presence.PRESENT, field, owner)
         classes = owners(release, field)
-    return Found(Presence.PRESENT, field)
+    return found
 
 
 def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[str]:
@@ -101,13 +90,16 @@ def is_known(library: LibraryReleases, key: str) -> bool:
 def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str) -> Iterator[str]:
     for name, value in values.items():
         key = f"{prefix}{name}"
-        presence, field = find(release, key)
+        presence, field, owner = find(release, key)
         if presence is Presence.ABSENT:
             _reject(key, release, where)
         if presence is Presence.NOT_READ:
             seen = f" (it is {places})" if (places := _where_else(release.library, key)) else ""
             schema = f"its schema in {release.library.name} {release.title}"
             yield f"{key} is passed on unchecked: {schema} is unknown{seen}"
+        elif field is not None and _is_open(value, field, owner, release):
+            known = f"the values that {release.library.name} {release.title} knows were not read completely"
+            yield f"{key}: {value} is passed on unchecked: {known}"
         elif field is not None:
             _check_value(key, value, field, release, where)
             if isinstance(value, Mapping) and owners(release, field):
@@ -141,15 +133,28 @@ def _where_else(library: LibraryReleases, key: str) -> str:
         return f"in {having}"
     parent, _, name = key.rpartition(".")
     above = [field for each in library.releases if parent and (field := find(each, parent).field) is not None]
-    classes = {each for field in above for each in _classes(field)} or {library.root}
+    classes = {each for field in above for each in value_types.config_classes(field.type)} or {library.root}
     is_planned = library.unreleased is not None and any(name in library.unreleased.fields(each) for each in classes)
     return "in an unreleased commit" if is_planned else ""
 
 
+def _is_open(value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
+    """Return True for a word that is not listed, of a class of which only a part was read: newer builds may have it.
+
+    A listed word in other case is not meant by that.
+    """
+    if not isinstance(value, str) or not release.is_partial(owner):
+        return False
+    words = [str(word).casefold() for word in value_types.listed_words(field.type, release)]
+    if not words or value.casefold() in words:
+        return False
+    return not value_types.fits(value, field.type, release)
+
+
 def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
     low, high = release.library.ranges.get(key, (None, None))
-    if not _fits(field.type, value, release):
-        expected = " or ".join(dict.fromkeys(_expected(each, release) for each in _alternatives(field.type, release)))
+    if not value_types.fits(value, field.type, release):
+        expected = value_types.description(field.type, release)
     elif low is not None and not _is_within(value, low, high):
         span = f"{low} to {high}" if high is not None else f"{low} or more"
         expected = f"a list of numbers, each {span}" if isinstance(value, list) else span
@@ -165,65 +170,7 @@ def _is_within(value: Any, low: float, high: float | None) -> bool:
     return not isinstance(value, (int, float)) or (value >= low and (high is None or value <= high))
 
 
-@functools.cache
-def _parts(type_text: str) -> tuple[str, ...]:
-    """Return the alternatives of an annotation: "Optional[Union[str, LoadFormat]]" → "str", "LoadFormat", "None"."""
-    outer = type_text.partition("[")[0]
-    if outer not in ("Optional", "Union"):
-        return (type_text,)
-    tree = ast.parse(type_text, mode="eval").body
-    assert isinstance(tree, ast.Subscript), type_text
-    inner = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
-    found = [part for each in inner for part in _parts(ast.unparse(each))]
-    return (*found, "None") if outer == "Optional" else tuple(found)
-
-
-def _alternatives(type_text: str, release: ApiManifest) -> list[str]:
-    """Return the alternatives of an annotation, without `str` if an enumeration restricts it."""
-    parts = _parts(type_text)
-    is_restricted = any(release.values(part) for part in parts)
-    return [part for part in parts if part != "str" or not is_restricted]
-
-
 def owners(release: ApiManifest, field: ManifestField) -> tuple[str, ...]:
     """Return the configuration classes that describe the keys of a mapping; only the known ones if there are any."""
-    named = _classes(field)
+    named = value_types.config_classes(field.type)
     return tuple(name for name in named if release.fields(name)) or named
-
-
-def _classes(field: ManifestField) -> tuple[str, ...]:
-    return tuple(part for part in _parts(field.type) if part.endswith("Config"))
-
-
-def _words(part: str, release: ApiManifest) -> tuple[str, ...]:
-    """Return the allowed words of a Literal or a known enumeration."""
-    if part.startswith("Literal["):
-        return tuple(ast.literal_eval(part.removeprefix("Literal")))
-    return () if part.endswith("Config") else release.values(part)  # a manifest lists the subclasses of some classes
-
-
-def _fits(type_text: str, value: Any, release: ApiManifest) -> bool:
-    return any(_is_a(part, value, release) for part in _alternatives(type_text, release))
-
-
-def _is_a(part: str, value: Any, release: ApiManifest) -> bool:
-    outer, bracket, inner = part.partition("[")
-    if words := _words(part, release):
-        if outer in release.library.any_case:
-            return isinstance(value, str) and value.casefold() in {word.casefold() for word in words}
-        return value in words
-    if outer == "List":
-        return isinstance(value, list) and all(_fits(inner.removesuffix("]"), item, release) for item in value)
-    if part in _TYPES:
-        classes, _ = _TYPES[part]
-        return isinstance(value, classes) and (bool in classes or not isinstance(value, bool))
-    is_class_unknown = not bracket and not part.endswith("Config")
-    return is_class_unknown or isinstance(value, Mapping)
-
-
-def _expected(part: str, release: ApiManifest) -> str:
-    if words := _words(part, release):
-        return f"one of {', '.join(words)}"
-    if part.startswith("List["):
-        return f"a list of {part.removeprefix('List[').removesuffix(']')}"
-    return _TYPES[part][1] if part in _TYPES else _MAPPING
