@@ -81,7 +81,7 @@ PLANTS = (
         "return math.inf if timeout_ms is None else timeout_ms / 1000",
         "return 0.1 if timeout_ms is None else timeout_ms / 1000",
         "contract/test_engine_trtllm_cancellation.py::"
-        "test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_is_leaked[1.0.0]",
+        "test_transfer_when_aborted_and_the_release_never_frees_its_kv_then_it_is_leaked[1.1.0]",
     ),
     Plant(
         "KV that is never fetched",
@@ -141,7 +141,7 @@ PLANTS = (
         f"{_TRTLLM}.polling",
         "except Exception as exc:  # noqa: BLE001 - logged, and tried again",
         "except RuntimeError as exc:",
-        f"{_STATISTICS}_the_library_had_none_or_failed_then_they_go_on[1.0.0]",
+        f"{_STATISTICS}_the_library_had_none_or_failed_then_they_go_on[1.1.0]",
     ),
     Plant(
         "Statistics",

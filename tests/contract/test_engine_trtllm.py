@@ -207,20 +207,6 @@ async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_t
 # --- refusals --------------------------------------------------------------------------------------------
 
 
-async def test_cache_salt_when_the_release_lacks_it_then_refused_by_name(gpt_oss: Path) -> None:
-    request = msgspec.structs.replace(ask(PROMPT), cache_salt="tenant")
-    for version in ("1.0.0", "1.1.0"):
-        with fake_tensorrt_llm(version):
-            engine = make("trtllm", gpt_oss, Role.AGGREGATED)
-            async with started(engine):
-                if version == "1.1.0":
-                    assert len(tokens(await collect(engine, request))) == 8
-                    continue
-                with pytest.raises(RequestRejected) as caught:
-                    await collect(engine, request)
-                assert caught.value.field == "cache_salt"
-
-
 async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: TrtllmEngines) -> None:
     guided = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
     with pytest.raises(RequestRejected) as caught:

@@ -38,7 +38,7 @@ async def test_start_when_a_config_names_its_class_then_the_engine_has_one_of_th
     assert NGRAM == {"decoding_type": "NGram", "max_draft_len": 4}
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "1.2.1", "1.3.0rc29"])
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.1", "1.3.0rc29"])
 async def test_start_when_a_config_names_no_known_class_then_a_config_error_names_it(
     version: str, gpt_oss: Path
 ) -> None:

@@ -25,10 +25,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "frequency_penalty": FAVORED | {"frequency_penalty": 1.9},
     "repetition_penalty": FAVORED | {"repetition_penalty": 1.9},
 }
-# Fields that the PyTorch sampler ignores. 1.0 runs the TRTLLM sampler.
+# Fields that the PyTorch sampler ignores.
 ALL = frozenset(FIELDS)
 REJECTED = {
-    "1.0.0": frozenset[str](),
     "1.1.0": ALL,
     "1.2.1": ALL,
     "1.3.0rc20": ALL,

@@ -76,8 +76,7 @@ async def record(version: str, folder: Path) -> Uses:
             assert timings is not None
             assert set(timings.more) == ({"submit", "first_token"} if "return_perf_metrics" in args else set())
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
-            if version != "1.0.0":
-                await collect(whole, salted)
+            await collect(whole, salted)
             placed = msgspec.structs.replace(ask(PROMPT), dp_rank=1, conversation_id="c", priority=int(is_newest))
             await collect(whole, placed)
             async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:

@@ -18,7 +18,7 @@ from tests.fakes_path import fake_tensorrt_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
 HEADING = "## Releases and transceivers"
-RELEASES = {"1.0.0": "1.0.0", "1.1.0": "1.1.0", "1.2.1": "1.2.1", "1.3 candidates": "1.3.0rc29", "1.4.0rc1": "1.4.0rc1"}
+RELEASES = {"1.1.0": "1.1.0", "1.2.1": "1.2.1", "1.3 candidates": "1.3.0rc29", "1.4.0rc1": "1.4.0rc1"}
 # Column of the table -> the transceiver, and whether prefill and decode are separate.
 COLUMNS: dict[str, tuple[dict[str, Any], bool]] = {
     "`UCX`, prefill and decode": ({"backend": "UCX"}, True),

@@ -10,7 +10,6 @@ from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, choose_profile, trtllm_args
-from dynamo_trtllm.errors import ConfigError
 from tests import unverified_names
 
 RELEASES = {release.name: release for release in LIBRARY.releases}
@@ -54,14 +53,6 @@ def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_
     unread = [use.name for use in uses if use.presence is Presence.NOT_READ]
     notes = [note for note in args(path, name).notes if "transceiver_runtime was set to CPP" not in note]
     assert len(notes) == len(unread)  # no old spelling and no contradiction in what we ship
-
-
-def test_hopper_files_when_a_release_lacks_their_moe_backend_then_it_is_not_claimed() -> None:
-    for role in ("prefill", "decode"):
-        path = GPT_OSS / "hopper" / f"{role}.yaml"
-        assert "1.0.0" not in unverified_names.claimed(path)
-        with pytest.raises(ConfigError, match="'TRITON': expected one of"):
-            args(path, "1.0.0")
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named)

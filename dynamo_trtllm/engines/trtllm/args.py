@@ -267,10 +267,6 @@ def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described
 def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> Source:
     """Return the engine's own defaults, which every other source overrides."""
     values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics, steps and the detection of a stall
-    samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
-    is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
-    if release.presence(release.library.root, samplers[0]) is Presence.PRESENT and not is_chosen:
-        values[samplers[0]] = True  # without it 1.0 always decodes greedily
     if config.publish_kv_events:
         values["kv_cache_config"] = {"event_buffer_max_size": BUFFER_EVENTS}
     if transceiver := _own_transceiver(config, given, release):

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 PACKAGE = LibraryPackage(
     engine="trtllm",
     library="TensorRT-LLM",
-    releases="1.0.0 or newer",
+    releases="1.1.0 or newer",
     module="tensorrt_llm",
     distributions=("tensorrt_llm",),
     install="pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container",
@@ -38,7 +38,7 @@ _PARAMS: Mapping[str, tuple[str, str]] = {
     "ConversationParams": ("conversation_params", "tensorrt_llm.conversation_params"),
 }
 
-_READ_S = 0.3  # length of a read of 1.0 and 1.1, which queue their reports at about this interval
+_READ_S = 0.3  # length of a read of 1.1, which queues its reports at about this interval
 _NEVER_S = 1e6
 
 # Arguments that `LLM` takes as dictionaries only from 1.3 on. Before, the key that names their class is a ClassVar: a
@@ -70,9 +70,9 @@ class TrtllmBindings:
         release = release_for(self.version)
         self.release = release.name  # of the manifest
         # Results report reused prompt tokens; structural tags have the form {"format": …}.
-        self.is_since_1_2 = not release.name.startswith(("1.0", "1.1"))
+        self.is_since_1_2 = not release.name.startswith("1.1")
         # `LLM` takes the arguments of _OBJECTS as dictionaries.
-        self.is_since_1_3 = not release.name.startswith(("1.0", "1.1", "1.2"))
+        self.is_since_1_3 = not release.name.startswith(("1.1", "1.2"))
         _note_differences(release, has)
 
     def healthy(self, llm: Any) -> bool:
@@ -84,7 +84,7 @@ class TrtllmBindings:
 
         When a result or a call brings an error of the executor, TensorRT-LLM shuts it down in the thread that asked,
         which here is the event loop's: it waits for all ranks, and a lost rank can make it wait for ever
-        (`GenerationExecutor._handle_background_error` in executor/executor.py, `shutdown` in executor/proxy.py, 1.0 to
+        (`GenerationExecutor._handle_background_error` in executor/executor.py, `shutdown` in executor/proxy.py, 1.1 to
         main).
 
         Args:
@@ -99,7 +99,7 @@ class TrtllmBindings:
     def reader(self, llm: Any, name: str) -> Callable[..., Sequence[Mapping[str, Any]]]:
         """Return a blocking function that reads what the LLM has reported since the last call.
 
-        The functions of 1.0 and 1.1 read until nothing comes within the timeout, so they do not return under load. When
+        The functions of 1.1 read until nothing comes within the timeout, so they do not return under load. When
         they return, they lose what they read: their queue then returns None, which is parsed as JSON (`get_results` in
         executor/result.py and `_SyncQueue.get` in llmapi/utils.py). So their asynchronous forms are read for a limited
         time. The others are never called, because the queue would then refuse the asynchronous ones (`AsyncQueue.get`).

@@ -215,18 +215,16 @@ class TrtllmEngine(ExternalEngine):
 
 
 def has_torch_sampler(args: TrtllmArgs) -> bool:
-    """Return True if the PyTorch sampler runs, the only one from 1.3 on, and not the TRTLLM sampler."""
-    if args.release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT:
-        return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
-    return not args.values.get("enable_trtllm_sampler")
+    """Return True if the PyTorch sampler runs, and not the TRTLLM sampler. From 1.3 on it is the only one."""
+    if args.release.presence("TorchLlmArgs", "sampler_type") is not Presence.PRESENT:
+        return True
+    return str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler"
 
 
 def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str, ...]:
-    """Return the fields of Sampling, and "cache_salt", that this release does not support with these arguments."""
+    """Return the fields of Sampling that this release does not support with these arguments."""
     args, release = facts.args, facts.args.release
-    features = [] if "cache_salt" in bindings.parameters else ["cache_salt"]
-    if not args.get("guided_decoding_backend"):
-        features.append("guided")
+    features = [] if args.get("guided_decoding_backend") else ["guided"]
     if has_torch_sampler(args):
         # Ignored without an error before: penalties and min_p (pull requests 16485 and 16590 of TensorRT-LLM), and
         # the seed (pull request 17172).
@@ -234,8 +232,6 @@ def unsupported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[st
             features += [*_PENALTIES, "min_p"]
         if not facts.is_at_least_candidate(_SEED_SINCE):
             features.append("seed")
-    if args.values.get("enable_mixed_sampler"):
-        features.append("logit_bias")
     if facts.is_disaggregated and "first_gen_log_probs" not in bindings.disagg_fields:
         # The first token of a decode call has no entry, and the call fails: its result asserts one per token
         # (executor/result.py of 1.2; pull request 11727 transfers the entry).

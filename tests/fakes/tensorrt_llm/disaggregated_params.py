@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorrt_llm.standin.release import LINE, fields_class
+from tensorrt_llm.standin.release import fields_class
 
 _REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 
@@ -16,8 +16,6 @@ def check_request_type(params: Any) -> None:
 
 
 def _post_init(self: Any) -> None:
-    if LINE < (1, 1):
-        return  # checked when the request is built
     if self.request_type is not None:
         self.request_type = self.request_type.lower()
         check_request_type(self)

@@ -137,7 +137,7 @@ class Probes:
         """After one more short request, as an idle executor reports nothing."""
         await self._ids(max_tokens=2)
         await asyncio.sleep(0.2)
-        if self._release.name.startswith(("1.0", "1.1")):  # whose get_stats loses what it reads
+        if self._release.name.startswith("1.1"):  # whose get_stats loses what it reads
             rows = [row async for row in self._llm.get_stats_async(timeout=0.5)]
         else:
             rows = await asyncio.to_thread(self._llm.get_stats, timeout=1.0)
@@ -172,14 +172,13 @@ def assumptions(version: str, runtime: str) -> Mapping[str, str]:
         runtime: the cache transceiver, CPP or PYTHON.
     """
     old, line = _is_before(version, 0), tuple(int(part) for part in version.split(".")[:2])
-    is_torch = line >= (1, 1)  # 1.0 runs the TRTLLM sampler
     place = "ctx_info_endpoint" if runtime == "PYTHON" else "opaque_state"
     answers = {
         "greedy": "the same",
-        "seed": _IGNORED if is_torch and _is_before(version, _SEED_SINCE) else _APPLIED,
-        "min_tokens": _IGNORED if is_torch and _is_before(version, _PENALTIES_SINCE) else _APPLIED,
-        "min_p": _IGNORED if is_torch and _is_before(version, _PENALTIES_SINCE) else _APPLIED,
-        "penalties": _IGNORED if is_torch and _is_before(version, _PENALTIES_SINCE) else _APPLIED,
+        "seed": _IGNORED if _is_before(version, _SEED_SINCE) else _APPLIED,
+        "min_tokens": _IGNORED if _is_before(version, _PENALTIES_SINCE) else _APPLIED,
+        "min_p": _IGNORED if _is_before(version, _PENALTIES_SINCE) else _APPLIED,
+        "penalties": _IGNORED if _is_before(version, _PENALTIES_SINCE) else _APPLIED,
         "stop_tokens_with_ignore_eos": "kept" if old else "dropped",
         "last_stop_token": "length",
         "context_answer": f"first_gen_tokens, ctx_request_id, {place}" + ("" if old else ", disagg_request_id"),
@@ -231,8 +230,6 @@ def run(package: Any, model: str, *, runtime: str, kv_timeout_s: float = TRANSCE
         "enable_iter_perf_stats": True,
         "cache_transceiver_config": transceiver,
     }
-    if release.presence("TorchLlmArgs", "enable_trtllm_sampler") is Presence.PRESENT:
-        arguments["enable_trtllm_sampler"] = True  # as the adapter does on 1.0
     built: list[Any] = []
     thread = threading.Thread(target=lambda: built.append(package.LLM(**arguments)))
     thread.start()

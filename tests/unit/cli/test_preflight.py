@@ -80,11 +80,19 @@ def test_main_when_only_warnings_are_found_then_status_0(capsys: pytest.CaptureF
 def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the_findings(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:
-    argv = changed(moe_config={"backend": "TRITON"}, cache_transceiver_config={"backend": "UCX"}, kv_cache_config={})
-    status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.0.0")
+    argv = changed(moe_config={"backend": "MARLIN"}, cache_transceiver_config={"backend": "UCX"}, kv_cache_config={})
+    status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.1.0")
     assert status == 1
     assert "[argument-refused]" in out
-    assert "moe_config.backend is 'TRITON'" in out
+    assert "moe_config.backend is 'MARLIN'" in out
+
+
+def test_main_when_the_release_is_no_longer_supported_then_status_2_and_the_oldest_that_is(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    status, _, err = run(capsys, *changed(), *KNOWN, "--release", "1.0.0")
+    assert status == 2
+    assert "TensorRT-LLM 1.0.0 is too old. Install 1.1.0 or newer." in err
 
 
 @pytest.mark.parametrize(

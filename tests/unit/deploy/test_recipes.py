@@ -111,7 +111,7 @@ EXPECTED = {  # TP, EP, batch, tokens a step, KV fraction, MoE kernels, graph ba
 }
 
 
-@pytest.mark.parametrize("release", [each for each in LIBRARY.releases if each.name != "1.0.0"], ids=lambda r: r.name)
+@pytest.mark.parametrize("release", LIBRARY.releases, ids=lambda r: r.name)
 @pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if not each.id.startswith("vllm")])
 def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(pod: Pod, release: Any, tmp_path: Any) -> None:
     name, role = (pod.labels[key] for key in ("nvidia.com/dynamo-graph-deployment-name", "app.kubernetes.io/component"))

@@ -89,9 +89,9 @@ def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(vers
     ("version", "args", "key"),
     [
         ("1.2.1", {"frobnicate": 1}, "frobnicate"),
-        ("1.0.0", {"kv_cache_config": {"tokens_per_block": 32}}, "kv_cache_config.tokens_per_block"),
+        ("1.2.1", {"kv_cache_config": {"disk_cache_size": 32}}, "kv_cache_config.disk_cache_size"),
         ("1.1.0", {"cache_transceiver_config": {"kv_transfer_timeout_ms": 1}}, "kv_transfer_timeout_ms"),
-        ("1.0.0", {"moe_config": {"backend": "TRITON"}}, "moe_config.backend"),
+        ("1.2.1", {"moe_config": {"backend": "MARLIN"}}, "moe_config.backend"),
         ("1.2.1", {"build_config": {}}, "build_config"),
     ],
 )

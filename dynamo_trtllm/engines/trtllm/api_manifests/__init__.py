@@ -24,7 +24,7 @@ def release_for(version: str) -> ApiManifest:
         version: installed version of TensorRT-LLM.
 
     Raises:
-        ConfigError: the version is older than 1.0 or not a version.
+        ConfigError: the version is older than 1.1 or not a version.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
@@ -33,7 +33,7 @@ def release_for(version: str) -> ApiManifest:
     lines = {(int(each.name.split(".")[0]), int(each.name.split(".")[1])): each for each in LIBRARY.releases}
     below = [known for known in lines if known <= line]
     if not below:
-        raise ConfigError(f"TensorRT-LLM {version} is too old. Install 1.0.0 or newer.")
+        raise ConfigError(f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer.")
     release = lines[max(below)]
     if max(below) != line:
         _log.warning(

@@ -325,7 +325,7 @@ class RoleFacts:
 
     @property
     def max_num_tokens(self) -> int:
-        return self.number("max_num_tokens") or 8192  # the value of 1.0 and 1.1 for null
+        return self.number("max_num_tokens") or 8192  # the value of 1.1 for null
 
     @property
     def max_batch_size(self) -> int:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensorrt_llm.standin.release import LINE
-
 _BLOCKS = 1000
 _MOST_EVENTS = 1 << 20
 _BLOCK_TOKENS = 32
@@ -64,7 +62,7 @@ class EventBuffer:
         if self._is_on:
             event: dict[str, Any] = {"event_id": next(self._numbers), "data": data, "window_size": self._window}
             with self._news:
-                self._events.append(event | ({"attention_dp_rank": rank} if LINE >= (1, 1) else {}))
+                self._events.append(event | {"attention_dp_rank": rank})
                 self._news.notify_all()
 
     def take(self, timeout: float, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from tensorrt_llm.disaggregated_params import check_request_type
 from tensorrt_llm.executor.executor import GenerationExecutor, Submission
 from tensorrt_llm.executor.result import GenerationResult, IterationResult
 from tensorrt_llm.executor.utils import RequestError
@@ -141,8 +140,6 @@ class LLM:
         return round((0.5 - priority) * (1 << 21)) if policy == "priority" else 0
 
     def _check(self, prompt: Sequence[int], params: Any) -> None:
-        if params is not None and LINE < (1, 1):
-            check_request_type(params)
         is_decode = params is not None and params.request_type == "generation_only"
         limit = self.args["max_num_tokens"]
         if len(prompt) > limit and not self.args["enable_chunked_prefill"] and not is_decode:

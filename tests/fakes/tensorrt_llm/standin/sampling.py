@@ -41,7 +41,7 @@ def sampling_of(params: Any, info: EngineInfo, args: Mapping[str, Any]) -> tuple
         end_id=None if params.ignore_eos or params.end_id == -1 else params.end_id,
         words=frozenset(() if drops else params.stop_token_ids or ()),
     )
-    is_torch = str(args.get("sampler_type")) != "TRTLLMSampler" and not args.get("enable_trtllm_sampler")
+    is_torch = str(args.get("sampler_type")) != "TRTLLMSampler"
     wanted = stop.words | ({stop.end_id} if stop.end_id is not None else set())
     own = frozenset(info.eos_token_ids)
     ignored = {name for trap, names in _IGNORED.items() if is_torch and traps.is_on(trap) for name in names}

@@ -64,8 +64,6 @@ def facts(
     good = {**_BOTH, **_OF_ROLE[role]}
     if role is Role.AGGREGATED:
         good = {key: value for key, value in good.items() if not key.startswith(_TRANSCEIVER)}
-    if release.startswith("1.0"):
-        del good["kv_cache_config.tokens_per_block"]
     wanted = {key: value for key, value in {**good, **(changes or {})}.items() if value is not ...}
     values = nested({key: SourcedValue(value, "test") for key, value in wanted.items()})
     config = WorkerConfig(model_path="model", engine="trtllm", disaggregation_mode=role, override_engine_args=values)

@@ -19,7 +19,7 @@ from tests.fakes_path import RELEASES, fake_tensorrt_llm
 
 @pytest.mark.parametrize(
     ("version", "line"),
-    [("1.2.1", "1.2"), ("1.0.0", "1.0"), ("1.3.0rc29", "1.3.0rc29"), ("1.2.1+cu129", "1.2")],
+    [("1.2.1", "1.2"), ("1.3.0rc29", "1.3.0rc29"), ("1.2.1+cu129", "1.2")],
 )
 def test_line_when_pre_release_then_it_stands_for_itself(version: str, line: str) -> None:
     assert release_line(version) == line
@@ -51,7 +51,6 @@ def test_optional_when_release_has_a_name_then_it_is_used() -> None:
             vendor = TrtllmBindings()
         known = vendor.disagg_fields
         assert ("disagg_request_id" in known) is version.startswith("1.3")
-        assert ("cache_salt" in vendor.parameters) is (version != "1.0.0")
         assert known <= {*LIBRARY.needed["DisaggregatedParams"], *LIBRARY.optional["DisaggregatedParams"]}
 
 

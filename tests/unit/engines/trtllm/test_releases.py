@@ -12,7 +12,6 @@ from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY, release_for
 from dynamo_trtllm.errors import ConfigError
 
 SHA256 = {
-    "1.0.0.json": "797530cd0d64ffcc5c7d331b12d594b91598e6b8ead080dba04ccc60a60311e2",
     "1.1.0.json": "16dcdfd5f8229f4dc0592f428f887bf3aa45d8cbd696c115ee5b61f4cd754806",
     "1.2.1.json": "c601a7fa0c7ccb9fcdae73570b14e6b5b77f57d4047a6aa14b4b300eb86377a6",
     "1.3.0rc-unpinned.json": "2a37a5a479da95d3cc5c8cf6c3c83b664057119a73993f94221e21263caef656",
@@ -31,8 +30,8 @@ def test_manifests_when_compared_with_what_was_read_then_byte_for_byte_the_same(
 
 
 def test_releases_when_listed_then_oldest_first_and_the_candidate_says_what_was_read() -> None:
-    assert [release.name for release in LIBRARY.releases] == ["1.0.0", "1.1.0", "1.2.1", "1.3.0rc"]
-    assert [release.title for release in LIBRARY.releases][2:] == [
+    assert [release.name for release in LIBRARY.releases] == ["1.1.0", "1.2.1", "1.3.0rc"]
+    assert [release.title for release in LIBRARY.releases][1:] == [
         "1.2.1",
         "1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)",
     ]
@@ -41,25 +40,25 @@ def test_releases_when_listed_then_oldest_first_and_the_candidate_says_what_was_
 @pytest.mark.parametrize(
     ("owner", "name", "expected"),
     [
-        ("TorchLlmArgs", "max_num_tokens", "PRESENT PRESENT PRESENT PRESENT"),
-        ("TorchLlmArgs", "build_config", "PRESENT PRESENT ABSENT ABSENT"),
-        ("TorchLlmArgs", "num_serve_frontends", "ABSENT ABSENT ABSENT PRESENT"),
-        ("KvCacheConfig", "tokens_per_block", "ABSENT PRESENT PRESENT PRESENT"),
-        ("KvCacheConfig", "avg_seq_len", "ABSENT ABSENT ABSENT NOT_READ"),  # read in part only
-        ("SchedulerConfig", "capacity_scheduler_policy", "NOT_READ NOT_READ PRESENT NOT_READ"),
-        ("DecodeCudaGraphConfig", "mode", "NOT_READ NOT_READ NOT_READ PRESENT"),
-        ("DisaggregatedParams", "disagg_request_id", "ABSENT ABSENT ABSENT PRESENT"),
-        ("SamplingParams", "end_id", "PRESENT PRESENT PRESENT PRESENT"),
-        ("CompletionOutput", "token_ids_diff", "NOT_READ NOT_READ PRESENT PRESENT"),
-        ("GenerationResult", "abort", "NOT_READ NOT_READ PRESENT NOT_READ"),
-        ("LLM", "generate_async", "PRESENT PRESENT PRESENT PRESENT"),
-        ("LLM", "shutdown", "NOT_READ NOT_READ PRESENT NOT_READ"),
-        ("LLM", "shut_down", "ABSENT ABSENT ABSENT ABSENT"),
-        ("LLM.generate_async", "cache_salt", "ABSENT PRESENT PRESENT PRESENT"),
-        ("LLM.generate_async", "priority", "ABSENT ABSENT ABSENT PRESENT"),
-        ("LLM.get_stats", "timeout", "PRESENT NOT_READ PRESENT NOT_READ"),
-        ("GuidedDecodingParams", "json", "NOT_READ NOT_READ NOT_READ NOT_READ"),  # named as a type, nowhere read
-        ("LLMs", "generate_async", "ABSENT ABSENT ABSENT ABSENT"),
+        ("TorchLlmArgs", "max_num_tokens", "PRESENT PRESENT PRESENT"),
+        ("TorchLlmArgs", "build_config", "PRESENT ABSENT ABSENT"),
+        ("TorchLlmArgs", "num_serve_frontends", "ABSENT ABSENT PRESENT"),
+        ("KvCacheConfig", "tokens_per_block", "PRESENT PRESENT PRESENT"),
+        ("KvCacheConfig", "avg_seq_len", "ABSENT ABSENT NOT_READ"),  # read in part only
+        ("SchedulerConfig", "capacity_scheduler_policy", "NOT_READ PRESENT NOT_READ"),
+        ("DecodeCudaGraphConfig", "mode", "NOT_READ NOT_READ PRESENT"),
+        ("DisaggregatedParams", "disagg_request_id", "ABSENT ABSENT PRESENT"),
+        ("SamplingParams", "end_id", "PRESENT PRESENT PRESENT"),
+        ("CompletionOutput", "token_ids_diff", "NOT_READ PRESENT PRESENT"),
+        ("GenerationResult", "abort", "NOT_READ PRESENT NOT_READ"),
+        ("LLM", "generate_async", "PRESENT PRESENT PRESENT"),
+        ("LLM", "shutdown", "NOT_READ PRESENT NOT_READ"),
+        ("LLM", "shut_down", "ABSENT ABSENT ABSENT"),
+        ("LLM.generate_async", "cache_salt", "PRESENT PRESENT PRESENT"),
+        ("LLM.generate_async", "priority", "ABSENT ABSENT PRESENT"),
+        ("LLM.get_stats", "timeout", "NOT_READ PRESENT NOT_READ"),
+        ("GuidedDecodingParams", "json", "NOT_READ NOT_READ NOT_READ"),  # named as a type, nowhere read
+        ("LLMs", "generate_async", "ABSENT ABSENT ABSENT"),
     ],
 )
 def test_presence_when_asked_of_each_release_then_what_its_manifest_says(owner: str, name: str, expected: str) -> None:
@@ -87,8 +86,7 @@ def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> No
 @pytest.mark.parametrize(
     ("version", "name"),
     [
-        ("1.0.0", "1.0.0"),
-        ("1.0.0.post1", "1.0.0"),
+        ("1.1.0.post1", "1.1.0"),
         ("1.1.0rc5", "1.1.0"),
         ("1.2.0", "1.2.1"),
         ("1.2.1+cu130", "1.2.1"),
@@ -114,7 +112,12 @@ def test_release_for_when_a_1_4_candidate_then_names_that_1_3_lacks_may_exist() 
     assert by_name("1.3.0rc").presence("TorchLlmArgs", "iter_perf_stats_interval") is Presence.ABSENT
 
 
-@pytest.mark.parametrize("version", ["0.21.0", "none"])
-def test_release_for_when_too_old_or_no_version_then_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match="TensorRT-LLM"):
+@pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "1.0.0.post1"])
+def test_release_for_when_too_old_then_refused_with_the_oldest_that_works(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer."):
         release_for(version)
+
+
+def test_release_for_when_it_is_no_version_then_refused() -> None:
+    with pytest.raises(ConfigError, match="Invalid TensorRT-LLM version 'none'"):
+        release_for("none")

@@ -65,12 +65,10 @@ def refused(
     version: str,
     role: Role = Role.AGGREGATED,
     *,
-    cache_salt: bool = True,
     fields: frozenset[str] = OLD_FIELDS,
     **values: Any,
 ) -> set[str]:
-    found = bindings(fields, *(["cache_salt"] if cache_salt else []))
-    features = set(engine.unsupported_features(facts_of(version, role, **values), found))
+    features = set(engine.unsupported_features(facts_of(version, role, **values), bindings(fields)))
     assert "prompt_logprobs" in features  # with every release and every argument
     return features - {"prompt_logprobs"}
 
@@ -85,15 +83,10 @@ def test_refuses_when_the_sampler_is_trtllms_then_nothing(version: str) -> None:
     assert refused(version, guided_decoding_backend="xgrammar", sampler_type="TRTLLMSampler") == set()
 
 
-def test_refuses_when_nothing_is_set_then_guided_and_what_the_release_lacks() -> None:
-    assert refused("1.0.0", cache_salt=False) == {"guided", "cache_salt"}
+def test_refuses_when_nothing_is_set_then_guided_and_what_the_candidate_ignores() -> None:
     for version in ("1.3.0rc27", "1.3.0rc29", "1.3.0", "1.4.0rc1"):
         assert refused(version) == {"guided"}
     assert refused("1.3.0rc24") == refused("1.3.0rc26") == {"guided", "seed"}
-
-
-def test_refuses_when_1_0_mixes_samplers_then_penalties_seed_and_bias_are_not_taken() -> None:
-    assert refused("1.0.0", enable_mixed_sampler=True) == {"guided", "logit_bias", "seed", *PENALTIES}
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -106,8 +99,7 @@ def test_refuses_when_the_first_token_brings_no_logprob_then_logprobs(role: Role
 @pytest.mark.parametrize(
     ("version", "values", "works"),
     [
-        ("1.0.0", {}, True),
-        ("1.0.0", {"enable_mixed_sampler": True}, False),
+        ("1.1.0", {}, False),
         ("1.2.1", {}, False),
         ("1.2.1", {"sampler_type": "TRTLLMSampler"}, True),
         ("1.3.0rc23", {}, False),
@@ -120,13 +112,6 @@ def test_min_tokens_when_a_sampler_holds_back_the_end_id_then_supported(
 ) -> None:
     found = engine.TrtllmModelLimits(facts_of(version, **values), info_of(), bindings(OLD_FIELDS))
     assert found.min_tokens is works
-
-
-def test_values_when_1_0_then_a_sampler_that_samples_is_chosen_unless_one_is() -> None:
-    assert args_of("1.0.0").values["enable_trtllm_sampler"] is True
-    assert args_of("1.0.0").leaves["enable_trtllm_sampler"].source == "the trtllm engine"
-    assert "enable_trtllm_sampler" not in args_of("1.0.0", enable_mixed_sampler=True).values
-    assert "enable_trtllm_sampler" not in args_of("1.2.1").values
 
 
 def test_values_when_made_then_workers_of_text_are_not_there() -> None:
@@ -271,8 +256,7 @@ def test_timeout_when_it_is_unset_then_the_worker_sets_it_above_the_ticket_ttl(v
 @pytest.mark.parametrize(
     ("version", "role", "transceiver", "timeout_s"),
     [
-        ("1.0.0", Role.PREFILL, {"backend": "UCX"}, math.inf),  # the release has no timeout
-        ("1.1.0", Role.PREFILL, {"backend": "UCX"}, math.inf),
+        ("1.1.0", Role.PREFILL, {"backend": "UCX"}, math.inf),  # the release has no timeout
         ("1.2.1", Role.PREFILL, {"backend": "UCX", "kv_transfer_timeout_ms": None}, math.inf),
         ("1.2.1", Role.PREFILL, {"backend": "UCX", "kv_transfer_timeout_ms": 5000}, 5.0),
         ("1.2.1", Role.PREFILL, None, math.inf),

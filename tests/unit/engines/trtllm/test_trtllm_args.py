@@ -8,8 +8,9 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.manifests import ApiManifest
+from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.errors import ConfigError
@@ -88,14 +89,11 @@ def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> Non
     assert merged(**{field: value}).leaves[LIBRARY.flags[field]] == (value, "configuration")
 
 
-def test_flags_when_looked_up_then_every_release_that_has_them_is_known() -> None:
+def test_flags_when_looked_up_then_each_sets_an_argument_that_every_release_has() -> None:
     assert LIBRARY.flags["expert_parallel_size"] == "moe_expert_parallel_size"
     assert LIBRARY.flags["kv_block_size"] == "kv_cache_config.tokens_per_block"
-    with pytest.raises(
-        ConfigError,
-        match=r"TensorRT-LLM 1.0.0 has no kv_cache_config.tokens_per_block\. .*has it \(1.1.0, 1.2.1, 1.3.0rc\)",
-    ):
-        merged("1.0.0", kv_block_size=16)
+    for each in LIBRARY.releases:
+        assert {schema.find(each, key).presence for key in LIBRARY.flags.values()} == {Presence.PRESENT}
 
 
 # --- keys ----------------------------------------------------------------------------------------------
@@ -130,8 +128,7 @@ def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(values: dict[s
             r"a release that has it \(1.2.1, 1.3.0rc\)",
         ),
         ({"num_serve_frontends": 2}, "1.2.1", r"a release that has it \(1.3.0rc\)"),
-        ({"enable_mixed_sampler": True}, "1.1.0", r"a release that has it \(1.0.0\)"),
-        ({"build_config": None}, "1.3.0rc", r"a release that has it \(1.0.0, 1.1.0\)"),
+        ({"build_config": None}, "1.3.0rc", r"a release that has it \(1.1.0\)"),
     ],
 )
 def test_args_when_only_other_releases_have_the_key_then_they_are_named(
@@ -155,8 +152,8 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
         "kv_cache_config.avg_seq_len is passed on unchecked: its schema in TensorRT-LLM 1.3.0rc (arg"
     )
     assert note.endswith("(it is in an unreleased commit)")
-    (note,) = override({"scheduler_config": {"capacity_scheduler_policy": "x"}}, "1.0.0").notes
-    assert note.endswith("TensorRT-LLM 1.0.0 is unknown (it is in 1.2.1)")
+    (note,) = override({"scheduler_config": {"capacity_scheduler_policy": "x"}}, "1.1.0").notes
+    assert note.endswith("TensorRT-LLM 1.1.0 is unknown (it is in 1.2.1)")
 
 
 # --- values --------------------------------------------------------------------------------------------
@@ -225,10 +222,10 @@ def test_args_when_values_are_right_then_they_are_passed_on(values: dict[str, An
 
 
 def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> None:
-    values = {"moe_config": {"backend": "TRITON"}}
-    assert override(values, "1.1.0").values["moe_config"] == {"backend": "TRITON"}
-    with pytest.raises(ConfigError, match="'TRITON': expected one of CUTLASS"):
-        override(values, "1.0.0")
+    values = {"moe_config": {"backend": "WIDEEP"}}
+    assert override(values, "1.1.0").values["moe_config"] == {"backend": "WIDEEP"}
+    with pytest.raises(ConfigError, match="'WIDEEP': expected one of AUTO"):
+        override(values, "1.3.0rc")
 
 
 def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> None:
@@ -317,11 +314,13 @@ def test_args_when_both_spellings_agree_then_taken() -> None:
 # --- the kernels profile -------------------------------------------------------------------------------
 
 
-def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_said() -> None:
-    args = merged("1.0.0", HOPPER)
-    assert "moe_config.backend" not in args.leaves  # TRITON came with 1.1.0
+def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("engine_args: {moe_config: {backend: MARLIN}}")  # came with 1.3
+    args = merged(kernels_profile=str(path))
+    assert "moe_config.backend" not in args.leaves
     (note,) = args.notes
-    assert note.startswith("kernels profile hopper: moe_config.backend is 'TRITON': expected one of CUTLASS")
+    assert note.startswith("kernels profile p: moe_config.backend is 'MARLIN': expected one of CUTLASS")
     assert note.endswith("; dropped")
 
 

@@ -79,7 +79,7 @@ def moe_quantization_gpu(facts: RoleFacts) -> Violation | None:
     before=(1, 3),
     field=_MOE,
     why="before 1.3 the default is CUTLASS on every GPU, which is slower for gpt-oss",
-    fix="set it to TRTLLM on Blackwell, TRITON on Hopper (1.1.0 or newer)",
+    fix="set it to TRTLLM on Blackwell, TRITON on Hopper",
 )
 def moe_backend_unset(facts: RoleFacts) -> Violation | None:
     """Find gpt-oss with the default backend."""
@@ -93,7 +93,7 @@ def moe_backend_unset(facts: RoleFacts) -> Violation | None:
     "moe-cutlass-hopper",
     field=_MOE,
     why="on Hopper CUTLASS runs MXFP4 with BF16 activations; NVIDIA's guide uses TRITON",
-    fix="set it to TRITON (1.1.0 or newer), or AUTO (1.3)",
+    fix="set it to TRITON, or AUTO (1.3)",
 )
 def moe_cutlass_hopper(facts: RoleFacts) -> Violation | None:
     """Find a slower backend that was set for MXFP4 on Hopper."""
@@ -101,11 +101,7 @@ def moe_cutlass_hopper(facts: RoleFacts) -> Violation | None:
         return None
     if _moe_backend(facts) != "CUTLASS":
         return None
-    if facts.line < (1, 1):
-        fix = "use 1.1.0 or newer"
-    else:
-        fix = f"set it to {_hopper_backend(facts)}"
-    return Violation(other=facts.gpu_title, fix=fix)
+    return Violation(other=facts.gpu_title, fix=f"set it to {_hopper_backend(facts)}")
 
 
 @SECTION.rule(

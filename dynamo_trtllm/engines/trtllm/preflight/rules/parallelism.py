@@ -12,7 +12,6 @@ SECTION: RuleSection[RoleFacts] = RuleSection("Parallelism")
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 _EXPERTS = ("moe_tensor_parallel_size", "moe_expert_parallel_size", "moe_cluster_parallel_size")
 _BALANCE = "attention_dp_config.enable_balance"
-_REUSE = "kv_cache_config.enable_block_reuse"
 
 
 @SECTION.rule(
@@ -92,21 +91,6 @@ def gpt_oss_pipeline(facts: RoleFacts) -> Violation | None:
     if not facts.is_gpt_oss or facts.size("pipeline_parallel_size") == 1:
         return None
     return Violation(other="model_type gpt_oss")
-
-
-@SECTION.rule(
-    "warning",
-    "pipeline-with-reuse",
-    before=(1, 1),
-    field="pipeline_parallel_size",
-    why="1.0 may hang with pipeline parallelism and block reuse",
-    fix="set kv_cache_config.enable_block_reuse: false, or use 1.1.0 or newer",
-)
-def pipeline_with_reuse(facts: RoleFacts) -> Violation | None:
-    """Find block reuse in a pipeline."""
-    if facts.size("pipeline_parallel_size") == 1 or not facts.on(_REUSE):
-        return None
-    return Violation(other=f"{_REUSE} {facts.shown(_REUSE)}")
 
 
 @SECTION.rule(
