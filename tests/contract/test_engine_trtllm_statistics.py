@@ -28,11 +28,13 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
     version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_tensorrt_llm(version) as package:
-        ended, executor_class = asyncio.Event(), package.executor.executor.GenerationExecutor
+        executor_class = package.executor.executor.GenerationExecutor
+        rounds = [asyncio.Event()]  # each is set by a call that began in its round and gave nothing
         loop, get_stats = asyncio.get_running_loop(), executor_class.get_stats
 
         def watched(executor: Any, *args: Any) -> Any:
             rows: list[Any] = []
+            ended = rounds[-1]
             try:
                 rows = get_stats(executor, *args)
             finally:
@@ -45,8 +47,8 @@ async def test_statistics_when_the_library_had_none_or_failed_then_they_go_on(
         async with started(engine):
             for held, traps in enumerate([(), ("stats_fail",), ("stats_rpc_fails",)], 1):
                 with package.standin.traps.turned(*traps):
-                    ended.clear()
-                    await asyncio.wait_for(ended.wait(), SOON_S)
+                    rounds.append(asyncio.Event())
+                    await asyncio.wait_for(rounds[-1].wait(), SOON_S)
                 await prefill_params(engine, PROMPT)
                 await check_stats(engine, tickets_held=held, kv_blocks_used=3 * held)
 
