@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.demo_models import resolve
+from dynamo_trtllm.engines.external.runner import MAX_FAILED_REQUESTS
 from dynamo_trtllm.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -50,6 +51,7 @@ PROMPT = prompt_of(70)
 # Those that change what an answer is made of, or take an answer away; every other is survived without a trace.
 FAILING = {
     "refused_at_call": RequestRejected,
+    "unsupported_at_call": RequestRejected,
     "request_fails": RequestRejected,
     "step_fails": RequestRejected,
     "finishes_timeout": DeadlineExceeded,
@@ -270,6 +272,17 @@ async def test_request_when_it_fails_then_named_and_the_engine_goes_on(
                 await check_nothing_left(engines.aggregated)
             await engines.aggregated.check()
             assert len(await answer(engines.aggregated, PROMPT)) == 8
+
+
+async def test_requests_when_the_release_does_not_support_them_then_the_engine_goes_on_however_many_come(
+    engines: TrtllmEngines,
+) -> None:
+    with engines.turned("unsupported_at_call"):
+        for number in range(2 * MAX_FAILED_REQUESTS):
+            request = msgspec.structs.replace(ask(PROMPT), request_id=f"client-{number}")
+            assert await error_code(engines.aggregated, request) == "engine_refused"
+    await engines.aggregated.check()
+    assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(

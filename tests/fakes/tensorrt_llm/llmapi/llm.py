@@ -96,6 +96,8 @@ class LLM:
         self._check(prompt, params)
         if traps.is_on("refused_at_call"):
             raise RequestError("a test made the stand-in refuse this request")
+        if traps.is_on("unsupported_at_call"):
+            raise NotImplementedError("a test made the stand-in lack support of this request")
         submission = Submission(
             prompt_token_ids=prompt,
             sampling=sampling,

@@ -48,6 +48,7 @@ TRAPS = {
     # calls that are refused, requests that fail
     "context_refuses_overlap": Trap(LINE < (1, 2), "context_only fails where the overlap scheduler is on"),
     "refused_at_call": Trap(False, "generate_async itself raises RequestError"),
+    "unsupported_at_call": Trap(False, "generate_async itself raises NotImplementedError, for a request alone"),
     "request_fails": Trap(False, "a request fails after its first token, alone"),
     "transfer_fails": Trap(False, "a decode fails because its KV did not come, alone"),
     "step_fails": Trap(False, "a step fails: all active requests fail with one message, the executor lives"),

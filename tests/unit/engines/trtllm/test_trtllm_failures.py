@@ -67,6 +67,7 @@ async def test_error_when_a_result_brings_any_other_class_of_a_healthy_executor_
         (ValueError("no"), RequestRejected),
         (TypeError("no"), RequestRejected),
         (AssertionError("no"), RequestRejected),
+        (NotImplementedError("no"), RequestRejected),
         (RemoteError("no"), EngineFailed),
         (OSError("no"), EngineFailed),
         (RuntimeError("LLM is shutting down"), EngineFailed),
