@@ -168,6 +168,15 @@ PLANTS = (
         "contract/test_engine_trtllm_cancellation.py::test_cancel_when_the_abort_raises_then_the_request_ends_by_itself",
     ),
     Plant(
+        "Dead rank",
+        "`generate_async` never blocks the event loop",
+        f"{_TRTLLM}.engine",
+        "self._watchdog.start()",
+        "pass",
+        "contract/test_engine_trtllm_watchdog.py::test_submission_when_its_rank_has_died_and_it_blocks_then_the_process_"
+        "ends_and_its_log_says_where[1.2.1]",
+    ),
+    Plant(
         "Ignored sampling fields",
         "the PyTorch sampler of every release applies penalties and `min_p`",
         f"{_TRTLLM}.engine",

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -56,6 +57,19 @@ def setup(level: str, process_name: str, log_format: str = "text") -> None:
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     logging.getLogger("dynamo_trtllm").setLevel(level.upper())
     logging.captureWarnings(True)
+
+
+def log_thread_stacks(logger: logging.Logger) -> None:
+    """Log what each thread of this process does: one error message per thread, with its stack.
+
+    Unlike `faulthandler`, which holds the GIL while it writes, this blocks only its own thread if nothing reads stderr.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        message, stack = f"stack of thread {names.get(ident, ident)}", "".join(traceback.format_stack(frame))
+        logger.handle(
+            logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, sinfo=stack.rstrip("\n"))
+        )
 
 
 def json_line(*, time_s: float, level: str, process: str, logger: str, message: str, **more: str | None) -> str:

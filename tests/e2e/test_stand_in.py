@@ -108,6 +108,18 @@ def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> 
     checks.check_death(served, kill, env={"STANDIN_TRAPS": "dies_of_long"})
 
 
+@pytest.mark.long
+def test_event_loop_when_a_dead_rank_blocks_it_then_the_worker_ends_and_the_client_gets_an_error(
+    served: checks.Served,
+) -> None:
+    """No signal would reach this worker, and its own checks do not run. The request blocks it before it has a token."""
+
+    def leave(_: Process) -> None:
+        """The request itself finds the dead rank."""
+
+    checks.check_death(served, leave, env={"STANDIN_TRAPS": "submit_blocks"})
+
+
 def test_example_when_started_by_its_launcher_then_rank_0_serves_until_stopped(served: checks.Served) -> None:
     """The last test of these workers: one of them ends."""
     served.whole.wait_for("STAND-IN: trtllm-llmapi-launch")

@@ -79,6 +79,28 @@ class TrtllmBindings:
         """Return False if the executor is shut down. True does not prove that it responds."""
         return bool(llm._check_health()) if hasattr(llm, "_check_health") else True  # trtllm-serve uses it
 
+    def recorded_failure(self, llm: Any) -> str:
+        """Return the error with which the executor has died, as text; "" if none is recorded. Does not block.
+
+        `healthy` can't be asked for this: it shuts an executor down that has failed, in the caller's thread, and sends
+        to its ranks. The 1.3 candidates record the error in `_fatal_error` (pull request 12718 of TensorRT-LLM; Dynamo
+        reads it, too). Releases before put the errors of their threads and ranks into a queue, which the next call
+        reads (`mpi_done_callback` in executor/proxy.py, 1.0 to 1.2). There, only such errors are in it.
+        """
+        executor = getattr(llm, "_executor", None)
+        if executor is None:
+            return ""  # it was shut down on request
+        if hasattr(executor, "_fatal_error"):
+            error = executor._fatal_error
+        else:
+            waiting = getattr(getattr(executor, "_error_queue", None), "queue", ())
+            error = next(iter(waiting), None)  # it stays in the queue
+        if error is not None:
+            return f"{type(error).__name__}: {error}"
+        if getattr(executor, "doing_shutdown", False):
+            return "it is shutting down after an error"
+        return ""
+
     def create_llm(self, values: Mapping[str, Any]) -> Any:
         """Return an LLM whose shutdown does not block an event loop.
 

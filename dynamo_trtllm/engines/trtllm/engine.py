@@ -6,6 +6,7 @@ and unsupported features are derived from the arguments, the release and the che
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections import deque
@@ -32,6 +33,7 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
+from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
@@ -84,6 +86,7 @@ class TrtllmEngine(ExternalEngine):
         )
         self.ticket_ttl_s = ticket_ttl_s(self._facts, config.ticket_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
+        self._watchdog: Watchdog | None = None  # once the LLM is built
         self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
         if config.publish_kv_events:
             check_kv_events(self._facts)
@@ -132,12 +135,27 @@ class TrtllmEngine(ExternalEngine):
     # --- start and stop ------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """See `Engine.start`."""
+        """See `Engine.start`. From then on, this process ends if TensorRT-LLM blocks the event loop for good."""
         info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
         await self._warm_up(info)
         if self._args.values.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
         return info
+
+    async def aclose(self) -> None:
+        """See `Engine.aclose`. The watchdog ends last, because the calls of a shutdown can block, too."""
+        try:
+            await super().aclose()
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
+
+    def _watch(self, library: TrtllmLibrary) -> None:
+        """Start the thread that ends this process if TensorRT-LLM blocks the event loop for good."""
+        failure = partial(library.bindings.recorded_failure, self._llm)
+        detector = HangDetector(asyncio.get_running_loop(), library.calls, failure, lambda: library.iterated_at)
+        self._watchdog = Watchdog(detector)
+        self._watchdog.start()
 
     @property
     def steps(self) -> deque[StepSample]:
@@ -201,6 +219,7 @@ class TrtllmEngine(ExternalEngine):
             kv_timeout_s=kv_timeout_s(facts),
             runtime=facts.set_runtime,
         )
+        self._watch(library)
         self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
         limit = limits.prompt_limits[Phase[facts.role.name]]
         _log.info(

@@ -23,6 +23,7 @@ from dynamo_trtllm.engines.trtllm.requests import (
     reported_phases,
 )
 from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params, pack, unpack
+from dynamo_trtllm.engines.trtllm.watchdog import BlockingCalls
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
 
@@ -65,6 +66,7 @@ class TrtllmLibrary:
     kv_timeout_s: float = math.inf  # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
     runtime: str | None = None  # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
     probe: EndpointProbe = field(default_factory=EndpointProbe)
+    calls: BlockingCalls = field(default_factory=BlockingCalls)  # that are made on the event loop
     last_result_at: float = field(default_factory=time.monotonic)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -73,6 +75,11 @@ class TrtllmLibrary:
         num_kv_ranks = self.model_limits.dp_ranks or 1
         self._stats_poller = StatsPoller(self.bindings.reader(self.llm, "get_stats"), num_kv_ranks)
         self._stall_s = max(_STALL_S, 2 * self.ticket_ttl_s)  # all KV blocks may belong to transfers
+
+    @property
+    def iterated_at(self) -> float:
+        """Return when the executor last reported an iteration, of `time.monotonic()`."""
+        return self._stats_poller.changed_at
 
     def poll_stats(self, step_reader: StepReader | None = None) -> None:
         """Start polling statistics. Some releases have none before their first request."""
@@ -106,7 +113,8 @@ class TrtllmLibrary:
 
     def _is_healthy(self) -> bool:
         try:
-            return self.bindings.healthy(self.llm)
+            with self.calls.note("_check_health"):
+                return self.bindings.healthy(self.llm)
         except Exception:  # noqa: BLE001 - of any class: it can't be asked, so it is not healthy
             return False
 
@@ -173,7 +181,8 @@ class TrtllmCall:
             if receiver.has_ended:
                 raise TransferFailed("the request ended before it was submitted to TensorRT-LLM")
         try:
-            result = self._result = library.llm.generate_async(**arguments)
+            with library.calls.note("generate_async"):
+                result = self._result = library.llm.generate_async(**arguments)
             results = aiter(result) if self._converted.keywords["streaming"] else None
         except Exception as exc:
             raise library.submit_error(exc) from exc
@@ -260,7 +269,8 @@ class TrtllmCall:
         if self._result is None:
             return
         try:
-            self._result.abort()
+            with self._library.calls.note("abort"):
+                self._result.abort()
         except Exception as exc:  # noqa: BLE001 - the errors of its queues and RPCs have no common base class
             _log.warning("TensorRT-LLM could not abort a request: %s", exc)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import queue
 import threading
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from dynamo_trtllm.messages import ReleaseOutcome
 from tensorrt_llm.executor.kv_events import EventBuffer
-from tensorrt_llm.executor.request import Served
+from tensorrt_llm.executor.request import LONG_TOKENS, Served
 from tensorrt_llm.executor.result import GenerationResult, Response
 from tensorrt_llm.executor.utils import RequestError, RPCError
 from tensorrt_llm.standin import traps
@@ -51,6 +52,9 @@ class GenerationExecutor:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.held: dict[int, str] = {}  # context requests whose KV was not fetched: the engine's ticket ids
         self._error: Exception | None = None
+        self._error_queue: queue.Queue[Exception] = queue.Queue()  # of threads and ranks
+        if LINE >= (1, 3):
+            self._fatal_error: Exception | None = None
         self._stats: collections.deque[dict[str, Any]] = collections.deque(maxlen=_STATS_KEPT)
         self._news = threading.Condition()
         self._iteration = 0
@@ -66,6 +70,9 @@ class GenerationExecutor:
     # --- from any thread -------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, result: GenerationResult) -> None:
+        if traps.is_on("submit_blocks") and submission.sampling.max_tokens > LONG_TOKENS:
+            self._record(RuntimeError("MPI worker exited unexpectedly"))
+            threading.Event().wait()
         self.core.post(lambda: self._begin(submission, result))
 
     def abort_request(self, request_id: int) -> None:
@@ -186,8 +193,16 @@ class GenerationExecutor:
         """All active requests of the rank fail with one message; the executor goes on."""
         self._fail_active(lambda: RequestError(message))
 
+    def _record(self, error: Exception) -> None:
+        """As a thread does that watches the ranks; until 1.2 the next call raises it, if there is one."""
+        self._error = error
+        if LINE >= (1, 3):
+            self._fatal_error = error
+        else:
+            self._error_queue.put(error)
+
     def on_fatal(self, message: str) -> None:
-        self._error = RuntimeError(message)
+        self._record(RuntimeError(message))
         self.doing_shutdown = True
         self._fail_active(lambda: RuntimeError(message))
 

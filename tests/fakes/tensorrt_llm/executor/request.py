@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _DEADLINE_S = 86_400.0  # the real one knows no deadline
 _BURST_TOKENS = 4
-_LONG_TOKENS = 1000
+LONG_TOKENS = 1000
 
 
 class Served:
@@ -100,7 +100,7 @@ class Served:
             if traps.is_on(name):
                 act(f"CUDA error: a test made the stand-in fail ({name})")
                 return True
-        if traps.is_on("dies_of_long") and self._call.sampling.max_tokens > _LONG_TOKENS:
+        if traps.is_on("dies_of_long") and self._call.sampling.max_tokens > LONG_TOKENS:
             self._executor.on_fatal("CUDA error: a test made the stand-in fail (dies_of_long)")
             return True
         if traps.is_on("request_fails"):

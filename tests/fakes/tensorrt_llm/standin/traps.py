@@ -68,6 +68,11 @@ TRAPS = {
     "abort_fails": Trap(False, "an abort raises an error of the remote call, and has no effect"),
     "abort_slow": Trap(False, "an abort takes effect after 0.3 s"),
     "abort_keeps_context": Trap(True, "an abort after a context-only answer does nothing: a time-out frees the KV"),
+    "submit_blocks": Trap(
+        False,
+        "generate_async finds that a rank has just died, and blocks for ever in its send: at a request that may make "
+        "more than 1000 tokens",
+    ),
     # around requests
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises RuntimeError"),
