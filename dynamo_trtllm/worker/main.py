@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,12 @@ from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+# How long the interpreter may take to exit. Libraries register functions for that time; if a rank is lost, those of
+# mpi4py and TensorRT-LLM wait for it for ever (`pre_shutdown` and `shutdown` in executor/proxy.py).
+EXIT_S = 30.0
 
 
 def described(config: WorkerConfig) -> Described:
@@ -84,4 +95,25 @@ def main(config: WorkerConfig) -> None:
     observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
     if config.dump_config_to is not None:
         dump(config, config.dump_config_to)
-    Worker(config).run()
+    status = 1
+    try:
+        Worker(config).run()
+        status = 0
+    except ConfigError:
+        status = 2
+        raise
+    finally:
+        limit_exit(status)
+
+
+def limit_exit(status: int) -> None:
+    """End this process with `status` if its exit, once it begins, takes longer than EXIT_S."""
+
+    def end() -> None:
+        time.sleep(EXIT_S)
+        log.error("a library hangs at the exit of this process, which now ends with %d after %g s", status, EXIT_S)
+        os._exit(status)
+
+    # What is registered last runs first. `atexit` comes after these functions, in which libraries may hang already.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(threading.Thread(target=end, name="exit-limit", daemon=True).start)

@@ -101,6 +101,7 @@ def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on
 
     out = tmp_path / "out.yaml"
     monkeypatch.setattr(worker_main, "Worker", Started)
+    monkeypatch.setattr(worker_main, "limit_exit", lambda status: None)  # the process is that of the tests
     monkeypatch.setattr(
         "sys.argv", ["w", "--model", "m", "--engine=mock", "--max-batch-size=2", f"--dump-config-to={out}"]
     )

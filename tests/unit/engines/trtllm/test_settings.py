@@ -121,8 +121,17 @@ def test_values_when_made_then_workers_of_text_are_not_there() -> None:
     assert args.values["enable_iter_perf_stats"] is True
 
 
-def test_values_when_statistics_are_switched_off_then_they_stay_off() -> None:
-    assert args_of("1.2.1", enable_iter_perf_stats=False).values["enable_iter_perf_stats"] is False
+def test_values_when_statistics_are_switched_off_then_they_stay_off_and_a_note_says_what_is_lost() -> None:
+    args = args_of("1.2.1", enable_iter_perf_stats=False)
+    assert args.values["enable_iter_perf_stats"] is False
+    note = statistics_note(args)
+    assert note.startswith("enable_iter_perf_stats is false (--override-engine-args)")
+    assert "stalled" in note
+    assert "cost model" in note
+
+
+def test_values_when_statistics_are_on_then_a_note_says_that_they_cost_time() -> None:
+    assert "costs time in each step" in statistics_note(args_of("1.2.1"))
 
 
 BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}}
