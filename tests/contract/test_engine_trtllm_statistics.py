@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ async def test_statistics_when_none_came_for_a_while_then_new_ones_are_read_with
             engine._llm._executor.note_step()
             while poller.changed_at < before:  # noqa: ASYNC110 - a thread sets it
                 await asyncio.sleep(0.005)
+
+
+async def test_start_when_statistics_are_off_then_one_warning_says_what_is_lost(
+    gpt_oss: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        logged = [record for record in caplog.records if record.levelno == logging.WARNING]
+        return [record.message for record in logged if "enable_iter_perf_stats" in record.message]
+
+    with fake_tensorrt_llm():
+        async with started(make("trtllm", gpt_oss, Role.AGGREGATED)):
+            assert warnings() == []
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED, enable_iter_perf_stats=False)
+        async with started(engine):
+            (warning,) = warnings()
+            assert "reports no KV blocks" in warning
+            assert stats(engine).kv_blocks_total == 0
 
 
 @pytest.mark.parametrize(("stages", "num_steps"), [(1, 4), (2, 0)])

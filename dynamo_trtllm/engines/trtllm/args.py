@@ -261,12 +261,35 @@ def described(config: WorkerConfig, release: ApiManifest) -> arguments.Described
     """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
     found = arguments.described_library_arguments(args)
-    return found._replace(title=f"{found.title}, {args.profile.source}")
+    notes = (*found.notes, statistics_note(args))
+    return found._replace(title=f"{found.title}, {args.profile.source}", notes=notes)
+
+
+_STATISTICS = "enable_iter_perf_stats"
+
+
+def statistics_note(args: TrtllmArgs) -> str:
+    """Return what the executor's statistics cost or, if they are switched off, what is lost.
+
+    Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py and publisher.py of
+    1.7). TensorRT-LLM's default is off, too. They could not be measured without the real package.
+    """
+    leaf = args.leaves[_STATISTICS]
+    if leaf.value:
+        return (
+            f"{_STATISTICS} is true ({leaf.source}): it costs time in each step; KV metrics, the cost model and the "
+            "detection of a stalled executor need it"
+        )
+    return (
+        f"{_STATISTICS} is false ({leaf.source}): this worker reports no KV blocks and no waiting requests, learns no "
+        "cost model, does not notice a stalled executor, and can't apply --max-ticket-kv-fraction and "
+        "--max-leaked-kv-fraction"
+    )
 
 
 def _own(config: WorkerConfig, given: Sequence[Source], release: ApiManifest) -> Source:
     """Return the engine's own defaults, which every other source overrides."""
-    values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics, steps and the detection of a stall
+    values: dict[str, Any] = {_STATISTICS: True}  # see `statistics_note`
     if config.publish_kv_events:
         values["kv_cache_config"] = {"event_buffer_max_size": BUFFER_EVENTS}
     if transceiver := _own_transceiver(config, given, release):

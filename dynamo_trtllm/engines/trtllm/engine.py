@@ -27,7 +27,7 @@ from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.manifests import Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
@@ -140,6 +140,8 @@ class TrtllmEngine(ExternalEngine):
         await self._warm_up(info)
         if self._args.values.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
+        else:
+            _log.warning("%s", statistics_note(self._args))
         return info
 
     async def aclose(self) -> None:

@@ -87,6 +87,16 @@ def test_dump_when_the_file_can_not_be_written_then_refused_by_its_flag(tmp_path
         main.dump(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
 
 
+@pytest.mark.parametrize(("is_on", "said"), [(True, "costs time in each step"), (False, "reports no KV blocks")])
+def test_table_when_trtllm_then_a_note_says_what_statistics_cost_or_give(is_on: bool, said: str) -> None:
+    override = f'{{"enable_iter_perf_stats": {str(is_on).lower()}}}'
+    text = main.table(
+        worker("--engine", "trtllm", "--kernels-profile", "fallback", f"--override-engine-args={override}")
+    )
+    (note,) = [line for line in text.splitlines() if line.startswith("note: enable_iter_perf_stats")]
+    assert said in note
+
+
 def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.external.library import end_ids
 from dynamo_trtllm.engines.trtllm import engine
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
-from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Phase, Role
