@@ -42,6 +42,7 @@ class Checkpoint:
     context_length: int  # tokens; 0 if the files do not set it
     sliding_window: int | None = None  # tokens
     num_sliding_layers: int = 0
+    has_recurrent_layers: bool = False  # some layers keep a state of constant size instead of KV (hybrid models)
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
@@ -162,6 +163,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         context_length=config.count("max_position_embeddings", 0),
         sliding_window=config.count("sliding_window") if windows else None,
         num_sliding_layers=windows,
+        has_recurrent_layers=_has_recurrent_layers(config),
         num_experts=config.count("num_local_experts", config.count("num_experts", 0)),
         experts_per_token=config.count("num_experts_per_tok", config.count("experts_per_token", 0)),
         quantization=_quantization(config),
@@ -243,6 +245,19 @@ def _sliding_layers(config: _Fields) -> int:
     if not isinstance(kinds, list):
         return 0
     return sum(kind == "sliding_attention" for kind in kinds)
+
+
+# Values of `layer_types`, as of Qwen3-Next and of Granite 4.
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba"})
+
+
+def _has_recurrent_layers(config: _Fields) -> bool:
+    """Return whether the model is a hybrid of attention and recurrent layers. Nemotron-H has a pattern of letters."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and any(kind in _RECURRENT_LAYERS for kind in kinds):
+        return True
+    pattern = config.get("hybrid_override_pattern")
+    return isinstance(pattern, str) and "M" in pattern
 
 
 def _quantization(config: _Fields) -> str | None:

@@ -229,7 +229,8 @@ class ExternalCall(Stream):
             return
         first = first_deadline(kv_params, self._request.deadline, self._engine.handoff_timeout_s)
         RECORDER.record(self._request.request_id, RecordedEvent.KV_FETCH_STARTED, kv_params.prefill_instance_id)
-        self._due_in(first.left_s, lambda: self._pass_on(first.error(first.message)))
+        hint = self._engine.library.transfer_hint if first.error is TransferTimeout else ""
+        self._due_in(first.left_s, lambda: self._pass_on(first.error(first.message + hint)))
 
     def _due_at_deadline(self) -> None:
         def late() -> None:

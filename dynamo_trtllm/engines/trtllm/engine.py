@@ -220,6 +220,7 @@ class TrtllmEngine(ExternalEngine):
             ticket_ttl_s=self.ticket_ttl_s,
             kv_timeout_s=kv_timeout_s(facts),
             runtime=facts.set_runtime,
+            transfer_hint=transfer_hint(facts),
         )
         self._watch(library)
         self._run(library, info, f"trtllm/{self._kv_compat.get('transceiver', '')}".lower())
@@ -340,6 +341,22 @@ def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
         return requested_s
     _log.warning("Reduced --ticket-ttl-s from %g to %g; raise %s to keep it", requested_s, timeout_ms / 1000, TIMEOUT)
     return timeout_ms / 1000
+
+
+def transfer_hint(facts: RoleFacts) -> str:
+    """Return what else may be wrong if the KV of a prompt was not received, as the end of a sentence; "" if unknown.
+
+    In some candidates of July 2026 the C++ transceiver takes the type of its buffers from the pool of recurrent states
+    (pull requests 16304 and 16505 of TensorRT-LLM). If KV has another type, the sender fails at the first request, and
+    the receiver waits until its time is over.
+    """
+    is_affected = facts.is_at_least_candidate(15) and not facts.is_at_least_candidate(24)
+    if not is_affected or facts.runtime == "PYTHON" or facts.model is None or not facts.model.has_recurrent_layers:
+        return ""
+    return (
+        "; with models that have recurrent layers, TensorRT-LLM 1.3.0rc15 to rc23 may have transfer buffers of a wrong "
+        "type (pull request 16505): install a newer one, or set transceiver_runtime: PYTHON and backend: NIXL"
+    )
 
 
 def kv_timeout_s(facts: RoleFacts) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import re
@@ -26,6 +27,7 @@ from dynamo_trtllm.engines.trtllm.transfers import EndpointProbe, context_params
 from dynamo_trtllm.engines.trtllm.watchdog import BlockingCalls
 from dynamo_trtllm.errors import DynamoError, EngineFailed, MigrationFailed, RequestRejected, TransferFailed
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, TokenLogprob, token_ids
+from dynamo_trtllm.observability.logging import log_thread_stacks
 
 if TYPE_CHECKING:
     from dynamo_trtllm.engines.trtllm.engine import TrtllmModelLimits
@@ -55,7 +57,6 @@ _STALL_S = 300.0  # without a result or an iteration for this time, the executor
 class TrtllmLibrary:
     """The `Library` of one LLM."""
 
-    transfer_hint = ""
     can_abort_fetch = False  # an abort during the fetch breaks the transfer
 
     bindings: TrtllmBindings
@@ -65,6 +66,7 @@ class TrtllmLibrary:
     ticket_ttl_s: float  # until a KV transfer expires
     kv_timeout_s: float = math.inf  # until TensorRT-LLM frees KV that was not fetched; infinity: it never does
     runtime: str | None = None  # the cache transceiver, CPP or PYTHON; None: TensorRT-LLM chooses it
+    transfer_hint: str = ""
     probe: EndpointProbe = field(default_factory=EndpointProbe)
     calls: BlockingCalls = field(default_factory=BlockingCalls)  # that are made on the event loop
     last_result_at: float = field(default_factory=time.monotonic)
@@ -108,8 +110,16 @@ class TrtllmLibrary:
         if self._stats_poller.has_reported and waiting_since is not None:
             still_s = time.monotonic() - max(waiting_since, self.last_result_at, self._stats_poller.changed_at)
             if still_s > self._stall_s:
+                self._log_stall()
                 return f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
         return ""
+
+    def _log_stall(self) -> None:
+        """Log what a report of a stalled executor needs, and what is lost when this process ends (issue 16300)."""
+        for row in self._stats_poller.last_rows:
+            text = f"TensorRT-LLM is stalled; the last statistics: {json.dumps(row, default=str)}"
+            _log.error(text)  # a value in a message would be shortened further
+        log_thread_stacks(_log)
 
     def _is_healthy(self) -> bool:
         try:

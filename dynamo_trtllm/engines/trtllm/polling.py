@@ -99,6 +99,11 @@ class StatsPoller(Poller):
         """True once statistics came: from then on, requests that wait without any show that the executor stands."""
         return bool(self._rows)
 
+    @property
+    def last_rows(self) -> Sequence[Mapping[str, Any]]:
+        """The last row of each rank that has reported."""
+        return list(self._rows.values())
+
     def start(self) -> None:
         """Start the thread. Idempotent. Some releases have no statistics before their first request."""
         self._start(self._poll)

@@ -58,6 +58,23 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
+@pytest.mark.parametrize(
+    ("fields", "has_recurrent_layers"),
+    [
+        ({}, False),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, False),
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"layer_types": ["mamba", "attention"]}, True),
+        ({"hybrid_override_pattern": "M-M-M*-"}, True),
+    ],
+)
+def test_checkpoint_when_layers_keep_a_state_instead_of_kv_then_it_is_known(
+    tmp_path: Path, fields: dict[str, Any], has_recurrent_layers: bool
+) -> None:
+    found = read_checkpoint(write(tmp_path, {**LLAMA, "sliding_window": 128, **fields}))
+    assert found.has_recurrent_layers is has_recurrent_layers
+
+
 def test_read_when_it_is_gpt_oss_120b_then_it_equals_the_published_shape(tmp_path: Path) -> None:
     found = read_checkpoint(write(tmp_path, GPT_OSS_120B, generation_config={"eos_token_id": [200002, 199999, 200012]}))
     assert found == replace(SHAPES["gpt-oss-120b"], folder=tmp_path)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from dynamo_trtllm.observability.logging import LINE_CHARS, VALUE_CHARS, request_id, setup
+from dynamo_trtllm.observability.logging import LINE_CHARS, VALUE_CHARS, log_thread_stacks, request_id, setup
 
 FORGED = "a\n2026-01-01T00:00:00.000Z ERROR frontend - root: FORGED\r\x1b[31m\x85\u2028\u2029\u202e\u2066\ud800\x7f"
 _UNSAFE = re.compile("[^\n\x20-\x7e\xa1-\u200a\u2010-\u2027]")
@@ -146,6 +147,30 @@ def test_traceback_then_it_has_its_lines_and_deep_ones_lose_their_middle(logged:
     except ValueError:
         log.exception("failed")
     assert len(logged().splitlines()) < 210
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_stacks_when_logged_then_each_thread_has_a_message_with_its_name_and_what_it_does(
+    logged: Callable[[], str], log_format: str
+) -> None:
+    def wait_here() -> None:
+        is_waiting.set()
+        go_on.wait()
+
+    setup("error", "a", log_format)
+    is_waiting, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_here, name="waits-here")
+    thread.start()
+    is_waiting.wait()
+    log_thread_stacks(log)
+    go_on.set()
+    thread.join()
+    text = logged()
+    assert "stack of thread MainThread" in text
+    assert "stack of thread waits-here" in text
+    assert "in wait_here" in text
+    if log_format == "json":
+        assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
 
 
 def test_json_then_each_line_is_an_object_with_time_level_logger_message_request_and_exception(

@@ -18,6 +18,8 @@ def chained(text: str, cause: str) -> Exception:
     [
         (RuntimeError("Assertion failed: status == NIXL_SUCCESS (transferAgent.cpp:654)"), "NIXL_PLUGIN_DIR"),
         (RuntimeError("nixl_agent.cpp:265] getPluginParams: backend 'UCX' not found"), "builds of NIXL or UCX"),
+        (RuntimeError("getPluginParams: backend 'UCX' not found"), "tensorrt_llm/libs/nixl"),
+        (RuntimeError("[TensorRT-LLM][ERROR] Assertion failed: emplaceDone"), "transceiver_runtime: PYTHON"),
         (ImportError("libnixl.so: undefined symbol: nixlDescList"), "builds of NIXL or UCX"),
         (RuntimeError("UCP API version is incompatible: required >= 1.20, actual 1.19.0"), "another UCX"),
         (RuntimeError("VRAM memory is detected as host by UCX."), "unset UCX_TLS"),

@@ -322,3 +322,21 @@ def test_sleep_when_the_arguments_do_not_allow_it_then_what_to_set(
     found = engine.sleep_obstacle(facts_of("1.3.0rc29", role, kv_cache_config=reuse, **rest))
     assert said in found
     assert bool(found) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_recurrent", "transceiver", "is_hinted"),
+    [
+        ("1.3.0rc17", True, {"backend": "UCX"}, True),
+        ("1.3.0rc17", True, {"backend": "NIXL", "transceiver_runtime": "PYTHON"}, False),
+        ("1.3.0rc17", False, {"backend": "UCX"}, False),
+        ("1.3.0rc27", True, {"backend": "UCX"}, False),
+        ("1.2.1", True, {"backend": "UCX"}, False),
+    ],
+)
+def test_transfer_hint_when_candidates_mix_up_the_pools_of_hybrid_models_then_it_names_them(
+    version: str, is_recurrent: bool, transceiver: dict[str, Any], is_hinted: bool
+) -> None:
+    model = checkpoint(has_recurrent_layers=is_recurrent)
+    facts = facts_of(version, Role.DECODE, model, cache_transceiver_config=transceiver)
+    assert ("pull request 16505" in engine.transfer_hint(facts)) is is_hinted

@@ -133,8 +133,8 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
         await task
 
 
-async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed_and_its_log_says_where(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(StatsPoller, "pause_s", 0.001)
     at, llm = make(Role.AGGREGATED, ttl_s=0.01)
@@ -144,7 +144,7 @@ async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_ha
     await at.check()
     monkeypatch.setattr(at.library, "_stall_s", 0.0)
     await at.check()  # no statistics came yet, so their absence shows nothing
-    llm.rows = [{}]
+    llm.rows = [{"iter": 6, "numQueuedRequests": 1}, {"iter": 7, "numQueuedRequests": 3}]
     poller = at.library._stats_poller
     async with asyncio.timeout(SOON_S):
         while not poller.has_reported:  # noqa: ASYNC110 - a thread changes it
@@ -153,6 +153,9 @@ async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_ha
         await at.check()
     with pytest.raises(EngineFailed):
         await task
+    assert '{"iter": 7, "numQueuedRequests": 3}' in caplog.text  # the last row of statistics
+    assert "stack of thread MainThread" in caplog.text
+    assert "stack of thread trtllm-stats" in caplog.text
     await at.aclose()
 
 
