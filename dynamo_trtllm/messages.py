@@ -267,6 +267,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")  # equal on prefill and decode
     can_aggregate: bool = msgspec.field(default=False, name="serves_whole")  # a decode worker that can also prefill
     supported_features: tuple[str, ...] = ()  # see EngineInfo; older workers ignore these fields of a request
+    keeps_unfetched_kv: bool = False  # see EngineInfo; older frontends leave such KV to its timeout
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
     wire: int = 1  # WIRE_VERSION of the worker

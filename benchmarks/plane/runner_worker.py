@@ -94,6 +94,7 @@ class SimulatedLibrary:
     name = "the simulated library"
     transfer_hint = ""
     can_abort_fetch = True
+    keeps_unfetched_kv = False
 
     def __init__(self, step_s: float) -> None:
         self._running: dict[SimulatedCall, None] = {}

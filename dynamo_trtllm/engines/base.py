@@ -38,6 +38,8 @@ class EngineInfo:
     # "priority" and "dp_rank", if requests may have them. Only such workers get requests that need them.
     supported_features: tuple[str, ...] = ()
     can_aggregate: bool = False  # accepts Phase.AGGREGATED in every role
+    # Only a fetch or a timeout of the library frees KV that a prefill call has exported: frontends have it fetched.
+    keeps_unfetched_kv: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
     cost_prior: CostModel | None = None  # what is known of the time of its steps before they are measured
 

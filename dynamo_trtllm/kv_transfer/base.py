@@ -22,7 +22,7 @@ from dynamo_trtllm.errors import (
     TransferMismatch,
     TransferTimeout,
 )
-from dynamo_trtllm.messages import KvLayout, KvTransferParams, decode
+from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, Phase, Sampling, decode
 
 if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
@@ -184,6 +184,30 @@ def require_sizes(transfer_id: str, theirs: Sequence[int], regions: Sequence[Mem
 def address_of(buffer: mmap.mmap | bytearray) -> int:
     """Return the address of a writable buffer, which must not be resized or freed while the address is used."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def collecting_call(request: GenerateRequest, kv_params: KvTransferParams, *, priority: int = 0) -> GenerateRequest:
+    """Return a decode call that fetches the KV of a prompt and generates as little as possible.
+
+    Its only purpose is the fetch, with which the prefill worker's library frees the KV. It allows one token more than
+    prefill has generated, because an engine rejects a decode call that has nothing to generate.
+
+    Args:
+        request: the request whose KV is not needed any more.
+        kv_params: parameters from its prefill call.
+        priority: of the call; see `GenerateRequest`.
+    """
+    return GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        token_ids=request.token_ids,
+        sampling=Sampling(max_tokens=len(kv_params.first_token_ids) + 1, temperature=0.0),
+        deadline=request.deadline,
+        phase=Phase.DECODE,
+        kv_params=kv_params,
+        cache_salt=request.cache_salt,
+        priority=priority,
+    )
 
 
 TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams

@@ -274,6 +274,7 @@ class Worker:
             kv_compat=info.kv_compat,
             can_aggregate=info.can_aggregate,
             supported_features=info.supported_features,
+            keeps_unfetched_kv=info.keeps_unfetched_kv,
             strategy=config.disaggregation_strategy,
             version=__version__,
             wire=WIRE_VERSION,

@@ -16,6 +16,7 @@ from tests.engines import (
     TRTLLM_TTL_S,
     answer,
     ask,
+    cancel_after,
     check_nothing_left,
     check_stats,
     collect,
@@ -131,6 +132,24 @@ async def test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_u
     await check_stats(engines.prefill, running=0, tickets_held=1, kv_blocks_used=3)
     await check_nothing_left(engines.prefill)
     await check_engines_idle(engines.package)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+@pytest.mark.parametrize(("version", "transceiver"), [("1.2.1", "UCX"), ("1.3.0rc29", "NIXL")])
+async def test_decode_when_cancelled_before_its_submission_then_it_still_frees_the_kv_of_the_prefill_worker(
+    version: str, transceiver: str, turns: int, gpt_oss: Path
+) -> None:
+    """The library's own timeout would free it after ten minutes."""
+    with fake_tensorrt_llm(version) as package:
+        prefill, decode = (
+            make("trtllm", gpt_oss, role, ttl_s=600.0, transceiver=transceiver) for role in (Role.PREFILL, Role.DECODE)
+        )
+        async with started(prefill, decode):
+            kv_params = await prefill_params(prefill, PROMPT, max_tokens=6000)
+            await check_used(package, 3)
+            await cancel_after(decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params, max_tokens=6000), turns)
+            await check_used(package, 0)
+            await asyncio.wait_for(decode.drain(), SOON_S)
 
 
 async def check_used(package: Any, blocks: int) -> None:

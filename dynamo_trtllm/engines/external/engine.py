@@ -126,6 +126,11 @@ class ExternalEngine(Engine):
     def has_failed(self) -> bool:
         return isinstance(self._unavailable, EngineFailed)
 
+    @property
+    def keeps_unfetched_kv(self) -> bool:
+        """See `EngineInfo.keeps_unfetched_kv`. False before the library is loaded: it runs no call then."""
+        return self._has_library and self.library.keeps_unfetched_kv
+
     def progress(self) -> str:
         """See `Engine.progress`."""
         loading = self._loading

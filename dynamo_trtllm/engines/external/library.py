@@ -89,6 +89,7 @@ class Library(Protocol):
 
     transfer_hint: str  # where to look when the KV of a prompt was not received
     can_abort_fetch: bool  # a decode call may be aborted while the library fetches its KV
+    keeps_unfetched_kv: bool  # see `EngineInfo.keeps_unfetched_kv`
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> LibraryCall:
         """Check a request and convert it to a call.

@@ -20,7 +20,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.base import first_deadline
+from dynamo_trtllm.kv_transfer.base import collecting_call, first_deadline
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, PhaseTimings
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent
 from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent, phase_timings, unexpected_error
@@ -45,6 +45,7 @@ class ExternalCall(Stream):
     | state    | begins with                         | ends with                                               |
     |----------|-------------------------------------|---------------------------------------------------------|
     | starting | `generate`                          | the first result, an error, a cancel, the deadline      |
+    |          |                                     | (a cancel before the library is called: see `_run`)     |
     | running  | the first result                    | the last result, an error, a cancel, the deadline       |
     | fetching | the end of the stream, while a      | the first result, an error, or KV_WAIT_S                |
     |          | fetch runs that can't be aborted    |                                                         |
@@ -74,13 +75,20 @@ class ExternalCall(Stream):
             self._pass_on(EngineFailed("the engine shut down during the request"))  # dropped if the stream has ended
 
     async def _run(self) -> None:
-        """Prepare and submit the call. Until its end or only until its submission: that depends on the library."""
-        if self.has_ended:  # before this task began
+        """Prepare and submit the call. Until its end or only until its submission: that depends on the library.
+
+        A decode call that was cancelled before this task began is still submitted if only its fetch frees the KV at
+        the prefill worker. It is aborted as any other one that fetches.
+        """
+        if self.has_ended and not self._collects_kv:
             return
         error: DynamoError | None = None
         try:
-            self._call = self._engine.prepare(self._request)
-            self._start_timer()
+            self._call = self._engine.prepare(self._request_to_run())
+            if self.has_ended:
+                self._abort_after_fetch(self._call)
+            else:
+                self._start_timer()
             await self._call.run(self)
         except DynamoError as exc:
             error = exc
@@ -93,6 +101,17 @@ class ExternalCall(Stream):
                 self.on_error(error)
         finally:
             error = None  # its traceback refers to this frame: a cycle that would keep the request in memory
+
+    @property
+    def _collects_kv(self) -> bool:
+        """True while the fetch of a decode call has not ended, and only the fetch frees the KV at the prefill worker."""
+        return self.is_fetching and self._engine.keeps_unfetched_kv
+
+    def _request_to_run(self) -> GenerateRequest:
+        kv_params = self._request.kv_params
+        if not self.has_ended or kv_params is None:
+            return self._request
+        return collecting_call(self._request, kv_params)  # no client waits for its tokens
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -252,11 +271,16 @@ class ExternalCall(Stream):
     def _close(self, last: StreamEvent | None) -> None:
         call = self._call
         if call is None:
-            self._end()
+            if last is not None or not self._collects_kv:  # else the task submits it
+                self._end()
         elif self.is_fetching and not self._engine.library.can_abort_fetch:
-            self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
+            self._abort_after_fetch(call)
         else:
             self._abort(call)
+
+    def _abort_after_fetch(self, call: LibraryCall) -> None:
+        """Let `on_result` abort the call at its first result, which shows that the KV has been fetched."""
+        self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
 
     def _give_up_fetch(self, call: LibraryCall) -> None:
         _log.warning("KV transfer still running %g s after cancellation: %s", KV_WAIT_S, self._task.get_name())

@@ -37,7 +37,7 @@ from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.kv_events import OnKvEvents
-from dynamo_trtllm.messages import Instance, Limits, Phase
+from dynamo_trtllm.messages import Instance, Limits, Phase, Role
 
 _log = logging.getLogger(__name__)
 
@@ -209,6 +209,7 @@ class TrtllmEngine(ExternalEngine):
             unsupported_features=(*unsupported_features(facts, bindings), "resumed_tokens"),
             supported_features=supported_features(facts, bindings),
             can_aggregate=True,
+            keeps_unfetched_kv=facts.role is Role.PREFILL,
             files=checkpoint.files,
         )
         limits = TrtllmModelLimits(facts, info, bindings)

@@ -58,6 +58,7 @@ class TrtllmLibrary:
     """The `Library` of one LLM."""
 
     can_abort_fetch = False  # an abort during the fetch breaks the transfer
+    keeps_unfetched_kv = True  # see `TrtllmCall.release_kv`
 
     bindings: TrtllmBindings
     llm: Any
@@ -188,8 +189,6 @@ class TrtllmCall:
         )
         if self._disagg is not None and (endpoint := self._disagg.get("ctx_info_endpoint")):
             await library.probe.check(endpoint)
-            if receiver.has_ended:
-                raise TransferFailed("the request ended before it was submitted to TensorRT-LLM")
         try:
             with library.calls.note("generate_async"):
                 result = self._result = library.llm.generate_async(**arguments)

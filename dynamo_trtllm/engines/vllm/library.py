@@ -41,6 +41,7 @@ class VllmLibrary:
 
     transfer_hint = "; see NixlConnector's lines in its log"
     can_abort_fetch = True
+    keeps_unfetched_kv = False
 
     bindings: VllmBindings
     llm: Any

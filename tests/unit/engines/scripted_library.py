@@ -50,8 +50,9 @@ def info_of(**fields: Any) -> EngineInfo:
 class Call:
     """A call whose results the test passes in."""
 
-    def __init__(self, phase: Phase) -> None:
-        self.exports_kv = phase is Phase.PREFILL
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.exports_kv = request.phase is Phase.PREFILL
         self.stop_ids = frozenset({STOP_ID})
         self.aborts = 0
         self.releases: list[bool] = []  # has_expired of each
@@ -93,8 +94,8 @@ class Scripted:
     name = "Scripted"
     transfer_hint = "; look there"
 
-    def __init__(self, *, can_abort_fetch: bool = True) -> None:
-        self.can_abort_fetch = can_abort_fetch
+    def __init__(self, *, can_abort_fetch: bool = True, keeps_unfetched_kv: bool = False) -> None:
+        self.can_abort_fetch, self.keeps_unfetched_kv = can_abort_fetch, keeps_unfetched_kv
         self.calls: list[Call] = []
         self.reason = ""
         self.waiting_since: float | None = None
@@ -103,7 +104,7 @@ class Scripted:
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> Call:
         if request.sampling.max_tokens == 13:
             raise RequestRejected("13 is not accepted", field="max_tokens")
-        self.calls.append(Call(request.phase))
+        self.calls.append(Call(request))
         return self.calls[-1]
 
     def health(self, waiting_since: float | None) -> str:
@@ -117,8 +118,8 @@ class Scripted:
         self.is_closed = True
 
 
-def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, can_abort_fetch: bool = True) -> Any:
-    library = Scripted(can_abort_fetch=can_abort_fetch)
+def make(*, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0, **library_facts: bool) -> Any:
+    library = Scripted(**library_facts)
     return serve(library, ttl_s=ttl_s, handoff_timeout_s=handoff_timeout_s), library
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.engines.external import runner as runner_module
@@ -14,6 +15,7 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.messages import (
     Phase,
 )
+from dynamo_trtllm.streams import StreamEvent
 from tests.unit.engines.scripted_library import ask, event, make, some_transfer_params, started
 from tests.waiting import SOON_S
 
@@ -59,6 +61,40 @@ async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_w
     assert call.aborts == 1
     call.say(finish="abort")
     await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_cancel_when_only_a_fetch_frees_the_kv_then_the_call_is_submitted_for_one_more_token_and_aborted_after_it() -> (
+    None
+):
+    runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
+    events: list[StreamEvent] = []
+    runner.generate(ask(Phase.DECODE, kv_params=await some_transfer_params()), events.append).cancel()
+    assert library.calls == []
+    await asyncio.sleep(0)
+    (call,) = library.calls
+    assert (call.request.sampling.max_tokens, call.aborts) == (2, 0)  # prefill has generated one
+    call.say(7)
+    assert call.aborts == 1
+    call.say(finish="abort")
+    await asyncio.wait_for(runner.drain(), SOON_S)
+    assert events == []
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.AGGREGATED])
+async def test_cancel_when_a_call_fetches_nothing_then_it_is_not_submitted_whatever_frees_kv(phase: Phase) -> None:
+    runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
+    runner.generate(ask(phase), lambda event: None).cancel()
+    await asyncio.wait_for(runner.drain(), SOON_S)
+    await asyncio.sleep(0)
+    assert library.calls == []
+
+
+async def test_cancel_when_the_call_for_the_fetch_is_rejected_then_drain_still_returns() -> None:
+    runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
+    kv_params = msgspec.structs.replace(await some_transfer_params(), expires_at=0.0)
+    runner.generate(ask(Phase.DECODE, kv_params=kv_params), lambda event: None).cancel()
+    await asyncio.wait_for(runner.drain(), SOON_S)
+    assert library.calls == []
 
 
 async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(monkeypatch: pytest.MonkeyPatch) -> None:
