@@ -35,11 +35,10 @@ from dynamo_trtllm.request_plane.frames import (
     ControlRequest,
     OpenStream,
     Ping,
-    StreamDemux,
-    StreamReceiver,
     StreamReport,
     read_batch,
 )
+from dynamo_trtllm.request_plane.receivers import StreamDemux, StreamReceiver
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject, remember
 from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
 from dynamo_trtllm.streams import OnEvent, StreamHandle

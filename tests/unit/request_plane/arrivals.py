@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 from dynamo_trtllm.messages import Chunk
-from dynamo_trtllm.request_plane.frames import StreamDemux, StreamReceiver
+from dynamo_trtllm.request_plane.receivers import StreamDemux, StreamReceiver
 from dynamo_trtllm.streams import StreamEvent
 
 

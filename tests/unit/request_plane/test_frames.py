@@ -26,10 +26,10 @@ from dynamo_trtllm.request_plane.frames import (
     Frame,
     OpenStream,
     Ping,
-    StreamDemux,
     StreamReport,
     encode_frames,
 )
+from dynamo_trtllm.request_plane.receivers import StreamDemux
 from tests.unit.request_plane.arrivals import Arrivals, opened
 
 LIMIT = 1 << 20

@@ -8,8 +8,9 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
-from dynamo_trtllm.request_plane import frames
-from dynamo_trtllm.request_plane.frames import Frame, StreamDemux
+from dynamo_trtllm.request_plane import receivers
+from dynamo_trtllm.request_plane.frames import Frame
+from dynamo_trtllm.request_plane.receivers import StreamDemux
 from dynamo_trtllm.streams import StreamEvent
 from tests.unit.request_plane.arrivals import Arrivals, opened
 
@@ -18,7 +19,7 @@ PER_TURN = 6
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "CHUNKS_PER_ITERATION", PER_TURN)
+    monkeypatch.setattr(receivers, "CHUNKS_PER_ITERATION", PER_TURN)
 
 
 class Reader:
@@ -90,8 +91,8 @@ async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() 
 async def test_pass_on_when_many_frames_per_stream_came_together_then_tokens_of_a_stream_are_one_chunk(
     monkeypatch: pytest.MonkeyPatch, in_all: int, per_stream: int, is_merged: bool
 ) -> None:
-    monkeypatch.setattr(frames, "MERGED_FRAMES", in_all)
-    monkeypatch.setattr(frames, "MERGED_PER_STREAM", per_stream)
+    monkeypatch.setattr(receivers, "MERGED_FRAMES", in_all)
+    monkeypatch.setattr(receivers, "MERGED_PER_STREAM", per_stream)
     bench = Bench()
     one, other = await bench.begun(2)
     for reader in (one, one, other, one, one):
@@ -134,8 +135,8 @@ async def test_turn_when_one_receiver_has_a_bug_then_the_other_streams_go_on(
 async def test_pass_on_when_one_receiver_has_a_bug_then_the_other_messages_come_in_order(
     monkeypatch: pytest.MonkeyPatch, merged_frames: int
 ) -> None:
-    monkeypatch.setattr(frames, "MERGED_FRAMES", merged_frames)
-    monkeypatch.setattr(frames, "MERGED_PER_STREAM", 0)
+    monkeypatch.setattr(receivers, "MERGED_FRAMES", merged_frames)
+    monkeypatch.setattr(receivers, "MERGED_PER_STREAM", 0)
     bench = Bench()
     (one,) = await bench.begun(1)
     broken = Reader(bench.inbox, bench.seen)

@@ -1,0 +1,228 @@
+"""Pass received frames to the streams of a caller: check their numbers, and merge tokens that arrive together.
+
+The module does no I/O and reads no clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.messages import Chunk, token_ids
+from dynamo_trtllm.request_plane.frames import Frame
+from dynamo_trtllm.streams import TOKEN_CHUNKS, OnEvent, StreamEvent, TaskStream
+
+CHUNKS_PER_ITERATION = 1024  # 5 to 10 ms of work in a frontend
+MERGED_FRAMES = 64  # at least so many must arrive together; fewer are passed on in half a millisecond
+MERGED_PER_STREAM = 4  # the same per open stream; fewer also arrive together if this process was briefly busy
+
+
+def _nothing() -> None: ...
+
+
+class StreamReceiver(TaskStream):
+    """The caller's side of one stream: checks frame numbers and passes the chunks on as events.
+
+    Args:
+        on_event: receives the events.
+        tasks: running tasks of the owner; the task that opens the stream is one.
+        on_end: called once.
+        send_cancel: tells the worker that this caller did not receive the terminal chunk.
+    """
+
+    __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
+
+    def __init__(
+        self,
+        on_event: OnEvent,
+        tasks: set[asyncio.Task[None]],
+        on_end: Callable[[], None],
+        send_cancel: Callable[[], None],
+    ) -> None:
+        super().__init__(on_event, tasks)
+        self._on_end = on_end
+        self._send_cancel = send_cancel
+        self._next_number = 0
+        # number of the last ping, to any worker, that was sent before the worker acknowledged the stream
+        self.last_ping_before_ack: int | None = None
+        self.waiting: list[Frame] = []  # received, not yet fed
+
+    @property
+    def received(self) -> int:
+        """Return the number of frames received, including waiting ones."""
+        return self._next_number + len(self.waiting)
+
+    def catch_up(self) -> int:
+        """Feed the waiting frames, with consecutive frames that have only tokens merged. Return the number fed."""
+        frames, self.waiting = self.waiting, []
+        count, run = 0, list[Chunk]()
+        for frame in frames:
+            chunk = TOKEN_CHUNKS[frame.chunk] if isinstance(frame.chunk, int) else frame.chunk
+            if chunk is not None and chunk.is_plain and frame.number == self._next_number + len(run):
+                run.append(chunk)
+                continue
+            count += 1 + self._feed_merged(run)
+            run = []
+            self.feed(frame)
+        return count + self._feed_merged(run)
+
+    def _feed_merged(self, chunks: Sequence[Chunk]) -> int:
+        if not chunks:
+            return 0
+        self._next_number += len(chunks) - 1
+        self.feed(Frame(0, self._next_number, chunks[0] if len(chunks) == 1 else _merged(chunks)))
+        return 1
+
+    def feed(self, frame: Frame) -> None:
+        """Check a frame and pass its chunk on. Ignore repeated frames and frames after the end."""
+        chunk, number = frame.chunk, frame.number
+        if self._on_event is None or number < self._next_number:
+            return
+        if number > self._next_number:
+            self.emit(errors.StreamIncomplete(f"frame {number} arrived instead of frame {self._next_number}"))
+        elif frame.failure is None and chunk is not None:
+            self._next_number = number + 1
+            if isinstance(chunk, int):
+                self._on_event(TOKEN_CHUNKS[chunk])
+            elif chunk.finish_reason is None:  # `emit` would do the same, one call later
+                self._on_event(chunk)
+            else:
+                self.emit(chunk)
+        elif frame.failure is not None:
+            self.emit(frame.failure.error())
+        else:
+            self.emit(errors.StreamIncomplete(f"frame {frame.number} is empty"))
+
+    def compare_with_worker(self, ping: int, sent: int | None) -> None:
+        """End with StreamIncomplete if the worker's reply to a ping shows that frames were lost.
+
+        Args:
+            ping: number of the ping.
+            sent: number of frames that the worker has sent. None: it does not run the stream, or it has sent the last
+                frame.
+        """
+        if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
+            return  # the worker may have replied before it received the OpenStream
+        self.catch_up()
+        if sent is None:
+            self.fail(errors.StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
+        elif sent != self._next_number:
+            self.fail(errors.StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
+
+    def fail(self, error: DynamoError) -> None:
+        """End the stream with a copy of `error`, after the frames that were received."""
+        self.catch_up()
+        # A copy: several streams may share the error, whose traceback would reference the frames of each.
+        self.emit(type(error)(error.message, field=error.field))
+
+    def _close(self, last: StreamEvent | None) -> None:
+        super()._close(last)
+        on_end, self._on_end = self._on_end, _nothing  # it refers to this stream's timer: a cycle
+        on_end()
+        if not isinstance(last, Chunk):
+            self._send_cancel()
+
+    def _shutdown_error(self) -> DynamoError:
+        return errors.Disconnected("the request plane is closed")
+
+    def cancel(self) -> None:
+        """See `StreamHandle.cancel`."""
+        if self.has_ended and self._transfer_id:
+            self._transfer_id = ""
+            self._send_cancel()
+        super().cancel()
+
+
+def _merged(chunks: Sequence[Chunk]) -> Chunk:
+    ids = token_ids()
+    for chunk in chunks:
+        ids.extend(chunk.token_ids)
+    return Chunk(token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)))
+
+
+class StreamDemux(dict[int, StreamReceiver]):
+    """The open streams of one caller, by number. It passes received frames to them.
+
+    When several frames per stream have arrived together, and many in all, the tokens of each stream become one chunk.
+    No token is later, because all would be sent in one write anyway. In one iteration of the event loop, at most
+    CHUNKS_PER_ITERATION chunks are passed, and further frames wait. Waiting streams are fed one by one, in the order in
+    which they began to wait. The first frame of a stream never waits, because it decides the time to first token.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[list[Frame]] = deque()  # of those that arrived together, not passed on yet
+        self._backlog: deque[StreamReceiver] = deque()  # streams with waiting frames, each once
+        self._chunks_left = CHUNKS_PER_ITERATION
+        self._is_scheduled = False
+
+    def add(self, frames: list[Frame]) -> None:
+        """Take the frames of one message, until `pass_on`."""
+        self._messages.append(frames)
+
+    def pass_on(self) -> None:
+        """Pass the frames of the added messages to their streams. Called when no further message has arrived."""
+        messages = self._messages
+        is_behind = sum(map(len, messages)) >= max(MERGED_FRAMES, MERGED_PER_STREAM * len(self))
+        try:
+            while messages:
+                frames = messages.popleft()
+                if is_behind:
+                    self._defer(frames)
+                else:
+                    self.feed(frames)
+        finally:
+            if messages:  # a bug in one stream's receiver must not lose other streams' messages
+                asyncio.get_running_loop().call_soon(self.pass_on)
+            if self._backlog and not self._is_scheduled:
+                self._run_once()
+
+    def feed(self, frames: list[Frame]) -> None:
+        """Pass the frames of one message to their streams, now or in the next iterations of the event loop."""
+        if self._is_scheduled:
+            self._defer(frames)
+            return
+        left, self._chunks_left = self._chunks_left, self._chunks_left - len(frames)
+        for frame in frames if self._chunks_left >= 0 else frames[:left]:
+            receiver = self.get(frame.stream)
+            if receiver is not None:
+                receiver.feed(frame)
+        if self._chunks_left <= 0:  # the limit counts from the last `_run_once`, even over several iterations
+            self._defer(frames[left:])
+            self._schedule()
+
+    def _defer(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            receiver = self.get(frame.stream)
+            if receiver is None:
+                continue
+            waiting = receiver.waiting
+            if not waiting:
+                if frame.number == 0:
+                    receiver.feed(frame)
+                    continue
+                self._backlog.append(receiver)
+            waiting.append(frame)
+
+    def _schedule(self) -> None:
+        self._is_scheduled = True
+        asyncio.get_running_loop().call_soon(self._run_once)
+
+    def _run_once(self) -> None:
+        backlog, self._chunks_left = self._backlog, CHUNKS_PER_ITERATION
+        try:
+            while backlog and self._chunks_left > 0:
+                self._chunks_left -= backlog.popleft().catch_up()
+        finally:  # a bug in one stream's receiver must not stop all streams
+            self._is_scheduled = False
+            if backlog or self._chunks_left <= 0:
+                self._schedule()
+
+    def fail_all(self, error: DynamoError) -> None:
+        """End all streams with `error`."""
+        self.pass_on()
+        for receiver in list(self.values()):
+            receiver.fail(error)
