@@ -52,6 +52,12 @@ class StreamHandle(Protocol):
         After the end of a prefill call this aborts the KV transfer that its last chunk offered, if it is pending.
         """
 
+    def stop(self) -> bool:
+        """Ask the source to end the stream soon. Its terminal event follows: an error, or KV that was computed by then.
+
+        Return False if the source can't, or need not because a cancel frees such KV. Then call `cancel`.
+        """
+
     @property
     def holds_kv(self) -> bool:
         """True from the end of a prefill call until its KV was fetched or aborted, or has expired."""
@@ -187,6 +193,11 @@ class Stream:
             return
         on_event(event)
 
+    def redirect(self, on_event: OnEvent) -> None:
+        """Pass later events to another receiver. Does nothing after the end."""
+        if self._on_event is not None:
+            self._on_event = on_event
+
     def cancel(self) -> None:
         """See `StreamHandle.cancel`."""
         if self._on_event is not None:
@@ -194,6 +205,10 @@ class Stream:
             self._close(None)
         elif self._transfer_id and self._kv_holder is not None:
             self._kv_holder.release(self._transfer_id, ReleaseOutcome.ABORTED)
+
+    def stop(self) -> bool:
+        """See `StreamHandle.stop`."""
+        return False
 
     @property
     def holds_kv(self) -> bool:

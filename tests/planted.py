@@ -93,6 +93,15 @@ PLANTS = (
         "test_prefill_when_its_first_token_is_a_stop_word_then_its_kv_is_held_until_the_librarys_timeout",
     ),
     Plant(
+        "KV that is never fetched",
+        "a decode call that is cancelled before its submission leaves no KV behind",
+        "dynamo_trtllm.engines.external.runner",
+        "if self.has_ended and not self._collects_kv:",
+        "if self.has_ended:",
+        "contract/test_engine_trtllm_cancellation.py::"
+        "test_decode_when_cancelled_before_its_submission_then_it_still_frees_the_kv_of_the_prefill_worker[1.2.1-UCX-0]",
+    ),
+    Plant(
         "Dead prefill worker",
         "a decode call whose peer is gone fails by itself",
         f"{_TRTLLM}.library",

@@ -186,7 +186,9 @@ def address_of(buffer: mmap.mmap | bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def collecting_call(request: GenerateRequest, kv_params: KvTransferParams, *, priority: int = 0) -> GenerateRequest:
+def collecting_call(
+    request: GenerateRequest, kv_params: KvTransferParams, *, deadline: float, priority: int = 0
+) -> GenerateRequest:
     """Return a decode call that fetches the KV of a prompt and generates as little as possible.
 
     Its only purpose is the fetch, with which the prefill worker's library frees the KV. It allows one token more than
@@ -195,6 +197,7 @@ def collecting_call(request: GenerateRequest, kv_params: KvTransferParams, *, pr
     Args:
         request: the request whose KV is not needed any more.
         kv_params: parameters from its prefill call.
+        deadline: of the call, in seconds since the epoch.
         priority: of the call; see `GenerateRequest`.
     """
     return GenerateRequest(
@@ -202,7 +205,7 @@ def collecting_call(request: GenerateRequest, kv_params: KvTransferParams, *, pr
         model=request.model,
         token_ids=request.token_ids,
         sampling=Sampling(max_tokens=len(kv_params.first_token_ids) + 1, temperature=0.0),
-        deadline=request.deadline,
+        deadline=deadline,
         phase=Phase.DECODE,
         kv_params=kv_params,
         cache_salt=request.cache_salt,

@@ -41,7 +41,7 @@ from dynamo_trtllm.request_plane.frames import (
 from dynamo_trtllm.request_plane.receivers import StreamDemux, StreamReceiver
 from dynamo_trtllm.request_plane.server import EndpointServer, control_subject, remember
 from dynamo_trtllm.request_plane.transport import Heartbeat, Service, Transport, Unsubscribe, load_subject
-from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.streams import OnEvent
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Plane:
         await server.start(subject, self._limits.ack_timeout_s)
         return server
 
-    def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+    def generate(self, subject: str, request: GenerateRequest, on_event: OnEvent) -> StreamReceiver:
         """Start one call. Its chunks come as events, in order and without gaps; see `streams.Generator.generate`.
 
         Cancelling the stream sends a cancel to the worker, without waiting.
@@ -147,10 +147,11 @@ class Plane:
         if not running:
             del self._running[subject]
 
-    def _send_cancel(self, subject: str, stream: int, request_id: str) -> None:
+    def _send_cancel(self, subject: str, stream: int, request_id: str, awaits_kv: bool) -> None:
         RECORDER.record(request_id, RecordedEvent.CALL_CANCELLED)
-        remember(self._cancelled, stream, subject)
-        self._cancel(subject, stream)
+        if not awaits_kv:
+            remember(self._cancelled, stream, subject)
+        self._cancel(subject, stream, awaits_kv=awaits_kv)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
         """Send one control verb to the instance with this generate subject and return its encoded reply.
@@ -234,8 +235,9 @@ class Plane:
             )
         return data
 
-    def _cancel(self, subject: str, stream: int) -> None:
-        self._transport.publish(subject, encode(ClientMessage(CancelStream(stream, self._inbox_subject))))
+    def _cancel(self, subject: str, stream: int, *, awaits_kv: bool = False) -> None:
+        message = ClientMessage(CancelStream(stream, self._inbox_subject, awaits_kv))
+        self._transport.publish(subject, encode(message))
 
     def _on_message(self, data: bytes, reply: str) -> None:
         if reply:  # the heartbeat of a worker

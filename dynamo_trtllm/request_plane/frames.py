@@ -51,6 +51,7 @@ class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
     stream: int
     inbox: str
+    awaits_kv: bool = False  # the caller reads the last frame, because it collects KV that the call may still offer
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):

@@ -31,7 +31,7 @@ class StreamReceiver(TaskStream):
         on_event: receives the events.
         tasks: running tasks of the owner; the task that opens the stream is one.
         on_end: called once.
-        send_cancel: tells the worker that this caller did not receive the terminal chunk.
+        send_cancel: tells the worker that this caller did not receive the terminal chunk. True: it still awaits it.
     """
 
     __slots__ = ("_next_number", "_on_end", "_send_cancel", "last_ping_before_ack", "waiting")
@@ -41,7 +41,7 @@ class StreamReceiver(TaskStream):
         on_event: OnEvent,
         tasks: set[asyncio.Task[None]],
         on_end: Callable[[], None],
-        send_cancel: Callable[[], None],
+        send_cancel: Callable[[bool], None],
     ) -> None:
         super().__init__(on_event, tasks)
         self._on_end = on_end
@@ -124,7 +124,7 @@ class StreamReceiver(TaskStream):
         on_end, self._on_end = self._on_end, _nothing  # it refers to this stream's timer: a cycle
         on_end()
         if not isinstance(last, Chunk):
-            self._send_cancel()
+            self._send_cancel(False)
 
     def _shutdown_error(self) -> DynamoError:
         return errors.Disconnected("the request plane is closed")
@@ -133,8 +133,15 @@ class StreamReceiver(TaskStream):
         """See `StreamHandle.cancel`."""
         if self.has_ended and self._transfer_id:
             self._transfer_id = ""
-            self._send_cancel()
+            self._send_cancel(False)
         super().cancel()
+
+    def stop(self) -> bool:
+        """See `StreamHandle.stop`. False before the worker has acknowledged the call: it may not have it yet."""
+        if self.has_ended or self.last_ping_before_ack is None:
+            return False
+        self._send_cancel(True)
+        return True
 
 
 def _merged(chunks: Sequence[Chunk]) -> Chunk:

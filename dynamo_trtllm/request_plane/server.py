@@ -161,7 +161,7 @@ class EndpointServer:
                 caller.num_messages += 1
             if isinstance(body, CancelStream):
                 if caller is not None and (stream := caller.streams.get(body.stream)) is not None:
-                    self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
+                    self._on_cancel(stream, awaits_kv=body.awaits_kv)
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Ack())
@@ -265,6 +265,12 @@ class EndpointServer:
         if not stream.has_ended:
             self._send_error(stream, error)
         self._close(stream)
+
+    def _on_cancel(self, stream: ServerStream, *, awaits_kv: bool) -> None:
+        """Close a stream, unless its caller collects KV that the call may still offer, or has offered already."""
+        if awaits_kv and (stream.has_ended or stream.handle.stop()):
+            return  # its last frame is on the way or follows; until then the caller is watched
+        self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
 
     def _close(self, stream: ServerStream) -> None:
         """Remove a stream, and cancel it or free its KV."""

@@ -147,7 +147,7 @@ class _ServiceStream(Stream):
 
     __slots__ = (
         *("_arrived_s", "_calls", "_metrics", "_num_prompt_tokens", "_phase"),
-        *("admission", "num_tokens", "request_id", "source", "work"),
+        *("_is_stopped", "admission", "num_tokens", "request_id", "source", "work"),
     )
 
     def __init__(
@@ -163,6 +163,7 @@ class _ServiceStream(Stream):
         self.num_tokens = 0  # output
         self.admission = ExitStack()
         self.source: StreamHandle | None = None  # None: the call was rejected
+        self._is_stopped = False
 
     def emit(self, event: StreamEvent) -> None:
         if isinstance(event, Chunk):
@@ -191,12 +192,22 @@ class _ServiceStream(Stream):
         if self.source is not None:
             self.source.cancel()
 
+    def stop(self) -> bool:
+        if self.source is None or not self.source.stop():
+            return False
+        self._is_stopped = True
+        self.admission.close()  # as for a cancelled call
+        return True
+
     @property
     def holds_kv(self) -> bool:
         return self.source is not None and self.source.holds_kv
 
     def _close(self, last: StreamEvent | None) -> None:
-        code = "cancelled" if last is None else last.code if isinstance(last, DynamoError) else "ok"
+        if isinstance(last, Chunk):
+            code = "ok"
+        else:
+            code = "cancelled" if last is None or self._is_stopped else last.code
         RECORDER.unfollow(self)
         reason = last.finish_reason if isinstance(last, Chunk) and last.finish_reason is not None else code
         RECORDER.record(self.request_id, RecordedEvent.CALL_ENDED, self.num_tokens, reason=reason)

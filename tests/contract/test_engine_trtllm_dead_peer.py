@@ -62,9 +62,10 @@ async def test_decode_when_the_prefill_worker_is_gone_then_transfer_failed_and_t
         await check_nothing_left(decode)
 
 
-async def test_decode_when_canceled_while_its_peer_is_probed_then_nothing_is_submitted(
+async def test_decode_when_canceled_while_its_peer_is_probed_then_it_is_submitted_all_the_same(
     gpt_oss: Path, package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only its fetch frees the KV at the prefill worker."""
     probing, answers, submitted = asyncio.Event(), asyncio.Event(), []
 
     async def connect(host: str, port: int) -> None:
@@ -81,7 +82,7 @@ async def test_decode_when_canceled_while_its_peer_is_probed_then_nothing_is_sub
         handle.cancel()
         answers.set()
         await check_stats(decode, running=0)
-    assert submitted == []
+    assert len(submitted) == 1
 
 
 async def test_decode_when_the_kv_is_of_the_other_transceiver_then_it_is_rejected_before_the_engine(

@@ -10,17 +10,21 @@ import pytest
 from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseKv, ReleaseOutcome, decode
 from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
+from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.streams import StreamEvent
 from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
     Network,
     PlanePair,
+    Script,
     ScriptedService,
     check_fails,
     collect,
     make_request,
     until,
+    wait_for_ever,
 )
 from tests.instances import make_transfer_params
 from tests.waiting import SOON_S
@@ -99,6 +103,58 @@ async def test_transfer_when_its_caller_left_and_the_cancel_was_lost_then_the_wo
     assert isinstance(serving, EndpointServer)
     await until(lambda: not serving._callers)
     assert len(lost) == 2
+
+
+async def begun(bench: PlanePair, script: Script) -> tuple[ScriptedService, StreamReceiver, list[StreamEvent]]:
+    """Start a call and wait for its acknowledgment. Return its service, its stream and the events so far."""
+    service, events = ScriptedService(script), list[StreamEvent]()
+    await bench.worker.serve(SUBJECT, service)
+    call = bench.caller.generate(SUBJECT, make_request(seconds=60), events.append)
+    await until(lambda: call.last_ping_before_ack is not None)
+    return service, call, events
+
+
+async def test_stop_when_the_transfer_is_on_its_way_then_the_caller_gets_it_and_the_worker_keeps_it(
+    network: Network, bench: PlanePair
+) -> None:
+    gate, sent = asyncio.Event(), list[bytes]()
+
+    def hold_back(data: bytes) -> list[bytes]:
+        if data != PING and decode(data, Batch).frames and not sent:
+            sent.append(data)
+            assert call.stop()
+            return []
+        return [data]
+
+    async def waiting(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        await gate.wait()
+        async for chunk in hand_over(request):
+            yield chunk
+
+    network.to_caller = hold_back
+    service, call, events = await begun(bench, waiting)
+    gate.set()
+    await until(lambda: bool(sent))
+    cancels = bench.caller._cancelled
+    bench.worker._transport.publish(bench.caller._inbox_subject, sent[0])
+    await until(lambda: bool(events))
+    (chunk,) = events
+    assert isinstance(chunk, Chunk)
+    assert chunk.kv_params is not None
+    assert (service.verbs, cancels) == ([], {})
+    call.cancel()  # as a caller that does not collect it
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
+
+
+async def test_stop_when_the_service_can_not_stop_a_call_then_it_is_cancelled_and_the_stream_ends(
+    bench: PlanePair,
+) -> None:
+    service, call, events = await begun(bench, wait_for_ever)
+    assert call.stop()
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
+    await until(lambda: bool(events))
+    assert isinstance(events[0], StreamIncomplete)
+    assert not call.stop()
 
 
 async def test_transfer_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: PlanePair) -> None:

@@ -23,7 +23,7 @@ from dynamo_trtllm.messages import (
     token_ids,
     wire_mismatch,
 )
-from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, Frame, OpenStream
+from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, CancelStream, Frame, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.request_plane.transport import Receive, Transport, Unsubscribe
 from tests.contract.plane_helpers import (
@@ -35,6 +35,7 @@ from tests.contract.plane_helpers import (
     collect,
     count_up,
     make_request,
+    one_then_wait,
     until,
 )
 from tests.instances import make_instance
@@ -139,6 +140,23 @@ async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_ser
         assert isinstance(answer.failure.error(), VersionMismatch)
         assert f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)" in answer.failure.message
         assert not service.started.is_set()
+
+
+async def test_cancel_when_the_caller_does_not_know_that_kv_may_follow_then_the_call_is_cancelled(
+    bench: PlanePair,
+) -> None:
+    """As releases before `awaits_kv` send it. Those releases skip the field."""
+    service = ScriptedService(one_then_wait)
+    await bench.worker.serve(SUBJECT, service)
+    caller = Caller(link_of(bench.caller), answers=lambda data: True)
+    await caller.listen()
+    assert (await caller.ask(caller.opening(WIRE_VERSION))).failure is None
+    await until(lambda: len(caller.frames()) == 1)
+    short = msgspec.msgpack.encode([["cancel", 1, caller.inbox]])
+    link_of(bench.caller).publish(SUBJECT, short)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
+    former = msgspec.defstruct("Former", [("stream", int), ("inbox", str)], array_like=True, tag="cancel")
+    assert decode(encode(CancelStream(1, "i", awaits_kv=True)), former) == former(1, "i")
 
 
 @pytest.mark.parametrize("subject", [SUBJECT, control_subject(SUBJECT)])

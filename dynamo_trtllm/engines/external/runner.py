@@ -104,14 +104,14 @@ class ExternalCall(Stream):
 
     @property
     def _collects_kv(self) -> bool:
-        """True while the fetch of a decode call has not ended, and only the fetch frees the KV at the prefill worker."""
+        """True while a decode call has not fetched its KV, if nothing else frees this KV at the prefill worker."""
         return self.is_fetching and self._engine.keeps_unfetched_kv
 
     def _request_to_run(self) -> GenerateRequest:
         kv_params = self._request.kv_params
         if not self.has_ended or kv_params is None:
             return self._request
-        return collecting_call(self._request, kv_params)  # no client waits for its tokens
+        return collecting_call(self._request, kv_params, deadline=self._request.deadline)  # no client waits for tokens
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -120,6 +120,14 @@ class ExternalCall(Stream):
         if self._has_started:
             return 0, count + (0 if call is None else call.num_generated)
         return 0 if self.is_fetching else count, 0
+
+    def stop(self) -> bool:
+        """See `StreamHandle.stop`. A prefill call whose KV only a fetch can free still offers it after an abort."""
+        call = self._call
+        if call is None or self.has_ended or not (call.exports_kv and self._engine.keeps_unfetched_kv):
+            return False
+        self._abort(call)
+        return True
 
     # --- what the library says ------------------------------------------------------------------------------
 
@@ -287,14 +295,18 @@ class ExternalCall(Stream):
         self._abort(call)
 
     def _abort(self, call: LibraryCall) -> None:
+        if self._is_aborted:  # by `stop`
+            return
         self._is_aborted = True
         self._due_in(ANSWER_S, self._give_up)
         call.abort()
 
     def _give_up(self) -> None:
-        _log.warning("abort not confirmed within %g s: %s", ANSWER_S, self._task.get_name())
+        text = f"{self._engine.library_name} did not confirm the abort of a request within {ANSWER_S:g} s"
+        _log.warning("%s: %s", text, self._task.get_name())
         self._end()
         self._task.cancel()
+        self._pass_on(MigrationFailed(text))  # dropped unless the stream was only stopped
 
     def _end(self, *, keeps_kv: bool = False) -> None:
         """Forget the call, which the library has ended. Idempotent."""

@@ -84,7 +84,9 @@ class GenerationFlow:
 
     A cancel leads from every state to ENDED. An error in RESERVING, PREFILL or DECODE leads to the next attempt if the
     request can be retried or migrated, else to ENDED. In all these cases, the flow frees KV that no decode call has
-    fetched and a decode slot that none has used.
+    fetched and a decode slot that none has used. If only a fetch can free the KV, the flow leaves it to the driver to
+    have it fetched after a cancel. After an error of the decode call it is unknown whether it has fetched the KV, and
+    another call might wait for KV that is gone: there, the library's timeout frees it.
 
     Args:
         driver: does what the flow decides.
@@ -135,7 +137,8 @@ class GenerationFlow:
             case Signal.SLOT_RESERVED:
                 self._call_prefill()
             case Signal.CANCEL:
-                self._free()
+                if not self._collects_kv():
+                    self._free()
                 self._end()
             case _:
                 assert_never(event)
@@ -320,6 +323,18 @@ class GenerationFlow:
             return _migration_failed(error, f"its engine cannot resume {history}; retry, or send the request without")
         self._trace.migrations += counts
         return error if self._trace.migrations > self._options.migrations else None
+
+    def _collects_kv(self) -> bool:
+        """Have the KV of a cancelled request fetched if nothing else frees it. Return False if there is none."""
+        attempt = self._attempt
+        if attempt is None or attempt.has_begun or attempt.prefill is None or not attempt.prefill.keeps_unfetched_kv:
+            return False
+        if self.state is State.PREFILL:
+            self._free_slot(attempt)  # there may be no KV
+        elif self.state is not State.DECODE:
+            return False
+        self._driver.collect_kv(attempt.prefill, attempt.decode, attempt.request)
+        return True
 
     def _free(self) -> None:
         """Free the slot and the KV of an attempt whose decode call has not begun to answer."""

@@ -56,6 +56,15 @@ class FlowDriver(Protocol):
     def call_worker(self, worker: Instance, request: GenerateRequest) -> None:
         """Start a call."""
 
+    def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
+        """Have the KV of a cancelled request fetched after the flow has ended: nothing else frees it.
+
+        Args:
+            prefill: the worker that holds it, or may hold it soon.
+            decode: the worker that fetches it.
+            request: the decode call, which is in progress; without KV transfer parameters while the prefill call is.
+        """
+
     def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
         """Send a control message to a worker, in the background."""
 

@@ -9,19 +9,21 @@ import logging
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected, DynamoError, NoInstances
 from dynamo_trtllm.frontend.generation.flow import GenerationFlow, is_not_accepted
 from dynamo_trtllm.frontend.generation.flow_events import FlowEvent, PipelineOptions, RouteTrace, Signal
+from dynamo_trtllm.frontend.generation.kv_collection import KvCollector
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Phase, ReleaseKv, ReleaseSlot, ReserveSlot
 from dynamo_trtllm.observability.logging import short_id
 from dynamo_trtllm.observability.metrics import FRONTEND, Span
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.observability.recorder import RecordedEvent as Recorded
 from dynamo_trtllm.request_plane.client import BackgroundControl, Plane
+from dynamo_trtllm.request_plane.receivers import StreamReceiver
 from dynamo_trtllm.router.load import PlacedRequest
 from dynamo_trtllm.router.placement import CostSelection, Placement
 from dynamo_trtllm.router.policy import PairBreakers, PairState, WorkerSelection, incapable, select
@@ -58,11 +60,13 @@ class Pipeline:
     options: PipelineOptions = field(default_factory=PipelineOptions)
     breakers: PairBreakers = field(default_factory=PairBreakers)
     placement: Placement | None = None
+    on_kv_collected: Callable[[str], None] = lambda outcome: None  # see `KvCollector`
 
     def __post_init__(self) -> None:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self.background_control = BackgroundControl(self.plane)
+        self.kv_collector = KvCollector(self.plane, self.background_control, self.on_kv_collected)
         # Changes whose new pairs are not withheld yet.
         self._changes = self.view.subscribe() if self.options.has_probes else deque[Change]()
 
@@ -170,7 +174,8 @@ class Pipeline:
             log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
     async def aclose(self) -> None:
-        """Wait a bounded time for the control requests in progress."""
+        """Wait a bounded time for the collections of KV and the control requests in progress."""
+        await self.kv_collector.aclose()  # which sends control requests
         await self.background_control.aclose()
 
 
@@ -203,7 +208,7 @@ class _RunningRequest(Stream):
         self._pipeline, self._trace = pipeline, trace
         self._flow = GenerationFlow(self, request, trace, pipeline.options, selection)
         self._context = contextvars.copy_context()  # of log lines: events come in the context of a transport
-        self._call: StreamHandle | None = None
+        self._call: StreamReceiver | None = None
         self._task: asyncio.Task[None] | None = None  # reserves a slot or waits for workers
         self._attempt = -1  # the number of the attempt to which the next three belong
         self._attempt_span = 0  # the index of its first span
@@ -223,9 +228,9 @@ class _RunningRequest(Stream):
                 self.emit(answer)
         except Exception as exc:  # noqa: BLE001 - a bug: logged, and the client gets InternalError
             error = unexpected_error(exc, self._flow.request.request_id)
-            self._stop()
             if event is not Signal.CANCEL:
                 self._on(Signal.CANCEL)  # frees the KV and the slot that the flow holds
+            self._stop()
             self.emit(error)
 
     def _on_prompt(self, event: StreamEvent) -> None:
@@ -291,7 +296,12 @@ class _RunningRequest(Stream):
         if self._placed is not None:
             self._placed.sent(worker.id, phase, time.monotonic())
         on_event = self._on_prompt if scores_prompt else self._on
+        self._call = None  # the one before has ended
         self._call = self._pipeline.plane.generate(worker.subject, request, on_event)
+
+    def collect_kv(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> None:
+        call, self._call = self._call, None
+        self._pipeline.kv_collector.collect(call, prefill, decode, request)
 
     def send_control(self, worker: Instance, message: ReleaseKv | ReleaseSlot) -> None:
         self._pipeline.background_control.send(worker, message)
@@ -377,8 +387,8 @@ class _RunningRequest(Stream):
     def _close(self, last: StreamEvent | None) -> None:
         self._end_placed(is_done=isinstance(last, Chunk))
         if last is None:
+            self._on(Signal.CANCEL)  # which may let the call go on
             self._stop()
-            self._on(Signal.CANCEL)
 
 
 async def _wait(changed: asyncio.Event, limit_s: float) -> Signal:

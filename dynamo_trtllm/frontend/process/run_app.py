@@ -81,7 +81,7 @@ async def run_app(
         has_probes = config.canary_interval_s > 0
         models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane, _options(config), breakers, placement_of(config))
+        pipeline = Pipeline(view, plane, _options(config), breakers, placement_of(config), metrics.kv_collected)
         stack.push_async_callback(pipeline.aclose)
         store = None  # the memory of this process
         if config.shares_responses:

@@ -10,9 +10,11 @@ import pytest
 from dynamo_trtllm.engines.external import runner as runner_module
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
+    MigrationFailed,
     TransferTimeout,
 )
 from dynamo_trtllm.messages import (
+    Chunk,
     Phase,
 )
 from dynamo_trtllm.streams import StreamEvent
@@ -63,9 +65,7 @@ async def test_cancel_when_a_fetch_runs_that_can_not_be_aborted_then_the_abort_w
     await asyncio.wait_for(runner.drain(), SOON_S)
 
 
-async def test_cancel_when_only_a_fetch_frees_the_kv_then_the_call_is_submitted_for_one_more_token_and_aborted_after_it() -> (
-    None
-):
+async def test_cancel_when_only_a_fetch_frees_the_kv_then_it_is_submitted_for_one_token_and_aborted_later() -> None:
     runner, library = make(can_abort_fetch=False, keeps_unfetched_kv=True)
     events: list[StreamEvent] = []
     runner.generate(ask(Phase.DECODE, kv_params=await some_transfer_params()), events.append).cancel()
@@ -95,6 +95,59 @@ async def test_cancel_when_the_call_for_the_fetch_is_rejected_then_drain_still_r
     runner.generate(ask(Phase.DECODE, kv_params=kv_params), lambda event: None).cancel()
     await asyncio.wait_for(runner.drain(), SOON_S)
     assert library.calls == []
+
+
+async def test_stop_when_prefill_finishes_at_the_same_time_then_its_kv_is_still_offered() -> None:
+    runner, _ = make(keeps_unfetched_kv=True)
+    stream, events, call = await started(runner, ask(Phase.PREFILL))
+    assert stream.stop()
+    assert call.aborts == 1
+    call.say(7, finish="length")
+    (chunk,) = events
+    assert isinstance(chunk, Chunk)
+    assert chunk.kv_params is not None
+    assert (call.releases, runner.stats().tickets_held) == ([], 1)
+    stream.cancel()
+    assert runner.stats().tickets_held == 0
+
+
+async def test_stop_when_prefill_was_aborted_in_time_then_the_stream_ends_with_an_error() -> None:
+    runner, _ = make(keeps_unfetched_kv=True)
+    stream, events, call = await started(runner, ask(Phase.PREFILL))
+    assert stream.stop()
+    call.say(finish="cancelled")
+    assert [type(event) for event in events] == [MigrationFailed]
+    assert not stream.stop()
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+async def test_stop_when_it_is_cancelled_after_it_then_it_is_aborted_once() -> None:
+    runner, _ = make(keeps_unfetched_kv=True)
+    stream, events, call = await started(runner, ask(Phase.PREFILL))
+    assert stream.stop()
+    stream.cancel()
+    call.say(7, finish="length")
+    assert (call.aborts, events, call.releases) == (1, [], [False])
+
+
+async def test_stop_when_it_is_never_confirmed_then_the_stream_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "ANSWER_S", 0.01)
+    runner, _ = make(keeps_unfetched_kv=True)
+    stream, events, _ = await started(runner, ask(Phase.PREFILL))
+    assert stream.stop()
+    assert isinstance(await event(events), MigrationFailed)
+    await asyncio.wait_for(runner.drain(), SOON_S)
+
+
+@pytest.mark.parametrize(("phase", "keeps"), [(Phase.PREFILL, False), (Phase.AGGREGATED, True), (Phase.DECODE, True)])
+async def test_stop_when_a_cancel_leaves_no_kv_then_it_does_nothing(phase: Phase, keeps: bool) -> None:
+    runner, _ = make(keeps_unfetched_kv=keeps)
+    kv_params = await some_transfer_params() if phase is Phase.DECODE else None
+    stream, _, call = await started(runner, ask(phase, kv_params=kv_params))
+    assert not stream.stop()
+    assert call.aborts == 0
 
 
 async def test_abort_when_it_is_never_confirmed_then_drain_still_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.streams import OnEvent, StreamHandle
 from tests.inproc_plane import InprocPlane
 from tests.instances import make_instance, make_transfer_params
 from tests.streaming import ChunkSource, pipeline_stream
@@ -50,11 +51,31 @@ def kv_chunk(transfer_id: str) -> Chunk:
     )
 
 
+class StoppableStream:
+    """A stream whose script goes on when it is stopped."""
+
+    def __init__(self, stream: StreamHandle, stopped: asyncio.Event) -> None:
+        self._stream = stream
+        self._stopped = stopped
+
+    def stop(self) -> bool:
+        self._stopped.set()
+        return True
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+    @property
+    def holds_kv(self) -> bool:
+        return self._stream.holds_kv
+
+
 class ScriptedWorker(ChunkSource):
     """A worker that runs one script per call. It waits for events in the script, and forever at HANG."""
 
     def __init__(self, *scripts: Sequence[Step]) -> None:
         self._scripts = iter(scripts)
+        self.stopped: asyncio.Event | None = None  # its calls can be stopped, which sets this
         self.requests: list[GenerateRequest] = []
         self.releases: list[ReleaseKv] = []
         self.hanging = asyncio.Event()
@@ -78,6 +99,10 @@ class ScriptedWorker(ChunkSource):
             except asyncio.CancelledError:
                 self.closed.set()
                 raise
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> StreamHandle:
+        stream = super().generate(request, on_event)
+        return stream if self.stopped is None else StoppableStream(stream, self.stopped)
 
     async def control(self, verb: Control) -> bytes:
         if isinstance(verb, ReleaseKv):
@@ -109,11 +134,18 @@ class Cluster:
         can_aggregate: bool = False,
         strategy: str = "prefill_first",
         supported_features: tuple[str, ...] = (),
+        keeps_unfetched_kv: bool = False,
     ) -> ScriptedWorker:
         made: Instance = make_instance(instance_id, role=role)
         card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
-        fields = {"can_aggregate": can_aggregate, "strategy": strategy, "supported_features": supported_features}
-        instance = msgspec.structs.replace(made, card=card, **fields)
+        instance = msgspec.structs.replace(
+            made,
+            card=card,
+            can_aggregate=can_aggregate,
+            strategy=strategy,
+            supported_features=supported_features,
+            keeps_unfetched_kv=keeps_unfetched_kv,
+        )
         service = ScriptedWorker(*scripts)
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

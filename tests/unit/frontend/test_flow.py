@@ -44,6 +44,7 @@ PREFILL, DECODE, OTHER_DECODE = (
     make_instance(3, role=Role.DECODE),
 )
 SLOT_FIRST = msgspec.structs.replace(DECODE, strategy="decode_first")
+KEEPING = msgspec.structs.replace(PREFILL, keeps_unfetched_kv=True)
 PAIR = WorkerSelection(PREFILL, DECODE)
 ALONE = WorkerSelection(None, make_instance(4, role=Role.AGGREGATED))
 SELECT: tuple[Any, ...] = ("select", 0, frozenset(), None, False)
@@ -147,6 +148,49 @@ def test_flow_when_it_is_cancelled_then_it_frees_what_it_holds_once_and_ends(
     assert played.flow.state is State.ENDED
     for event in (Signal.CANCEL, FINISHED[0], Disconnected("late"), Signal.WORKERS_CHANGED):
         assert played.on(event) == []
+
+
+@pytest.mark.parametrize(("events", "phase"), [((), Phase.AGGREGATED), ((kv_chunk("t"),), Phase.DECODE)])
+def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_has_it_fetched_and_releases_nothing(
+    events: Sequence[Any], phase: Phase
+) -> None:
+    """The phase of an undecided call is the default: while prefill runs, there is no decode call yet."""
+    played = Played()
+    played.play((Signal.START, WorkerSelection(KEEPING, DECODE)), *events)
+    ((name, prefill, decode, call),) = played.on(Signal.CANCEL)
+    assert (name, prefill, decode, call.phase) == ("collect_kv", KEEPING, DECODE, phase)
+    assert (call.kv_params is None) == (phase is Phase.AGGREGATED)
+    assert played.flow.state is State.ENDED
+    assert played.on(Signal.CANCEL) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "freed"),
+    [
+        ((), [ReleaseSlot("r1-1")]),  # while the slot is reserved
+        ((Signal.SLOT_RESERVED,), [ReleaseSlot("r1-1"), "collect_kv"]),  # there may be no KV
+        ((Signal.SLOT_RESERVED, kv_chunk("t")), ["collect_kv"]),  # the decode call uses the slot
+        ((Signal.SLOT_RESERVED, kv_chunk("t"), FINISHED[0]), []),  # fetched
+    ],
+)
+def test_flow_when_only_a_fetch_frees_the_kv_then_a_cancel_frees_a_slot_that_no_call_uses(
+    events: Sequence[Any], freed: list[Any]
+) -> None:
+    played = Played()
+    played.play((Signal.START, WorkerSelection(KEEPING, SLOT_FIRST)), *events)
+    caused = played.on(Signal.CANCEL)
+    assert [each[2] if each[0] == "send_control" else each[0] for each in caused] == freed
+
+
+@pytest.mark.parametrize("error", [Disconnected("gone"), TransferFailed("broke"), RequestRejected("no")])
+def test_flow_when_only_a_fetch_frees_the_kv_and_the_decode_call_failed_then_no_second_call_fetches_it(
+    error: DynamoError,
+) -> None:
+    played = Played()
+    played.play((Signal.START, WorkerSelection(KEEPING, DECODE)), kv_chunk("t"))
+    caused = played.on(error) if isinstance(error, RequestRejected) else played.on(error, PAIR)
+    assert named("collect_kv", caused) == []
+    assert [message for _, _, message in named("send_control", caused)] == [FREED[2]]
 
 
 @pytest.mark.parametrize("events", [TO_PREFILL, TO_DECODE])

@@ -55,7 +55,7 @@ REQUEST = GenerateRequest(
     "value",
     [
         ClientMessage(OpenStream(3, "_INBOX.x", REQUEST, 2.5)),
-        ClientMessage(CancelStream(3, "_INBOX.x")),
+        ClientMessage(CancelStream(3, "_INBOX.x", awaits_kv=True)),
         ClientMessage(Ping("_INBOX.x", 7)),
         Batch([], StreamReport("ns.g-1", 7, [(3, 12), (2**32, 0)])),
         ControlRequest(GetFile("abc", 7)),

@@ -1,0 +1,83 @@
+"""The worker's side of a call that its frontend stops to collect its KV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dynamo_trtllm.engines.base import Engine, EngineInfo
+from dynamo_trtllm.errors import MigrationFailed
+from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.streams import OnEvent, Stream, StreamEvent
+from dynamo_trtllm.worker.service import Admission, WorkerService
+from tests.instances import make_instance
+
+
+class OneStreamEngine(Engine):
+    """Its stream is ended by the test."""
+
+    def __init__(self, *, can_stop: bool) -> None:
+        self._class = StoppableStream if can_stop else Stream
+        self.stream: Stream | None = None
+
+    async def start(self) -> EngineInfo:
+        raise AssertionError("a service starts no engine")
+
+    def generate(self, request: GenerateRequest, on_event: OnEvent) -> Stream:
+        self.stream = self._class(on_event)
+        return self.stream
+
+    async def check(self) -> None: ...
+    async def drain(self) -> None: ...
+    async def aclose(self) -> None: ...
+    def release(self, transfer_id: str, outcome: object) -> None: ...
+    def is_pending(self, transfer_id: str) -> bool:
+        return False
+
+
+class StoppableStream(Stream):
+    def stop(self) -> bool:
+        return True
+
+
+def service_of(engine: Engine, admission: Admission) -> WorkerService:
+    instance = make_instance(1, role=Role.PREFILL)
+    return WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r-42",
+        model="tiny",
+        token_ids=token_ids([5, 6]),
+        sampling=Sampling(max_tokens=3),
+        deadline=time.time() + 60,
+        phase=Phase.PREFILL,
+    )
+
+
+async def test_stop_when_the_engine_can_then_the_place_is_free_at_once_and_it_counts_as_cancelled() -> None:
+    engine, admission = OneStreamEngine(can_stop=True), Admission(max_active=1)
+    service = service_of(engine, admission)
+    events: list[StreamEvent] = []
+    stream = service.generate(request(), events.append)
+    assert admission.active() == 1
+    assert stream.stop()
+    assert (admission.active(), events) == (0, [])
+    assert engine.stream is not None
+    engine.stream.emit(MigrationFailed("aborted"))
+    assert [type(event) for event in events] == [MigrationFailed]
+    text = service.metrics.render().decode()
+    assert 'dynamo_trtllm_requests_total{code="cancelled",phase="prefill"} 1.0' in text
+
+
+@pytest.mark.parametrize("max_active", [1, 0])
+async def test_stop_when_the_engine_can_not_or_was_not_called_then_false(max_active: int) -> None:
+    stream = service_of(OneStreamEngine(can_stop=False), Admission(max_active=max_active)).generate(
+        request(), lambda event: None
+    )
+    assert not stream.stop()
+    await asyncio.sleep(0)
