@@ -6,11 +6,16 @@
 #       --disaggregation-mode decode --tensor-parallel-size 16 \
 #       --etcd-endpoints http://HEAD:2379 --nats-server nats://HEAD:4222
 #
-# srun or mpirun must assign a GPU to each rank. To drain the worker, send a signal to rank 0 (srun: --signal or scancel).
+# Before that, each rank sets the variables of the kernel profile and of --compile-cache: its libraries read them when
+# they start. srun or mpirun must assign a GPU to each rank. To drain the worker, send a signal to rank 0 (srun: --signal
+# or scancel).
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     echo "usage: examples/llmapi_launch.sh [flags of dynamo-trtllm worker]"
     sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
     exit 0
 fi
-exec trtllm-llmapi-launch "${PYTHON:-python3}" "$(dirname "$0")/embedded_trtllm.py" "$@"
+python=${PYTHON:-python3}
+environment=$("$python" -m dynamo_trtllm --engine trtllm --print-environment "$@")
+eval "$environment"
+exec trtllm-llmapi-launch "$python" "$(dirname "$0")/embedded_trtllm.py" "$@"

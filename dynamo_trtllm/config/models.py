@@ -70,6 +70,9 @@ class WorkerConfig(ProcessConfig):
     """JSON object of engine arguments. It overrides file and flags."""
     dump_config_to: Path | None = option("engine", None)
     """Write the merged engine arguments to this YAML file, each with its source."""
+    print_environment: bool = option("engine", False)
+    """Print the variables that TensorRT-LLM reads on each node of an engine on several nodes (of the kernel profile and
+    --compile-cache), as lines for a shell, and exit. A variable that is set keeps its value."""
     load_format: Literal["auto", "dummy"] | None = option("engine", None)
     """auto: read the model's weights. dummy: use random weights, which need no weight files and give meaningless
     answers."""

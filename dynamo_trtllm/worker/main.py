@@ -1,4 +1,4 @@
-"""Run a worker from the command line (`python -m dynamo_trtllm`), or print or save its engine arguments."""
+"""Run a worker from the command line (`python -m dynamo_trtllm`), or print its engine arguments or environment."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import atexit
 import json
 import logging
 import os
+import shlex
+import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import format_table as columns
-from dynamo_trtllm.config.load import command
+from dynamo_trtllm.config.load import command, process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
@@ -85,6 +88,34 @@ def _trtllm(config: WorkerConfig) -> Described:
     return arguments._replace(title=f"{arguments.title} (the newest known; TensorRT-LLM is not installed)")
 
 
+def exports(config: WorkerConfig, environment: Mapping[str, str]) -> str:
+    """Return lines with which a shell exports what the ranks of an engine on several nodes read, before they start.
+
+    Args:
+        config: settings of the worker.
+        environment: of this process. A variable that is set in it keeps its value.
+
+    Raises:
+        ConfigError: the engine is another one than trtllm, or the kernel profile can't be chosen.
+    """
+    from dynamo_trtllm.engines.trtllm.args import rank_environment
+
+    if config.engine not in (None, "trtllm"):
+        raise ConfigError(
+            f"--print-environment is for engines on several nodes, which only trtllm has, not {config.engine}; leave "
+            "it out",
+            field="print_environment",
+        )
+    profile, variables = rank_environment(config)
+    if config.kernels_profile is None and not profile.sm:
+        text = "no kernel profile is for the GPUs of this host, or none is visible: using %s; see --kernels-profile"
+        log.warning(text, profile.name)
+    lines = [f"# kernel profile {profile.name}"]
+    for name, value in variables.items():
+        lines.append(f"export {name}={shlex.quote(environment.get(name, value))}")
+    return "\n".join(lines) + "\n"
+
+
 def _shown(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
@@ -93,6 +124,9 @@ def _shown(value: Any) -> str:
 def main(config: WorkerConfig) -> None:
     """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
     observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
+    if config.print_environment:
+        sys.stdout.write(exports(config, process_environment()))
+        return
     if config.dump_config_to is not None:
         dump(config, config.dump_config_to)
     status = 1

@@ -27,6 +27,11 @@ printf '%s %s pid=%s\\n' "$me" "${*@Q}" $$ >>"$LOG"
 sleep 60 &
 wait $!
 """
+# Prints variables for the ranks, as a worker does, or plays a server.
+PYTHON = STAND_IN.replace(
+    "\n", '\nif [[ "$*" == *" --print-environment" ]]; then echo "$VARIABLES"; exit "${VARIABLES_STATUS:-0}"; fi\n', 1
+)
+RANKS = STAND_IN.replace("\n", '\necho "UCX_MEMTYPE_CACHE=$UCX_MEMTYPE_CACHE" >>"$RANKS_LOG"\n', 1)
 ECHO = '#!/usr/bin/env bash\nprintf "%s\\n" "$(basename "$0")" "$@" >>"$LOG"\n'
 
 
@@ -41,6 +46,8 @@ class Job:
             "LOG": str(self._log),
             "TMPDIR": str(folder),
             "RESTART_AFTER_S": "0",
+            "VARIABLES": "export UCX_MEMTYPE_CACHE='a b'",
+            "RANKS_LOG": str(folder / "ranks"),
         }
 
     def plays(self, *names: str, script: str = STAND_IN) -> None:
@@ -68,7 +75,9 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.fixture
 def slurm(job: Job) -> Iterator[subprocess.Popen[bytes]]:
-    job.plays("srun", "etcd", "nats-server", "python3")
+    job.plays("etcd", "nats-server")
+    job.plays("srun", script=RANKS)
+    job.plays("python3", script=PYTHON)
     env = job.env | {"SLURM_JOB_NUM_NODES": "3", "DECODE_NODES": "2", "MODEL_PATH": "/models/a b"}
     process = subprocess.Popen([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, start_new_session=True)
     yield process
@@ -101,6 +110,7 @@ def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_pars
     (frontend,) = job.started("python3")
     assert frontend[:2] == ["-m", "dynamo_trtllm.frontend"]
     assert load(FrontendConfig, prog="p", argv=frontend[2:-1], environ={}).http_port == 8000
+    assert Path(job.env["RANKS_LOG"]).read_text() == "UCX_MEMTYPE_CACHE=a b\n" * 2
 
 
 def test_slurm_when_a_worker_dies_then_it_alone_is_started_again_and_at_sigterm_all_end(
@@ -113,13 +123,16 @@ def test_slurm_when_a_worker_dies_then_it_alone_is_started_again_and_at_sigterm_
     slurm.send_signal(signal.SIGTERM)
     assert slurm.wait(15) == 0
     assert sum(line.endswith(" ended") for line in job.lines()) == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "log", "ranks"]
 
 
-def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job) -> None:
-    job.plays("etcd", "nats-server", "python3")
+@pytest.mark.parametrize("status", [0, 2])
+def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job, status: int) -> None:
+    """By its process on rank 0, or already when it is asked for the variables of its ranks."""
+    job.plays("etcd", "nats-server")
+    job.plays("python3", script=PYTHON)
     job.plays("srun", script="#!/usr/bin/env bash\nexit 2\n")
-    env = job.env | {"SLURM_JOB_NUM_NODES": "2"}
+    env = job.env | {"SLURM_JOB_NUM_NODES": "2", "VARIABLES_STATUS": str(status)}
     done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2
     assert "has a configuration error, see its last line" in done.stderr
@@ -133,11 +146,41 @@ def test_slurm_when_the_job_has_too_few_nodes_then_one_line_and_status_2(job: Jo
 
 def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job: Job) -> None:
     job.plays("mpirun", script=ECHO)
+    job.plays("python3", script=PYTHON)
     env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", "NATS_SERVER": "nats://h:4222"}
     flags = ["--model-path", "/model", "--disaggregation-mode", "decode", "--tensor-parallel-size", "8"]
     subprocess.run([FOLDER / "mpirun_worker.sh", *flags], env=env, check=True)
-    start = ["mpirun", "--hostfile", "hosts", "-np", "8", "-x", "NATS_SERVER", "trtllm-llmapi-launch", "python3"]
+    exported = ["-x", "NATS_SERVER", "-x", "UCX_MEMTYPE_CACHE"]
+    start = ["mpirun", "--hostfile", "hosts", "-np", "8", *exported, "trtllm-llmapi-launch", "python3"]
     assert job.lines() == [*start, "-m", "dynamo_trtllm", *flags]
+
+
+def test_mpirun_when_variables_are_set_then_the_ranks_get_those_of_the_engine_and_of_our_processes(job: Job) -> None:
+    job.plays("mpirun", script=ECHO)
+    job.plays("python3", script=PYTHON)
+    ours = ["DYN_NAMESPACE", "ETCD_ENDPOINTS", "HF_HUB_OFFLINE", "NATS_SERVER", "NCCL_P2P_LEVEL", "NIXL_LOG_LEVEL"]
+    ours += ["OVERRIDE_QUANT_ALGO", "TLLM_LOG_LEVEL", "TRTLLM_ENABLE_PDL", "TRT_LLM_X", "UCX_TLS"]
+    others = ["OMPI_MCA_coll_ucc_enable", "OMPI_COMM_WORLD_RANK", "SLURM_JOB_ID", "MY_NCCL_X"]
+    env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", **dict.fromkeys([*ours, *others], "1")}
+    subprocess.run([FOLDER / "mpirun_worker.sh", "--model-path", "/m"], env=env, check=True)
+    words = job.lines()
+    sent = [words[at + 1] for at, word in enumerate(words) if word == "-x"]
+    assert sorted(sent) == sorted([*ours, "UCX_MEMTYPE_CACHE"])
+
+
+def test_mpirun_when_the_worker_is_refused_then_nothing_starts_and_its_status(job: Job) -> None:
+    job.plays("mpirun", script=ECHO)
+    job.plays("python3", script=PYTHON)
+    env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", "VARIABLES_STATUS": "2"}
+    done = subprocess.run([FOLDER / "mpirun_worker.sh", "--model-path", "/m"], env=env, check=False)
+    assert (done.returncode, job.lines()) == (2, [])
+
+
+def test_scripts_when_they_export_by_prefix_then_both_have_the_same_list() -> None:
+    scripts = (FOLDER / "mpirun_worker.sh", FOLDER.parents[1] / "deploy" / "container" / "multinode")
+    lists = [[line for line in script.read_text().splitlines() if line.startswith("prefixes=")] for script in scripts]
+    assert lists[0] == lists[1]
+    assert len(lists[0]) == 1
 
 
 def test_mpirun_when_hosts_are_missing_then_one_line_and_status_2(job: Job) -> None:

@@ -26,6 +26,7 @@ from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.polling import BUFFER_EVENTS
+from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -115,6 +116,20 @@ def apply_profile(profile: KernelProfile) -> None:
     for name, value in profile.environment.items():
         if environ.export(name, value, wanted_by=profile.source) == value:
             _log.info("%s=%s (%s)", name, value, profile.source)
+
+
+def rank_environment(config: WorkerConfig) -> tuple[KernelProfile, dict[str, str]]:
+    """Return the kernel profile of this host, and the variables that each rank reads: its own and the caches'.
+
+    The ranks of an engine on several nodes read them when they start, which is before this package
+    runs on rank 0: there it is too late to set them. TensorRT-LLM need not be installed.
+
+    Raises:
+        ConfigError: as `choose_profile` does.
+    """
+    profile = choose_profile(config.kernels_profile, visible_gpus())
+    caches = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
+    return profile, {**profile.environment, **caches}
 
 
 _LIFTED = "pytorch_backend_config"

@@ -25,6 +25,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
     for name in ("ssh", "mpirun", "sshd"):
         (programs / name).write_text(RECORD)
         (programs / name).chmod(0o755)
+    (programs / "python3").write_text('#!/bin/sh\necho "$VARIABLES"; exit "${VARIABLES_STATUS:-0}"\n')
+    (programs / "python3").chmod(0o755)
     (programs / "ssh-keygen").write_text('#!/bin/sh\necho "ssh-ed25519 AAAA"\n')
     (programs / "ssh-keygen").chmod(0o755)
     (keys / "ssh-privatekey").write_text("key\n")
@@ -54,6 +56,7 @@ def test_hosts_when_asked_for_then_all_pods_of_the_group(environ: dict[str, str]
 
 def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict[str, str]) -> None:
     given = {"NATS_SERVER": "nats://a:1", "OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8", "UNRELATED": "1"}
+    given |= {"NCCL_P2P_LEVEL": "NVL", "VARIABLES": "export UCX_MEMTYPE_CACHE='a b'"}
     done = run(environ | given, "leader", "python3", "-m", "dynamo_trtllm", "--tensor-parallel-size=24")
     assert done.returncode == 0, done.stderr
     *asked, job = recorded(environ)
@@ -62,11 +65,17 @@ def test_leader_when_all_workers_answer_then_one_job_over_all_gpus(environ: dict
     assert job[:3] == ["mpirun", "-np", "24"]
     assert job[job.index("--host") + 1] == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8"
     sent = {job[i + 1] for i, word in enumerate(job) if word == "-x"}
-    assert {"NATS_SERVER", "OVERRIDE_QUANT_ALGO", "PATH", "HOME"} <= sent
+    assert {"NATS_SERVER", "OVERRIDE_QUANT_ALGO", "PATH", "HOME", "NCCL_P2P_LEVEL", "UCX_MEMTYPE_CACHE"} <= sent
     assert "UNRELATED" not in sent
     assert job[-5:] == ["trtllm-llmapi-launch", "python3", "-m", "dynamo_trtllm", "--tensor-parallel-size=24"]
     key = Path(environ["HOME"]) / ".multinode" / "key"
     assert key.stat().st_mode & 0o777 == 0o600  # ssh refuses others
+
+
+def test_leader_when_the_worker_is_refused_then_no_job_and_its_status(environ: dict[str, str]) -> None:
+    done = run(environ | {"VARIABLES_STATUS": "2"}, "leader", "python3", "-m", "dynamo_trtllm")
+    assert done.returncode == 2
+    assert not Path(environ["RECORD"]).exists()
 
 
 def test_worker_when_started_then_only_the_groups_key_may_come(environ: dict[str, str]) -> None:
