@@ -149,6 +149,10 @@ _BUCKETS = {
     "seconds": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
     "ratios": (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0),
     "step_seconds": (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0),
+    # Of the KV of one prompt: from 64 KiB (a block of a small model) to 16 GiB, each four times the one before.
+    "bytes": tuple(float(1 << exponent) for exponent in range(16, 35, 2)),
+    # From 1 MB/s to 1 TB/s: a path through host memory has less than 1 GB/s, a network card 10 to 50, NVLink hundreds.
+    "rates": (1e6, 3e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12),
 }
 
 
@@ -160,7 +164,7 @@ class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    buckets: Literal["seconds", "ratios", "step_seconds"] = "seconds"
+    buckets: Literal["seconds", "ratios", "step_seconds", "bytes", "rates"] = "seconds"
 
 
 TABLE = msgspec.json.decode(Path(__file__).with_name("metrics.json").read_bytes(), type=tuple[Metric, ...])
@@ -276,6 +280,15 @@ class WorkerMetrics(ProcessMetrics):
         """Observe the ratio of a measured time to the predicted one, and whether it was within the interval."""
         self.child("time_ratio", kind).observe(ratio)
         self.child("predictions_total", kind, "within" if is_covered else "outside").inc()
+
+    def observe_transfer(self, timings: PhaseTimings) -> None:
+        """Observe the KV transfer of a decode call, if its time was measured."""
+        seconds, transport = timings.kv_transfer_s, timings.transport
+        if not (seconds > 0 and timings.kv_bytes > 0):
+            return
+        self.child("kv_transfer_seconds", transport).observe(seconds)
+        self.child("kv_transfer_bytes", transport).observe(timings.kv_bytes)
+        self.child("kv_transfer_bytes_per_second", transport).observe(timings.kv_bytes / seconds)
 
     def set_cost(self, cost: CostModel) -> None:
         """Set the coefficients of the cost model."""

@@ -179,6 +179,8 @@ class _ServiceStream(Stream):
     def _note_first(self, chunk: Chunk) -> None:
         if chunk.token_ids:
             RECORDER.record(self.request_id, RecordedEvent.FIRST_TOKEN)
+        if self._phase is Phase.DECODE and chunk.stats is not None:
+            self._metrics.observe_transfer(chunk.stats)
         calls, self._calls = self._calls, None
         if calls is not None:
             tokens = self._num_prompt_tokens

@@ -186,6 +186,8 @@ async def test_two_calls_when_transfer_is_fetched_then_tokens_equal_and_both_sid
         stats = chunks[-1].stats
         assert stats is not None
         assert stats.kv_bytes > 0
+        assert stats.kv_transfer_s > 0
+        assert chunks[0].stats is not None  # the worker's metrics of the transfer
         assert stats.transport in ("loopback", "trtllm/ucx", "trtllm/nixl", "vllm/nixl")
         for engine in (prefill, decode):
             await pool.check_nothing_left(engine)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm.cost_model import StepSample, decode_features
 from dynamo_trtllm.engines.base import Engine, EngineInfo, EngineStats
-from dynamo_trtllm.errors import DynamoError, EngineFailed, InternalError, InvalidRequest, ModelNotFound, Overloaded
+from dynamo_trtllm.errors import (
+    DynamoError,
+    EngineFailed,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TransferFailed,
+)
 from dynamo_trtllm.messages import (
     Chunk,
     FileChunk,
@@ -28,6 +36,7 @@ from dynamo_trtllm.messages import (
     KvTransferParams,
     LoadReport,
     Phase,
+    PhaseTimings,
     ReleaseKv,
     ReleaseOutcome,
     ReleaseSlot,
@@ -230,6 +239,42 @@ async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> N
         while (await anext(chunks)).finish_reason is None:
             pass
     assert bench.counted("requests_total") == {("ok", "whole"): 1}
+
+
+async def test_decode_when_it_has_fetched_kv_then_time_bytes_and_rate_are_observed_once_by_transport() -> None:
+    stats = PhaseTimings(queue_s=3.0, kv_transfer_s=0.5, kv_bytes=4_000_000, transport="nixl/ucx")
+    chunks = [
+        Chunk(token_ids=token_ids([1]), stats=stats),
+        Chunk(token_ids=token_ids([2])),
+        Chunk(finish_reason=FinishReason.LENGTH, stats=stats),
+    ]
+    bench = MeteredService(PlainEngine(chunks), Role.DECODE)
+    await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
+    for name, value in (("seconds", 0.5), ("bytes", 4e6), ("bytes_per_second", 8e6)):
+        assert bench.counted(f"kv_transfer_{name}_count") == {("nixl/ucx",): 1}
+        assert bench.counted(f"kv_transfer_{name}_sum") == {("nixl/ucx",): pytest.approx(value)}
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        Chunk(finish_reason=FinishReason.LENGTH, stats=PhaseTimings(kv_bytes=7, transport="tcp")),  # no time is known
+        Chunk(finish_reason=FinishReason.LENGTH),
+        TransferFailed("no peer"),
+    ],
+)
+async def test_decode_when_no_time_of_a_transfer_is_known_then_none_is_observed(last: Chunk | Exception) -> None:
+    bench = MeteredService(PlainEngine([last]), Role.DECODE)
+    with suppress(TransferFailed):
+        await bench.ask(phase=Phase.DECODE, kv_params=TRANSFER_PARAMS)
+    assert bench.counted("kv_transfer_seconds_count") == {}
+
+
+async def test_prefill_when_its_chunk_has_bytes_then_no_transfer_is_observed() -> None:
+    stats = PhaseTimings(prefill_s=0.5, kv_bytes=7, transport="tcp")
+    bench = MeteredService(PlainEngine([Chunk(finish_reason=FinishReason.LENGTH, stats=stats)]), Role.PREFILL)
+    await bench.ask(phase=Phase.PREFILL)
+    assert bench.counted("kv_transfer_seconds_count") == {}
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, FILE_CHUNK_BYTES, FILE_CHUNK_BYTES + 1, 2 * FILE_CHUNK_BYTES + 17])
