@@ -92,31 +92,33 @@ class WarmUp:
         return (*failed, *missing)
 
 
-def variants(engine: Generator, model: str, info: EngineInfo) -> list[WarmUpStep]:
+def variants(engine: Generator, model: str, info: EngineInfo, cache_salt: str | None = None) -> list[WarmUpStep]:
     """Return a step for each kind of request that the engine supports.
 
     Args:
         engine: the engine, which accepts requests.
         model: name of the model.
         info: properties of the engine.
+        cache_salt: of all requests.
     """
     at_once = info.limits.max_batch_size or 1
-    return [
-        WarmUpStep(
-            name,
-            partial(requests, engine, model, msgspec.structs.replace(_SAMPLED, **values), min(count, at_once)),
-        )
-        for name, count, values in _VARIANTS
-        if not set(info.unsupported_features) & set(values)
-    ]
+    steps = []
+    for name, count, values in _VARIANTS:
+        if not set(info.unsupported_features) & set(values):
+            sampling = msgspec.structs.replace(_SAMPLED, **values)
+            run = partial(requests, engine, model, sampling, min(count, at_once), cache_salt)
+            steps.append(WarmUpStep(name, run))
+    return steps
 
 
-async def first_request(engine: Generator, model: str, *, max_tokens: int) -> None:
+async def first_request(engine: Generator, model: str, *, max_tokens: int, cache_salt: str | None = None) -> None:
     """Run one greedy request without a KV transfer to its end. Raises its error."""
-    await requests(engine, model, Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), 1)
+    await requests(engine, model, Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), 1, cache_salt)
 
 
-async def requests(engine: Generator, model: str, sampling: Sampling, count: int) -> None:
+async def requests(
+    engine: Generator, model: str, sampling: Sampling, count: int, cache_salt: str | None = None
+) -> None:
     """Run equal requests at once, without a KV transfer, to their end. Raises an error of one of them.
 
     Args:
@@ -124,11 +126,17 @@ async def requests(engine: Generator, model: str, sampling: Sampling, count: int
         model: name of the model.
         sampling: parameters of all requests.
         count: number of requests.
+        cache_salt: of all requests.
     """
     deadline = time.time() + _DEADLINE_S
     calls = (
         GenerateRequest(
-            request_id=f"warm-up-{number}", model=model, token_ids=token_ids([0]), sampling=sampling, deadline=deadline
+            request_id=f"warm-up-{number}",
+            model=model,
+            token_ids=token_ids([0]),
+            sampling=sampling,
+            deadline=deadline,
+            cache_salt=cache_salt,
         )
         for number in range(count)
     )

@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ from dynamo_trtllm.engines.vllm import compilation
 from dynamo_trtllm.engines.warm_up import WarmUp, WarmUpStep, variants
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import Role
-from tests.engines import check_nothing_left, make, vllm_args
-from tests.fakes_path import fake_tensorrt_llm, fake_vllm
+from tests.engines import check_nothing_left, make, started, vllm_args
+from tests.fakes_path import RELEASES, fake_tensorrt_llm, fake_vllm
 
 
 def steps(ran: list[str], *names: str, warm_up: WarmUp | None = None, fails: str = "") -> list[WarmUpStep]:
@@ -78,6 +79,34 @@ async def test_variants_when_an_engine_runs_them_then_none_fails_and_nothing_is_
             await engine.aclose()
     without = variants(engine, "tiny", replace(info, unsupported_features=("seed", "logprobs")))
     assert not {"a seed", "log-probabilities", "top-k of a seeded batch"} & {step.name for step in without}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+async def test_start_of_trtllm_then_no_other_request_can_share_the_prefix_of_its_warm_up(
+    version: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts: list[list[str | None]] = []  # of each engine
+
+    with fake_tensorrt_llm(version) as package:
+        executor_class = package.executor.executor.GenerationExecutor
+        submit = executor_class.submit
+
+        def noted(executor: Any, submission: Any, result: Any) -> None:
+            salts[-1].append(submission.cache_salt)
+            submit(executor, submission, result)
+
+        monkeypatch.setattr(executor_class, "submit", noted)
+        for _ in range(2):
+            salts.append([])
+            engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+            async with started(engine):
+                assert len(salts[-1]) > 1
+    first, second = map(set, salts)
+    if version == "1.0.0":  # which has no salts
+        assert first == second == {None}
+    else:
+        assert None not in first | second
+        assert not first & second
 
 
 @pytest.mark.parametrize("budget_s", [60.0, 0.0])

@@ -163,22 +163,25 @@ class ExternalEngine(Engine):
         self._has_library = True
         self._unavailable = None
 
-    async def _warm_up(self, info: EngineInfo, passes: Sequence[WarmUpStep] = ()) -> None:
+    async def _warm_up(
+        self, info: EngineInfo, passes: Sequence[WarmUpStep] = (), *, cache_salt: str | None = None
+    ) -> None:
         """Generate one token, so that `start` returns only when the library responds. Then run the warm-up.
 
         Args:
             info: properties of the engine.
             passes: steps of this engine, before the requests.
+            cache_salt: of the requests.
 
         Raises:
             EngineFailed: the library does not respond, or failed during the warm-up.
         """
         try:
-            await first_request(self, self._model, max_tokens=1)
+            await first_request(self, self._model, max_tokens=1, cache_salt=cache_salt)
         except DynamoError as exc:
             text = f"{self.library_name} was loaded but the warm-up request failed: {exc.message}"
             raise EngineFailed(text) from exc
-        await self._warming.run([*passes, *variants(self, self._model, info)])
+        await self._warming.run([*passes, *variants(self, self._model, info, cache_salt)])
         await self.check()
 
     async def check(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -137,7 +138,10 @@ class TrtllmEngine(ExternalEngine):
     async def start(self) -> EngineInfo:
         """See `Engine.start`. From then on, this process ends if TensorRT-LLM blocks the event loop for good."""
         info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
-        await self._warm_up(info)
+        # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's own dummy requests,
+        # which have no salt (health_check.py of Dynamo 1.7).
+        salt = None if "cache_salt" in info.unsupported_features else secrets.token_hex(8)
+        await self._warm_up(info, cache_salt=salt)
         if self._args.values.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
         else:
