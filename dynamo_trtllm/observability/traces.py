@@ -37,6 +37,15 @@ _ORDER: Final = {phase: number for number, phase in enumerate(PHASES)}
 _SERVER, _INTERNAL, _ERROR = 2, 1, 2  # kinds of spans, and the status of a failed one
 
 
+def valid_traceparent(header: str | None) -> str | None:
+    """Return a client's header `traceparent` in the form of version 00; None if it is not valid.
+
+    Later versions of the format may have more fields, which are dropped (https://www.w3.org/TR/trace-context/).
+    """
+    match = _PARENT.fullmatch(header or "")
+    return None if match is None else f"00-{match[1]}-{match[2]}-{match[3]}"
+
+
 class EndedRequest(NamedTuple):
     """What a trace is made of. Times are of `time.monotonic()`."""
 

@@ -89,19 +89,25 @@ async def test_features_when_a_release_and_its_arguments_have_them_then_advertis
             await engine.aclose()
 
 
+def recorded_calls(package: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list that receives the arguments of each call of `generate_async`."""
+    calls: list[dict[str, Any]] = []
+    generate_async = package.LLM.generate_async
+
+    def recorded(self: Any, **call: Any) -> Any:
+        calls.append(call)
+        return generate_async(self, **call)
+
+    recorded.__signature__ = generate_async.__signature__  # type: ignore[attr-defined]
+    monkeypatch.setattr(package.LLM, "generate_async", recorded)
+    return calls
+
+
 async def test_arguments_when_a_request_names_rank_conversation_and_priority_then_tensorrt_llm_gets_its_objects(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[dict[str, Any]] = []
     with fake_tensorrt_llm("1.3.0rc29") as package:
-        generate_async = package.LLM.generate_async
-
-        def recorded(self: Any, **call: Any) -> Any:
-            calls.append(call)
-            return generate_async(self, **call)
-
-        recorded.__signature__ = generate_async.__signature__  # type: ignore[attr-defined]
-        monkeypatch.setattr(package.LLM, "generate_async", recorded)
+        calls = recorded_calls(package, monkeypatch)
         engine = make("trtllm", gpt_oss, Role.AGGREGATED, **AFFINITY, **PRIORITIES)
         assert isinstance(engine, TrtllmEngine)
         async with started(engine):
@@ -112,3 +118,19 @@ async def test_arguments_when_a_request_names_rank_conversation_and_priority_the
     assert chosen["conversation_params"].conversation_id == "c"
     assert chosen["priority"] == 0.75  # of 0 to 1, higher values first
     assert not plain.keys() & {"scheduling_params", "conversation_params", "priority"}
+
+
+@pytest.mark.parametrize(("version", "is_passed"), [("1.1.0", False), ("1.2.1", True), ("1.3.0rc29", True)])
+async def test_arguments_when_a_request_is_traced_then_tensorrt_llm_gets_the_header_where_it_takes_one(
+    version: str, is_passed: bool, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    with fake_tensorrt_llm(version) as package:
+        calls = recorded_calls(package, monkeypatch)
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            await collect(engine, request(traceparent=parent))
+            await collect(engine, request())
+    traced, plain = calls[-2:]
+    assert traced.get("trace_headers") == ({"traceparent": parent} if is_passed else None)
+    assert "trace_headers" not in plain

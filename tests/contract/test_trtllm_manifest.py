@@ -27,6 +27,7 @@ from tests.unverified_names import RESULTS
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(40)
+TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 # Each request uses what the others don't; one that the played release refuses is refused before it touches a name.
 SAMPLINGS = [
     {"logprobs": 2},
@@ -77,7 +78,8 @@ async def record(version: str, folder: Path) -> Uses:
             assert set(timings.more) == ({"submit", "first_token"} if "return_perf_metrics" in args else set())
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             await collect(whole, salted)
-            placed = msgspec.structs.replace(ask(PROMPT), dp_rank=1, conversation_id="c", priority=int(is_newest))
+            fields = {"dp_rank": 1, "conversation_id": "c", "priority": int(is_newest), "traceparent": TRACEPARENT}
+            placed = msgspec.structs.replace(ask(PROMPT), **fields)
             await collect(whole, placed)
             async with aclosing(as_stream(whole, ask(PROMPT, max_tokens=300))) as stream:
                 await anext(stream)

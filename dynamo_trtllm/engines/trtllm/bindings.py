@@ -192,6 +192,8 @@ class TrtllmBindings:
         if call.conversation_id is not None and self.classes["ConversationParams"] is not None:
             conversation = {"conversation_id": call.conversation_id}
             keywords["conversation_params"] = self._make("ConversationParams", conversation)
+        if call.trace_headers is not None and "trace_headers" in self.parameters:
+            keywords["trace_headers"] = call.trace_headers
         return keywords
 
     def _make(self, name: str, values: Mapping[str, Any]) -> Any:

@@ -43,6 +43,8 @@ class TrtllmRequest:
         self.bias = sampling.logit_bias  # (token id, value); `bindings` converts it to a tensor
         self.dp_rank = _dp_rank(request, model_limits)  # arguments of SchedulingParams
         self.conversation_id = request.conversation_id if model_limits.conversations else None
+        # Headers for spans of TensorRT-LLM, which it sends if its argument `otlp_traces_endpoint` is set.
+        self.trace_headers = None if request.traceparent is None else {"traceparent": request.traceparent}
         # Arguments that are plain values.
         self.keywords: dict[str, Any] = {
             "inputs": list(request.token_ids),

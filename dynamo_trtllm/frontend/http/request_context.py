@@ -24,7 +24,7 @@ from dynamo_trtllm.frontend.http.admission import BodyBudget, ConcurrencyLimiter
 from dynamo_trtllm.http_server.exchange import HttpRequest
 from dynamo_trtllm.observability.metrics import PHASES, FrontendMetrics, PhaseSeconds, Span, divide
 from dynamo_trtllm.observability.recorder import RECORDER, RecordedEvent, id_hash
-from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter
+from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, valid_traceparent
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class RequestContext:
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
         self._body_bytes = app_state.body_budget.body()
         self._num_permits = 0
-        self._traceparent = None if app_state.traces is None else request.header(b"traceparent")
+        # of the client; None: it is missing or not valid, or no traces are exported
+        self.traceparent = None if app_state.traces is None else valid_traceparent(request.header(b"traceparent"))
         self._arrived_at = time.time()
         self._begun_s = request.arrived_s
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
@@ -309,7 +310,7 @@ class RequestContext:
         last = _last_of(self.choices) if self.choices else None
         return EndedRequest(
             endpoint=f"POST {self._path}",
-            traceparent=self._traceparent,
+            traceparent=self.traceparent,
             spans=self._spans if last is None else self._spans_with(last),
             end_s=end_s,
             prefill=None if last is None else last.trace.prefill_stats,

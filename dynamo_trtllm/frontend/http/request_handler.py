@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Generic, Protocol, TypeAlias
 
+from msgspec.structs import replace
+
 from dynamo_trtllm.api.request_model import IgnoredFields, parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.background import in_thread
@@ -172,6 +174,8 @@ class GenerateEndpoint(Generic[B]):
             served = self._app_state.models.get(body.model)
             context.enter("load")
             call = body.call(context.id, context.deadline, _session_id(request))
+            if context.traceparent is not None:
+                call = replace(call, traceparent=context.traceparent)
             prepare, stored_chars = await adapter.resolve(body, served, call)
             context.enter("tokenize")
             size = max(len(raw_body), stored_chars)

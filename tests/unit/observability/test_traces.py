@@ -138,6 +138,24 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
     assert took == pytest.approx(end - begin, abs=10_000)
 
 
+@pytest.mark.parametrize(
+    ("header", "exports", "passed"),
+    [
+        (f"00-{TRACE}-{PARENT}-01", True, f"00-{TRACE}-{PARENT}-01"),
+        (f"00-{TRACE}-{PARENT}-01", False, None),
+        (f"00-{'0' * 32}-{PARENT}-01", True, None),  # not valid
+        ("x" * 1000, True, None),
+    ],
+)
+async def test_traceparent_when_it_is_valid_and_traces_are_exported_then_workers_get_it(
+    collector: Collector, header: str, exports: bool, passed: str | None
+) -> None:
+    served = exporting(collector.url)[0] if exports else front(chunk("ok"), stop())
+    assert (await chat(served, {"traceparent": header})).status_code == 200
+    (request,) = served.pipeline.requests
+    assert request.traceparent == passed
+
+
 async def test_trace_when_a_request_fails_then_its_error_is_the_status_of_the_span(collector: Collector) -> None:
     served, exporter = exporting(f"{collector.url}/")
     await chat(served, {}, model="other")
