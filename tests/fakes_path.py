@@ -51,7 +51,7 @@ def trap_names() -> list[str]:
 def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the adapter's timeouts from seconds to milliseconds."""
     from dynamo_trtllm.engines.external import runner
-    from dynamo_trtllm.engines.trtllm.polling import StatsPoller
+    from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 
     monkeypatch.setattr(StatsPoller, "timeout_s", 0.05)
     monkeypatch.setattr(StatsPoller, "pause_s", 0.01)

@@ -147,7 +147,7 @@ PLANTS = (
     Plant(
         "Statistics",
         "`get_stats` raises RuntimeError only",
-        f"{_TRTLLM}.polling",
+        f"{_TRTLLM}.reports.polling",
         "except Exception as exc:  # noqa: BLE001 - logged, and tried again",
         "except RuntimeError as exc:",
         f"{_STATISTICS}_the_library_had_none_or_failed_then_they_go_on[1.1.0]",
@@ -155,7 +155,7 @@ PLANTS = (
     Plant(
         "Statistics",
         "with attention DP a row has the KV blocks of all ranks",
-        f"{_TRTLLM}.polling",
+        f"{_TRTLLM}.reports.statistics",
         'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows)',
         'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) // len(rows)',
         f"{_STATISTICS}_attention_is_data_parallel_then_the_kv_of_all_ranks_counts[1.2.1]",

@@ -25,7 +25,7 @@ from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.polling import BUFFER_EVENTS
+from dynamo_trtllm.engines.trtllm.reports.kv_events import BUFFER_EVENTS
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role

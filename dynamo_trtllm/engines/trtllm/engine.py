@@ -31,9 +31,10 @@ from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, statistics_note, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
-from dynamo_trtllm.engines.trtllm.polling import KvEventPoller, StepReader
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
+from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller
+from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed

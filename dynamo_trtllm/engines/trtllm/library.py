@@ -17,7 +17,8 @@ from dynamo_trtllm.engines.external.library import Counts, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
-from dynamo_trtllm.engines.trtllm.polling import StatsPoller, StepReader
+from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
+from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.requests import (
     NO_END,
     TrtllmRequest,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.external.library import Counts
-from dynamo_trtllm.engines.trtllm.polling import StatsPoller, counts_of
+from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller, counts_of
 
 
 @pytest.fixture(autouse=True)

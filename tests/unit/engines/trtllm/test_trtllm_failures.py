@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
-from dynamo_trtllm.engines.trtllm.polling import StatsPoller
+from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 from dynamo_trtllm.errors import (
     EngineFailed,
     MigrationFailed,

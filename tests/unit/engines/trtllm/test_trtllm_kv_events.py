@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm import engine
-from dynamo_trtllm.engines.trtllm.polling import KvEventPoller
+from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
 from dynamo_trtllm.messages import Role, token_ids

@@ -1,0 +1,76 @@
+"""Poll the executor's statistics on a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dynamo_trtllm.engines.external.library import Counts
+from dynamo_trtllm.engines.trtllm.reports.polling import Poller
+from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
+
+
+class StatsPoller(Poller):
+    """Polls the executor's statistics."""
+
+    pause_s = 0.5
+    timeout_s = 2.0
+
+    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]], num_ranks: int = 1) -> None:
+        """Initialize without a thread.
+
+        Args:
+            get_stats: `LLM.get_stats`, see `TrtllmBindings.reader`.
+            num_ranks: attention-DP ranks, each with its own KV blocks; 1 without attention DP.
+        """
+        super().__init__(
+            "trtllm-stats", failure="no statistics from TensorRT-LLM; KV metrics stay at their last values"
+        )
+        self._get_stats = get_stats
+        self._num_ranks = num_ranks
+        self._rows: dict[int, Mapping[str, Any]] = {}  # the last one of each rank
+        self.step_reader: StepReader | None = None  # None: steps are not read
+        self.counts = Counts()
+        self.changed_at = time.monotonic()
+
+    @property
+    def has_reported(self) -> bool:
+        """True once statistics came: from then on, requests that wait without any show that the executor stands."""
+        return bool(self._rows)
+
+    @property
+    def last_rows(self) -> Sequence[Mapping[str, Any]]:
+        """The last row of each rank that has reported."""
+        return list(self._rows.values())
+
+    def start(self) -> None:
+        """Start the thread. Idempotent. Some releases have no statistics before their first request."""
+        self._start(self._poll)
+
+    def _poll(self) -> None:
+        if rows := self._get_stats(timeout=self.timeout_s):
+            self._rows |= {int(row.get("attentionDpRank") or 0): row for row in rows}
+            self.counts = counts_of(list(self._rows.values()), self._num_ranks)
+            self.changed_at = time.monotonic()
+            if self.step_reader is not None:
+                self.step_reader.read(rows)
+
+
+def counts_of(rows: Sequence[Mapping[str, Any]], num_ranks: int = 1) -> Counts:
+    """Convert the statistics of one iteration; a missing value counts as 0.
+
+    The KV blocks are those of one rank: before 1.3 only rank 0 reports, and since then the rows of the other ranks have
+    copies of its KV statistics (_torch/pyexecutor/adp_iter_stats.py, main at 0cedd9a0). So with attention DP the number
+    of used blocks is an estimate. The queue is reported by rank 0 for all ranks.
+
+    Args:
+        rows: one per rank that reports.
+        num_ranks: ranks that have KV blocks of their own.
+    """
+    kv = [row.get("kvCacheStats") or {} for row in rows]
+    return Counts(
+        waiting=sum(int(row.get("numQueuedRequests") or 0) for row in rows),
+        kv_blocks_used=sum(int(each.get("usedNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
+        kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows),
+    )
