@@ -69,3 +69,18 @@ async def test_shutdown_when_an_error_ends_the_executor_then_it_is_not_on_the_ev
                 await answer(engine, PROMPT)
         await engine.aclose()
     assert set(threads) == {"trtllm-error-shutdown", "trtllm-shutdown"}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+async def test_start_when_the_model_class_has_defaults_then_ours_do_not_override_them(
+    version: str, gpt_oss: Path
+) -> None:
+    with fake_tensorrt_llm(version) as package, package.standin.traps.turned("model_defaults"):
+        engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            assert engine._llm.args["attn_backend"] == "FLASHINFER"  # type: ignore[attr-defined]
+            assert await answer(engine, PROMPT)
+        own = make("trtllm", gpt_oss, Role.AGGREGATED, attn_backend="TRTLLM")  # the user's wish
+        with pytest.raises(EngineFailed, match="Executor worker returned error"):
+            await own.start()
+        await own.aclose()

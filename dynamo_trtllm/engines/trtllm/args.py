@@ -256,7 +256,8 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
     unchecked = [note for layer in given for note in arguments.check_source(layer, release)]
     mxfp4_args = profile.mxfp4_args if _is_mxfp4(config.model_path) else {}
     wanted = layers.merge([Source(profile.engine_args, profile.source), Source(mxfp4_args, profile.source)])
-    merged = layers.merge([_own(config, given, release), _advice(wanted.leaves, given, release, notes), *given])
+    own = _without_defaults(_own(config, given, release), given, release)
+    merged = layers.merge([own, _advice(wanted.leaves, given, release, notes), *given])
     _without_postprocessing(merged.leaves, notes)
     runtime = merged.leaves.get(f"{_TRANSCEIVER}.{_RUNTIME}")
     if runtime is not None and runtime.source == ADAPTER:
@@ -332,6 +333,24 @@ def _own_transceiver(config: WorkerConfig, given: Sequence[Source], release: Api
     return values
 
 
+def _without_defaults(own: Source, given: Sequence[Source], release: ApiManifest) -> Source:
+    """Return the engine's own arguments, without those that equal the release's default."""
+    decided = layers.nested(layers.merge(given).leaves)
+    leaves = layers.merge([own]).leaves
+    kept = {key: leaf for key, leaf in leaves.items() if not _is_default(release, key, leaf.value, decided)}
+    return own._replace(values=layers.nested(kept))
+
+
+def _is_default(release: ApiManifest, key: str, value: Any, given: Mapping[str, Any]) -> bool:
+    """Return True if a value equals the release's default, so that it must not be passed on.
+
+    A model class of newer builds has defaults of its own. They apply to the arguments that were not set explicitly,
+    also not to the release's default (`apply_model_defaults_to_llm_args` in llmapi/llm_utils.py, main of 2026).
+    """
+    default = schema.default(release, key, given)
+    return default is not None and type(default) is type(value) and default == value
+
+
 def _without_postprocessing(leaves: dict[str, SourcedValue], notes: list[str]) -> None:
     """Disable postprocessing workers: they replace the results whose tokens and KV transfer parameters are read."""
     leaf = leaves.get("num_postprocess_workers")
@@ -377,8 +396,12 @@ def _is_mxfp4(model_path: str) -> bool:
 def _advice(
     wanted: Mapping[str, SourcedValue], given: Sequence[Source], release: ApiManifest, notes: list[str]
 ) -> Source:
-    """Return a profile's arguments, without those that the release lacks or that another source sets by another key."""
+    """Return a profile's arguments, as far as they apply and change something.
+
+    Left out are those that the release lacks or has by default, and those that another source sets by another key.
+    """
     decided = layers.merge(given).leaves
+    decided_values = layers.nested(decided)
     applied: dict[str, SourcedValue] = {}
     source = next((leaf.source for leaf in wanted.values()), "")
     for key, leaf in wanted.items():
@@ -396,6 +419,12 @@ def _advice(
         if leaf.value == "TRITON" and schema.default(release, key, {}) == "AUTO":
             # pull request 19035 of TensorRT-LLM, and ModelConfig.resolve_moe_backend in _torch/model_config.py
             notes.append(f"{source}: {key} TRITON is dropped: 1.3 deprecates it, and AUTO takes it while it exists")
+            continue
+        if _is_default(release, key, leaf.value, decided_values):
+            notes.append(
+                f"{source}: {key} {leaf.value} is not passed on: it is the default of TensorRT-LLM {release.title}, "
+                "which a model may replace with its own"
+            )
             continue
         if _EITHER.get(key) not in decided:
             applied[key] = leaf

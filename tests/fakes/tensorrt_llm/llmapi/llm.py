@@ -18,6 +18,7 @@ from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.core import Core
 from tensorrt_llm.standin.handoff import python_transceiver
+from tensorrt_llm.standin.model_defaults import apply_model_defaults
 from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
 
 _log = logging.getLogger(__name__)
@@ -74,8 +75,9 @@ class LLM:
         if traps.is_on("start_fails"):
             raise RuntimeError("Executor worker returned error")
         try:
+            apply_model_defaults(args, named | kwargs)
             transceiver = python_transceiver(args)  # with `auto`, every model prefers it
-        except ValueError as exc:
+        except (ValueError, RuntimeError) as exc:
             raise RuntimeError("Executor worker returned error") from exc
         self._core = Core(args)
         self._executor: GenerationExecutor | None = GenerationExecutor(self._core, args, transceiver)

@@ -73,6 +73,8 @@ TRAPS = {
         "generate_async finds that a rank has just died, and blocks for ever in its send: at a request that may make "
         "more than 1000 tokens",
     ),
+    # what a model class chooses
+    "model_defaults": Trap(False, "unless they are set: FLASHINFER, which the model needs, and blocks of 64 tokens"),
     # around requests
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises RuntimeError"),

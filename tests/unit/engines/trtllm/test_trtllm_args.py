@@ -63,10 +63,8 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
     )
     args = trtllm_args(config, release(), HOPPER)
     assert args.leaves == {
-        "attn_backend": ("TRTLLM", "kernels profile hopper"),
         "enable_iter_perf_stats": (True, "the trtllm engine"),
         "moe_config.backend": ("CUTLASS", f"YAML {path}"),
-        "kv_cache_config.dtype": ("auto", "kernels profile hopper"),
         "cuda_graph_config.enable_padding": (True, "kernels profile hopper"),
         "stream_interval": (1, f"YAML {path}"),
         "kv_cache_config.enable_block_reuse": (False, f"YAML {path}"),
@@ -74,7 +72,7 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
         "max_num_tokens": (3, "flag --max-num-tokens"),
         "max_seq_len": (4, "--override-engine-args"),
     }
-    assert args.values["kv_cache_config"] == {"dtype": "auto", "enable_block_reuse": False}
+    assert args.values["kv_cache_config"] == {"enable_block_reuse": False}
     assert args.notes == (
         f"environment DYN_TRTLLM_MAX_BATCH_SIZE 2 overrides max_batch_size 1 of YAML {path}",
         f"--max-num-tokens 3 overrides max_num_tokens 1 of YAML {path}",
