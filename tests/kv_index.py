@@ -1,4 +1,4 @@
-"""A reader of KV events for tests, with blocks of 32 tokens."""
+"""A reader of KV events for tests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dynamo_trtllm.kv_events import BlocksRemoved, BlocksStored, KvEvent
 from dynamo_trtllm.messages import TokenIds
 from tests.waiting import SOON_S
 
-_BLOCK = 32
-
 
 class KvIndex:
     """An index that a reader builds from KV events: the blocks that can be reused, by hash, with the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int = 32) -> None:
+        self.block_tokens = block_tokens
         self.blocks: dict[int, tuple[int | None, tuple[int, ...], str | None]] = {}
         self.removed = 0
         self.changed = asyncio.Event()
@@ -37,8 +36,8 @@ class KvIndex:
     def cached_tokens(self, prompt: TokenIds, salt: str | None = None) -> int:
         known = {(parent, ids, tag): number for number, (parent, ids, tag) in self.blocks.items()}
         parent: int | None = None
-        for begin in range(0, len(prompt), _BLOCK):
-            parent = known.get((parent, tuple(prompt[begin : begin + _BLOCK]), salt))
+        for begin in range(0, len(prompt), self.block_tokens):
+            parent = known.get((parent, tuple(prompt[begin : begin + self.block_tokens]), salt))
             if parent is None:
                 return begin
         return len(prompt)

@@ -57,13 +57,13 @@ FAILING = {
     "finishes_timeout": DeadlineExceeded,
     "never_answers": DeadlineExceeded,
 }
-OF_AN_EXECUTOR = ("big_ids", "shutdown_hangs", "model_defaults")  # looked at when it starts or ends
+OF_AN_EXECUTOR = ("big_ids", "shutdown_hangs", "model_defaults", "no_block_size")  # looked at when it starts or ends
 IN_OTHER_FILES = {
     *FAILING,
     *"""
     context_refuses_overlap transfer_fails transfer_hangs executor_dies no_context_params start_fails
     abort_never_answers abort_lost abort_fails abort_slow abort_drops_waiting abort_keeps_context
-    logprobs_asserted min_tokens_ignored min_p_ignored penalties_ignored seed_ignored
+    block_size_fixed logprobs_asserted min_tokens_ignored min_p_ignored penalties_ignored seed_ignored
     ignore_eos_drops_stop_words result_call_fails no_disagg_id wakeup_fails
     """.split(),
 }

@@ -62,6 +62,7 @@ class TrtllmBindings:
         has = {owner: _names(owner, self.classes) for owner in {**LIBRARY.needed, **LIBRARY.optional}}
         check_needed(has, self.version)
         self.parameters = has["LLM.generate_async"]
+        self.has_kv_cache_capacity = "get_kv_cache_capacity" in has["LLM"]
         for name, (parameter, module) in _PARAMS.items():
             self.classes[name] = PACKAGE.find_optional(name, module) if parameter in self.parameters else None
         self.classes["Logprob"] = PACKAGE.find_optional("Logprob", "tensorrt_llm.executor.result")

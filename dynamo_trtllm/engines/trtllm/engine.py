@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
@@ -33,6 +35,7 @@ from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, relea
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
+from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE, KvCacheSize, check_block_size
 from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
@@ -96,7 +99,11 @@ class TrtllmEngine(ExternalEngine):
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `Engine.preflight`."""
-        findings = [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
+        facts = self._facts
+        sizes = {peer.layout.block_tokens for peer in peers if peer.engine == "trtllm"}
+        if len(sizes) == 1 and not facts.is_given(BLOCK_SIZE):
+            facts = replace(facts, running_block_tokens=sizes.pop())  # the model chooses the same size here
+        findings = [*check_role(self._facts), *check_peers(facts, peers, self._kv_compat)]
         return [replace(each, severity="warning") if each.rule in _TOLERATED else each for each in findings]
 
     @property
@@ -147,7 +154,21 @@ class TrtllmEngine(ExternalEngine):
             library.poll_stats(self._step_reader())
         else:
             _log.warning("%s", statistics_note(self._args))
-        return info
+        return self._with_kv_cache(info, library, await library.kv_cache_size())
+
+    def _with_kv_cache(self, info: EngineInfo, library: TrtllmLibrary, reported: KvCacheSize) -> EngineInfo:
+        """Return the properties to register, with the KV cache of the running engine.
+
+        Raises:
+            ConfigError: its block size is not the one that the user set.
+        """
+        block_tokens = library.block_tokens = check_block_size(self._facts, reported)
+        self._facts = replace(self._facts, running_block_tokens=block_tokens)
+        layout = msgspec.structs.replace(info.layout, block_tokens=block_tokens)
+        self.transfers.identity = self.transfers.identity._replace(layout=layout)
+        if reported.blocks:
+            _log.info("KV cache: %d blocks of %d tokens on each rank", reported.blocks, block_tokens)
+        return replace(info, layout=layout, limits=msgspec.structs.replace(info.limits, kv_blocks=reported.blocks))
 
     async def aclose(self) -> None:
         """See `Engine.aclose`. The watchdog ends last, because the calls of a shutdown can block, too."""
@@ -173,9 +194,13 @@ class TrtllmEngine(ExternalEngine):
         """Return a reader of steps. None: the stages of a pipeline compute different steps at the same time."""
         if self._facts.size("pipeline_parallel_size") > 1:
             return None
-        cuts = self._facts.on("enable_chunked_prefill")  # at whole blocks
-        full_step = self._facts.max_num_tokens - self._facts.block_tokens + 1 if cuts else 0
-        return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, full_step)
+        return StepReader(self._steps, self._running, dp_ranks(self._facts) or 1, self._full_step)
+
+    def _full_step(self) -> int:
+        """Return the tokens from which a step cuts its last prompt, at a whole block; 0: prompts are not cut."""
+        if not self._facts.on("enable_chunked_prefill"):
+            return 0
+        return self._facts.max_num_tokens - self._facts.block_tokens + 1
 
     def _running(self) -> tuple[float, int]:
         """Return the mean context of the requests in the batch, and the longest prompt. Called on a thread."""

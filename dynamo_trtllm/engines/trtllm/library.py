@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dynamo_trtllm.engines.external.engine import run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import Counts, token_logprob
 from dynamo_trtllm.engines.external.runner import ExternalCall
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
+from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.requests import (
@@ -51,6 +53,7 @@ def error_text(exc: BaseException) -> str:
     return f"{causes[0]}; {hint}" if hint else causes[0]
 
 
+REPORT_S = 10.0  # longest wait for the size of the KV cache
 _STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
 
 
@@ -72,6 +75,7 @@ class TrtllmLibrary:
     probe: EndpointProbe = field(default_factory=EndpointProbe)
     calls: BlockingCalls = field(default_factory=BlockingCalls)  # that are made on the event loop
     last_result_at: float = field(default_factory=time.monotonic)
+    block_tokens: int = 0  # tokens in a KV block, as this worker registers them; 0: not registered yet
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -89,6 +93,24 @@ class TrtllmLibrary:
         """Start polling statistics. Some releases have none before their first request."""
         self._stats_poller.step_reader = step_reader
         self._stats_poller.start()
+
+    async def kv_cache_size(self) -> KvCacheSize:
+        """Return the size of the KV cache of one rank, as the running engine reports it after its first request.
+
+        The statistics have it. Where they do not tell, newer builds have `LLM.get_kv_cache_capacity`, which Dynamo 1.7
+        calls, too (dynamo/trtllm/engine.py). What is not reported within REPORT_S seconds is 0.
+        """
+        size = KvCacheSize()
+        if self._stats_poller.is_started:
+            size = await self._stats_poller.first_kv_cache(REPORT_S)
+        if size.block_tokens or not self.bindings.has_kv_cache_capacity:
+            return size
+        try:
+            async with asyncio.timeout(REPORT_S):
+                return kv_cache_size(await run_in_daemon_thread(self.llm.get_kv_cache_capacity, name="trtllm-capacity"))
+        except Exception as exc:  # noqa: BLE001 - of any class, as for statistics; the size is assumed then
+            _log.warning("no KV cache capacity from TensorRT-LLM: %s: %s", type(exc).__name__, exc)
+            return size
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> TrtllmCall:
         """See `Library.prepare`."""
@@ -114,7 +136,7 @@ class TrtllmLibrary:
             if still_s > self._stall_s:
                 self._log_stall()
                 return f"TensorRT-LLM is stalled: requests wait, and no iteration for {still_s:.0f} s"
-        return ""
+        return size_change(self.block_tokens, self._stats_poller.kv_cache) if self.block_tokens else ""
 
     def _log_stall(self) -> None:
         """Log what a report of a stalled executor needs, and what is lost when this process ends (issue 16300)."""

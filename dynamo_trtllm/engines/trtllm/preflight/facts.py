@@ -106,6 +106,7 @@ class RoleFacts:
     load: Load = Load()
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of TensorRT-LLM
     strategy: str = "prefill_first"
+    running_block_tokens: int | None = None  # tokens in a KV block, once the engine runs or a live peer has it
 
     @property
     def line(self) -> tuple[int, int, int]:
@@ -208,7 +209,9 @@ class RoleFacts:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a KV block: as set, else as the model's class prefers, else TensorRT-LLM's default."""
+        """Tokens in a KV block: of the running engine, else as set, else as the model prefers, else the default."""
+        if self.running_block_tokens is not None:
+            return self.running_block_tokens
         given = self.args.leaves.get(_BLOCK_TOKENS)
         if given is None and self.preferred.block_tokens is not None:
             return self.preferred.block_tokens

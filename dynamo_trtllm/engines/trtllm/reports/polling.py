@@ -33,6 +33,10 @@ class Poller:
             self._thread = threading.Thread(target=self._run, args=(poll,), name=self._name, daemon=True)
             self._thread.start()
 
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
     def stop(self) -> None:
         """Stop the thread and wait for its current call, which has a time limit. Idempotent."""
         self._stop.set()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from dynamo_trtllm.engines.external.library import Counts
+from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size
 from dynamo_trtllm.engines.trtllm.reports.polling import Poller
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 
@@ -30,8 +34,10 @@ class StatsPoller(Poller):
         self._get_stats = get_stats
         self._num_ranks = num_ranks
         self._rows: dict[int, Mapping[str, Any]] = {}  # the last one of each rank
+        self._first: Future[None] = Future()  # done once there are rows
         self.step_reader: StepReader | None = None  # None: steps are not read
         self.counts = Counts()
+        self.kv_cache = KvCacheSize()  # of the last row
         self.changed_at = time.monotonic()
 
     @property
@@ -48,11 +54,21 @@ class StatsPoller(Poller):
         """Start the thread. Idempotent. Some releases have no statistics before their first request."""
         self._start(self._poll)
 
+    async def first_kv_cache(self, timeout_s: float) -> KvCacheSize:
+        """Return the size of the KV cache once statistics came; zeros if none came within `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(asyncio.wrap_future(self._first))
+        return self.kv_cache
+
     def _poll(self) -> None:
         if rows := self._get_stats(timeout=self.timeout_s):
             self._rows |= {int(row.get("attentionDpRank") or 0): row for row in rows}
             self.counts = counts_of(list(self._rows.values()), self._num_ranks)
+            self.kv_cache = kv_cache_size(rows[-1].get("kvCacheStats"))
             self.changed_at = time.monotonic()
+            if not self._first.done():
+                self._first.set_result(None)
             if self.step_reader is not None:
                 self.step_reader.read(rows)
 

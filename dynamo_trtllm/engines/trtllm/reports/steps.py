@@ -84,7 +84,7 @@ class StepReader:
         running: returns the mean number of context tokens of the requests in the batch, and the number of tokens of the
             longest prompt; 0 without any.
         num_ranks: attention-DP ranks; 1 without attention DP.
-        full_step: tokens from which a step of a rank cuts its last prompt; 0: prompts are not cut.
+        full_step: returns the tokens from which a step of a rank cuts its last prompt; 0: prompts are not cut.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class StepReader:
         steps: deque[StepSample],
         running: Callable[[], tuple[float, int]],
         num_ranks: int = 1,
-        full_step: int = 0,
+        full_step: Callable[[], int] = lambda: 0,
     ) -> None:
         self._steps = steps
         self._running = running
         self._num_ranks = num_ranks
-        self._full_step = full_step or math.inf
+        self._full_step = full_step
         self._cut = 0.0  # tokens computed of the prompt that the last step cut, if rows do not report them
         self._overlaps = True  # the overlap scheduler is on, by the last two rows that show it
         self._context = 0.0  # the last mean
@@ -188,7 +188,7 @@ class StepReader:
             return step.cached
         before = self._cut if self._cut + step.tokens / max(1, step.prompts) <= self._longest else 0.0
         self._cut = 0.0
-        if step.tokens + step.requests >= self._full_step:
+        if step.tokens + step.requests >= (self._full_step() or math.inf):
             self._cut = step.tokens / max(1, step.prompts) + (before if step.prompts <= 1 else 0.0)
         return before
 

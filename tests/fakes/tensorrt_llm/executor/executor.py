@@ -177,7 +177,7 @@ class GenerationExecutor:
                 "maxNumBlocks": now.kv_blocks_total // ranks,
                 "freeNumBlocks": (now.kv_blocks_total - now.kv_blocks_used) // ranks,
                 "usedNumBlocks": now.kv_blocks_used // ranks,
-                "tokensPerBlock": self.core.info.layout.block_tokens,
+                "tokensPerBlock": None if traps.is_on("no_block_size") else self.core.info.layout.block_tokens,
             },
             "inflightBatchingStats": {"numScheduledRequests": now.running, "numPausedRequests": 0},
         }

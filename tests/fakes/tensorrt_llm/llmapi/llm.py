@@ -158,6 +158,14 @@ class LLM:
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
         return self._iterated("stats", self._running_executor().get_stats, timeout)
 
+    if LINE >= (1, 4):
+
+        def get_kv_cache_capacity(self) -> dict[str, int]:
+            """Of one rank; a remote call."""
+            executor = self._running_executor()
+            blocks, block_tokens = executor.core.stats().kv_blocks_total, executor.core.info.layout.block_tokens
+            return {"maxNumBlocks": blocks, "tokensPerBlock": block_tokens, "maxNumTokens": blocks * block_tokens}
+
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Blocks up to the time-out when there is nothing new."""
         return _read(self._running_executor().kv_events.take, timeout or 0)

@@ -20,4 +20,6 @@ def apply_model_defaults(args: dict[str, Any], given: Mapping[str, Any]) -> None
         raise RuntimeError(f"the head size of this model is not supported by attention backend {args['attn_backend']}")
     kv_cache = dict(args["kv_cache_config"] or {})
     chosen = (given.get("kv_cache_config") or {}).get("tokens_per_block")
-    args["kv_cache_config"] = kv_cache | {"tokens_per_block": chosen or BLOCK_TOKENS}
+    if chosen is None or traps.is_on("block_size_fixed"):
+        chosen = BLOCK_TOKENS
+    args["kv_cache_config"] = kv_cache | {"tokens_per_block": chosen}

@@ -75,6 +75,8 @@ TRAPS = {
     ),
     # what a model class chooses
     "model_defaults": Trap(False, "unless they are set: FLASHINFER, which the model needs, and blocks of 64 tokens"),
+    "block_size_fixed": Trap(False, "the blocks that a model class prefers, whatever is set"),
+    "no_block_size": Trap(False, "statistics have no tokensPerBlock (not established for all candidates of 1.3)"),
     # around requests
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises RuntimeError"),

@@ -98,6 +98,7 @@ class FakeBindings(TrtllmBindings):
         self.classes = {**dict.fromkeys(made, dict), "RequestError": Refusal, "Logprob": None}
         self.parameters = frozenset({"cache_salt", "priority"})
         self.disagg_fields = frozenset({"request_type", *PARAMS, *fields})
+        self.has_kv_cache_capacity = False
         self.is_since_1_2, self.is_since_1_3 = True, False
 
 

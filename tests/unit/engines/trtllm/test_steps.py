@@ -168,7 +168,7 @@ def read(executor: Executor, *, rows_per_poll: int = 60) -> list[StepSample]:
         context = decodes[-1].context_tokens / decodes[-1].decode_requests if decodes else 0.0
         return context, max(each.prompt for each in executor.requests)
 
-    reader = StepReader(steps, running, full_step=_MOST_TOKENS)
+    reader = StepReader(steps, running, full_step=lambda: _MOST_TOKENS)
     for position in range(0, len(rows), rows_per_poll):
         reader.read(rows[position : position + rows_per_poll])
         seen += steps
