@@ -15,7 +15,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 MAX_UPDATE_BLOCKS: Final = 4096  # a frontend reads so many in about 2 ms
 _MAX_REMOVALS = 256 << 10  # of blocks, not published yet
+_MAX_CLEARED = 256 << 10  # blocks that were cleared and may still be there
 _INTERVAL_S = 0.02
 _RESYNC_INTERVAL_S = 1.0
 _IDLE_S = 0.5  # after the last change, an empty update shows readers whether they missed one
@@ -122,12 +123,22 @@ def unpack_hashes(data: bytes) -> list[int]:
     return array("Q", data).tolist()
 
 
+class _KnownBlock(NamedTuple):
+    """One block of the prefix cache."""
+
+    prefix: int  # prefix hash
+    parent: int | None  # engine's name of the block before; None: a prompt begins with it
+
+
 class KvEventPublisher:
     """Publishes the changes of one worker's prefix cache as prefix hashes, without waiting.
 
     Blocks of layers with a sliding window are not published: the engine reuses a prefix only as far as the layers with
     the largest window have it. The ranks of attention DP count as one cache. A block whose parent was never stored has
     no prefix hash, and is skipped.
+
+    After lost events, all blocks are cleared. Those that are still in the cache, such as those of a system prompt, are
+    not stored again, but blocks that follow them are: then they are known again, with all blocks before them.
 
     Args:
         instance_id: id of the worker.
@@ -139,7 +150,8 @@ class KvEventPublisher:
         self._publish = publish
         self._window = 0  # the largest one seen
         self._block_tokens = 0
-        self._known: defaultdict[int, dict[int, int]] = defaultdict(dict)  # rank -> engine's hash -> prefix hash
+        self._known: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # rank -> engine's name -> block
+        self._was_cleared: defaultdict[int, dict[int, _KnownBlock]] = defaultdict(dict)  # likewise
         self._copies: dict[int, int] = {}  # prefix hash -> how often it is in `_known`
         self._changes: dict[int, bool] = {}  # prefix hash -> True: stored, False: removed; since the last update
         self._cleared = False  # before `_changes`
@@ -160,10 +172,7 @@ class KvEventPublisher:
                 case BlocksStored():
                     self._on_stored(event)
                 case BlocksRemoved():
-                    known = self._known[event.dp_rank]
-                    for name in event.hashes if self._is_indexed(event.cache_group) else ():
-                        if (prefix := known.pop(name, None)) is not None:
-                            self._remove(prefix)
+                    self._on_removed(event)
                 case BlocksCleared():
                     self._clear()
         if len(self._changes) > len(self._copies) + _MAX_REMOVALS:
@@ -175,11 +184,21 @@ class KvEventPublisher:
         self._is_resync_due = True
         self._flush_at(max(asyncio.get_running_loop().time() + _INTERVAL_S, self._resync_at))
 
+    def _on_removed(self, event: BlocksRemoved) -> None:
+        if not self._is_indexed(event.cache_group):
+            return
+        known, was_cleared = self._known[event.dp_rank], self._was_cleared[event.dp_rank]
+        for name in event.hashes:
+            was_cleared.pop(name, None)
+            block = known.pop(name, None)
+            if block is not None:
+                self._remove(block.prefix)
+
     def _on_stored(self, event: BlocksStored) -> None:
         if not event.blocks or not self._is_indexed(event.cache_group):
             return
-        known = self._known[event.dp_rank]
-        prefix = root_hash(event.cache_salt) if event.parent is None else known.get(event.parent)
+        rank, parent = event.dp_rank, event.parent
+        prefix = root_hash(event.cache_salt) if parent is None else self._prefix_of(rank, parent)
         self._block_tokens = self._block_tokens or len(event.blocks[0].token_ids)
         for index, block in enumerate(event.blocks):
             if prefix is None or len(block.token_ids) != self._block_tokens:
@@ -188,14 +207,35 @@ class KvEventPublisher:
                 self.num_skipped += len(event.blocks) - index
                 return
             (prefix,) = prefix_hashes(block.token_ids, self._block_tokens, prefix)
-            before = known.get(block.hash)
-            if before != prefix:
-                if before is not None:
-                    self._remove(before)
-                known[block.hash] = prefix
-                copies = self._copies[prefix] = self._copies.get(prefix, 0) + 1
-                if copies == 1:
-                    self._changes[prefix] = True
+            self._add(rank, block.hash, _KnownBlock(prefix, parent))
+            parent = block.hash
+
+    def _prefix_of(self, rank: int, name: int) -> int | None:
+        """Return the prefix hash of a block that another one follows; None if it was never stored."""
+        known, was_cleared = self._known[rank], self._was_cleared[rank]
+        chain: list[tuple[int, _KnownBlock]] = []  # blocks that were cleared, from this one to the begin of the prompt
+        at: int | None = name
+        while at is not None and at not in known:
+            block = was_cleared.pop(at, None)
+            if block is None:
+                return None
+            chain.append((at, block))
+            at = block.parent
+        for cleared_name, block in reversed(chain):
+            self._add(rank, cleared_name, block)
+        return known[name].prefix
+
+    def _add(self, rank: int, name: int, block: _KnownBlock) -> None:
+        known = self._known[rank]
+        before = known.get(name)
+        if before is not None and before.prefix == block.prefix:
+            return
+        if before is not None:
+            self._remove(before.prefix)
+        known[name] = block
+        copies = self._copies[block.prefix] = self._copies.get(block.prefix, 0) + 1
+        if copies == 1:
+            self._changes[block.prefix] = True
 
     def _is_indexed(self, window: int) -> bool:
         """Return True for blocks of the layers with the largest window so far. A larger one replaces the others."""
@@ -203,6 +243,7 @@ class KvEventPublisher:
         if window > self._window:
             if self._known:
                 self._clear()
+            self._was_cleared.clear()  # they are of other layers
             self._window = window
         return window == self._window
 
@@ -213,6 +254,11 @@ class KvEventPublisher:
             self._changes[prefix] = False
 
     def _clear(self) -> None:
+        for rank, known in self._known.items():
+            was_cleared = self._was_cleared[rank]
+            was_cleared.update(known)
+            for name in list(islice(was_cleared, max(0, len(was_cleared) - _MAX_CLEARED))):
+                del was_cleared[name]
         self._known.clear()
         self._copies.clear()
         self._changes.clear()

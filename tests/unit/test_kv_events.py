@@ -131,6 +131,46 @@ async def test_events_when_cleared_then_the_update_says_so_before_what_is_stored
     assert reader.updates[-1].cleared
 
 
+async def test_events_when_a_block_follows_a_cleared_one_then_that_one_and_all_before_it_are_published_again() -> None:
+    """The engine still has them, and reports nothing about them while it does: such as those of a system prompt."""
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2)) == {A, B, C}
+    assert reader.updates[-1].cleared
+    assert await reader.blocks_after(BlocksCleared(), BlocksCleared(), stored(3, parent=2)) == {A, B, C}
+    assert reader.publisher.num_skipped == 0
+
+
+async def test_events_when_a_cleared_block_was_removed_then_what_follows_it_is_skipped() -> None:
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    removed = BlocksRemoved(hashes=(1,))
+    assert await reader.blocks_after(BlocksCleared(), removed, stored(3, parent=2), stored(1)) == {A}
+    assert reader.publisher.num_skipped == 1
+
+
+async def test_events_when_a_larger_window_replaces_blocks_then_they_do_not_come_back() -> None:
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2, window=128))
+    assert await reader.blocks_after(stored(3, parent=2, window=4096), stored(1, window=4096)) == {A}
+
+
+async def test_events_when_a_cleared_block_names_itself_as_its_parent_then_it_is_skipped() -> None:
+    reader = Reader()
+    itself = BlocksStored(blocks=(KvBlock(1, PROMPT[4:8]),), parent=1)
+    await reader.blocks_after(stored(1), itself)
+    assert await reader.blocks_after(BlocksCleared(), stored(2, parent=1), stored(1)) == {A}
+
+
+async def test_events_when_many_blocks_were_cleared_then_the_oldest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_CLEARED", 1)
+    reader = Reader()
+    await reader.blocks_after(stored(1, 2))
+    assert await reader.blocks_after(BlocksCleared(), stored(3, parent=2), stored(1)) == {A}
+
+
 async def test_events_when_not_accepted_then_their_net_effect_is_sent_later() -> None:
     reader = Reader()
     await reader.blocks_after(stored(1, 2, 3))
