@@ -148,8 +148,7 @@ class TrtllmEngine(ExternalEngine):
         info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
         # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's own dummy requests,
         # which have no salt (health_check.py of Dynamo 1.7).
-        salt = None if "cache_salt" in info.unsupported_features else secrets.token_hex(8)
-        await self._warm_up(info, cache_salt=salt)
+        await self._warm_up(info, cache_salt=secrets.token_hex(8))
         if self._args.values.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
         else:

@@ -54,3 +54,9 @@ def test_args_when_the_release_deprecates_the_profiles_experts_then_its_own_choi
     (note,) = args().notes
     assert note.startswith("kernels profile hopper: moe_config.backend TRITON is dropped: 1.3 deprecates it")
     assert args(moe_config={"backend": "TRITON"}).get("moe_config.backend") == "TRITON"
+
+
+def test_check_when_the_default_kernels_are_the_only_ones_for_the_gpu_then_nothing_is_noted() -> None:
+    judged = facts(Role.DECODE, {"moe_config.backend": ...}, on="rtx-pro-6000")
+    assert "moe_config.backend" not in judged.args.leaves  # the profile's value is the release's default
+    assert "moe-backend-unset" not in {finding.rule for finding in check_role(judged)}

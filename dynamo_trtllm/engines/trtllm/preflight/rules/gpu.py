@@ -82,8 +82,10 @@ def moe_quantization_gpu(facts: RoleFacts) -> Violation | None:
     fix="set it to TRTLLM on Blackwell, TRITON on Hopper",
 )
 def moe_backend_unset(facts: RoleFacts) -> Violation | None:
-    """Find gpt-oss with the default backend."""
+    """Find gpt-oss with the default backend, except on GPUs for which it is the only one."""
     if not facts.is_gpt_oss or _MOE in facts.args.leaves:
+        return None
+    if facts.gpu is not None and facts.gpu.sm >= 120:
         return None
     return Violation(other=facts.gpu_title or "model_type gpt_oss")
 
