@@ -45,6 +45,7 @@ def make(
     *,
     backend: str | TransferBackend = "loopback",
     ttl_s: float | None = None,
+    publish_kv_events: bool = False,
     **args: Any,
 ) -> Engine:
     if ttl_s is None:
@@ -54,6 +55,7 @@ def make(
         served_model_name="tiny",
         disaggregation_mode=role,
         ticket_ttl_s=ttl_s,
+        publish_kv_events=publish_kv_events,
         override_engine_args=_ARGUMENTS[kind](role, args) if kind in _ARGUMENTS else args,
     )
     number = list(Role).index(role) + 1

@@ -30,6 +30,10 @@ class Plant(NamedTuple):
 _ANSWERS = "contract/test_engine_trtllm.py::test_answers_when_any_release_is_played_then_those_of_the_torch_engine"
 _SAMPLING = "contract/test_engine_trtllm_sampling.py::test_"
 _FIELD = f"{_SAMPLING}field_when_the_sampler_ignores_it_then_rejected_by_name_else_it_has_an_effect"
+_KV_EVENTS = (
+    "contract/test_engine_trtllm_kv_events.py::"
+    "test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_they_are_removed"
+)
 _STATISTICS = "contract/test_engine_trtllm_statistics.py::test_statistics_when"
 
 PLANTS = (
@@ -159,6 +163,31 @@ PLANTS = (
         'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) * num_ranks // len(rows)',
         'kv_blocks_total=sum(int(each.get("maxNumBlocks") or 0) for each in kv) // len(rows)',
         f"{_STATISTICS}_attention_is_data_parallel_then_the_kv_of_all_ranks_counts[1.2.1]",
+    ),
+    Plant(
+        "Model defaults",
+        "the KV blocks of an engine have the size that the arguments say",
+        f"{_TRTLLM}.reports.kv_cache",
+        "assumed, actual = facts.block_tokens, reported.block_tokens",
+        "assumed = actual = facts.block_tokens",
+        "contract/test_engine_trtllm_kv_cache.py::"
+        "test_start_when_the_model_chooses_the_block_size_then_the_card_and_all_accounting_have_it[1.3.0rc29]",
+    ),
+    Plant(
+        "KV events",
+        "the hashes of blocks are numbers",
+        f"{_TRTLLM}.reports.kv_events",
+        "if isinstance(name, int):\n        return name",
+        "return int(name)",
+        f"{_KV_EVENTS}[1.3.0rc29]",
+    ),
+    Plant(
+        "KV events",
+        "layer groups have different attention windows",
+        f"{_TRTLLM}.reports.kv_events",
+        "others = holders.pop(name, 0) & ~(1 << place.layer_group)",
+        "others = 0",
+        f"{_KV_EVENTS}[1.3.0rc29]",
     ),
     Plant(
         "Classes of errors",

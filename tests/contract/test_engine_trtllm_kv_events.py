@@ -14,9 +14,13 @@ from dynamo_trtllm.messages import Role
 from tests.engines import ask, collect, make, prompt_of, started
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.kv_index import KvIndex
+from tests.waiting import SOON_S
+
+# They may have the second KV cache manager, which names blocks by text and has layer groups.
+CANDIDATES = ("1.3.0rc24", RELEASES[-1], "1.4.0rc1")
 
 
-@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+@pytest.mark.parametrize("release", [RELEASES[0], "1.3.0rc23", *CANDIDATES])
 async def test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_they_are_removed(
     release: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,6 +42,35 @@ async def test_events_when_prompts_end_then_a_reader_knows_their_prefixes_until_
                 await collect(engine, ask(prompt_of(100, seed=seed), max_tokens=2))
             await index.until(longer, 0)
             assert index.removed > 0
+
+
+@pytest.mark.parametrize("release", [*RELEASES[:-1], "1.3.0rc23", *CANDIDATES])
+async def test_hashes_when_events_are_published_then_they_are_numbers_where_the_release_lets_us_choose(
+    release: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_waits(monkeypatch)
+    with fake_tensorrt_llm(release) as package:
+        has_key = "kv_cache_event_hash_algo" in package.llmapi.llm_args.KvCacheConfig.model_fields
+        assert has_key is (release in CANDIDATES)
+        for publishes, own, expected in (
+            (True, {}, "v1_block_key" if has_key else None),
+            (True, {"kv_cache_event_hash_algo": "v2_sha256"} if has_key else {}, "v2_sha256" if has_key else None),
+            (False, {}, "auto" if has_key else None),  # the default
+        ):
+            kv_cache = {"event_buffer_max_size": 64, **own}
+            engine: Any = make(
+                "trtllm", gpt_oss, Role.AGGREGATED, publish_kv_events=publishes, kv_cache_config=kv_cache
+            )
+            async with started(engine):
+                assert engine._llm.args["kv_cache_config"].get("kv_cache_event_hash_algo") == expected
+                await collect(engine, ask(prompt_of(70), max_tokens=2))
+                blocks = [
+                    block
+                    for event in engine._llm._executor.kv_events.take(SOON_S)
+                    for block in event["data"].get("blocks", ())
+                ]
+                is_text = expected in ("auto", "v2_sha256")
+                assert {type(block["block_hash"]) for block in blocks} == {str if is_text else int}
 
 
 def test_flag_when_set_then_the_buffer_is_on_unless_the_user_sets_another(gpt_oss: Path) -> None:

@@ -25,7 +25,6 @@ from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
-from dynamo_trtllm.engines.trtllm.reports.kv_events import BUFFER_EVENTS
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -224,6 +223,7 @@ class _Work(NamedTuple):
 
 
 ADAPTER = "the trtllm engine"  # name of the source
+BUFFER_EVENTS = 1024  # KV events, as Dynamo sets it; more are lost between two polls
 _TIMEOUT_MARGIN = 1.1
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
 _EITHER = {

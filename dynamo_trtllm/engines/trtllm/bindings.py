@@ -102,6 +102,14 @@ class TrtllmBindings:
             return "it is shutting down after an error"
         return ""
 
+    def has_argument(self, config: str, name: str) -> bool:
+        """Return True if the installed package has an argument in a configuration class, such as `KvCacheConfig`.
+
+        For arguments that only some candidates of one release have: no manifest can tell.
+        """
+        found = PACKAGE.find_optional(config, "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args")
+        return name in getattr(found, "model_fields", ())
+
     def create_llm(self, values: Mapping[str, Any]) -> Any:
         """Return an LLM whose shutdown does not block an event loop.
 

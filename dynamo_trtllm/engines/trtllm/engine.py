@@ -36,7 +36,12 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE, KvCacheSize, check_block_size
-from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller
+from dynamo_trtllm.engines.trtllm.reports.kv_events import (
+    HASH_ALGORITHM,
+    KvEventPoller,
+    check_kv_events,
+    with_hash_algorithm,
+)
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
@@ -50,7 +55,6 @@ _log = logging.getLogger(__name__)
 _TOLERATED = frozenset({"unfetched-kv-leaks"})
 _MEMORY_TAGS = ("kv_cache", "model", "model_weights")
 _ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded for another number of ranks
-_EVENT_BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first candidate of 1.3 that surely has them; the changes were merged one to three candidates before.
@@ -93,6 +97,7 @@ class TrtllmEngine(ExternalEngine):
         self._kv_compat = kv_compat(self._facts, version)
         self._watchdog: Watchdog | None = None  # once the LLM is built
         self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
+        self._publishes_kv_events = config.publish_kv_events
         if config.publish_kv_events:
             check_kv_events(self._facts)
         self._cache_folders = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
@@ -215,6 +220,8 @@ class TrtllmEngine(ExternalEngine):
         bindings = TrtllmBindings()
         own = {"model": str(self._checkpoint.folder), "backend": "pytorch"}
         values = bindings.engine_arguments({**self._args.values, **own})
+        if self._publishes_kv_events and bindings.has_argument("KvCacheConfig", HASH_ALGORITHM):
+            values["kv_cache_config"] = with_hash_algorithm(values.get("kv_cache_config") or {})
         try:
             llm = bindings.create_llm(values)
         except (ValueError, TypeError) as exc:
@@ -311,19 +318,6 @@ def supported_features(facts: RoleFacts, bindings: TrtllmBindings) -> tuple[str,
     policy = str(facts.args.get("scheduler_config.waiting_queue_policy")).rpartition(".")[2]
     features = ["priority"] if "priority" in bindings.parameters and policy.lower() == "priority" else []
     return (*features, *(["dp_rank"] if dp_ranks(facts) and bindings.classes["SchedulingParams"] is not None else []))
-
-
-def check_kv_events(facts: RoleFacts) -> None:
-    """Check that TensorRT-LLM reports KV events with these arguments. Raises ConfigError."""
-    for key, needed, is_set in (
-        (_EVENT_BUFFER, "1 or more", (facts.number(_EVENT_BUFFER) or 0) > 0),
-        (_BLOCK_REUSE, "true", facts.args.get(_BLOCK_REUSE) is not False),
-    ):
-        if not is_set:
-            raise ConfigError(
-                f"--publish-kv-events needs {key} of {needed}; it is {facts.shown(key)}. Set it, or remove the flag.",
-                field=key,
-            )
 
 
 def sleep_obstacle(facts: RoleFacts) -> str:

@@ -1,24 +1,211 @@
-"""Poll the events of TensorRT-LLM's prefix cache on a thread.
+"""Poll the events of TensorRT-LLM's prefix cache on a thread, and convert them.
 
 Only the buffer is read (`LLM.get_kv_cache_events`, all releases): builds reject `kv_cache_config.kv_events_config`, the
 ZeroMQ publisher, because it has no implementation (docs/source/features/kvcache.md, main of 2026-11). The form of the
-events is that of `KVCacheEventSerializer` in tensorrt_llm/_utils.py, 1.1 to main.
+events is that of `KVCacheEventSerializer` in tensorrt_llm/_utils.py, 1.1 to main, and with the second KV cache manager
+that of runtime/kv_cache_manager_v2/_event_manager.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE
 from dynamo_trtllm.engines.trtllm.reports.polling import Poller
+from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent, OnKvEvents
 from dynamo_trtllm.messages import token_ids
 
 _log = logging.getLogger(__name__)
 
-BUFFER_EVENTS = 1024  # as Dynamo sets it; more are lost between two polls
+HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
+# With it, also the second KV cache manager names blocks by numbers, as the first one does. That is the default of later
+# candidates; the default of earlier ones is text (runtime/kv_cache_hash.py, two copies of 2026).
+_NUMBERS = "v1_block_key"
+_BUFFER = "kv_cache_config.event_buffer_max_size"
+_BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
+_HASH_BYTES = 8
+
+
+def check_kv_events(facts: RoleFacts) -> None:
+    """Check that TensorRT-LLM reports KV events with these arguments. Raises ConfigError."""
+    for key, needed, is_set in (
+        (_BUFFER, "1 or more", (facts.number(_BUFFER) or 0) > 0),
+        (_BLOCK_REUSE, "true", facts.args.get(_BLOCK_REUSE) is not False),
+    ):
+        if not is_set:
+            raise ConfigError(
+                f"--publish-kv-events needs {key} of {needed}; it is {facts.shown(key)}. Set it, or remove the flag.",
+                field=key,
+            )
+
+
+def with_hash_algorithm(kv_cache_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with numbers as the names of blocks, unless the user has chosen. They need no conversion."""
+    if HASH_ALGORITHM not in kv_cache_config:
+        _log.info("kv_cache_config.%s was set to %s: KV events have numbers then", HASH_ALGORITHM, _NUMBERS)
+    return {HASH_ALGORITHM: _NUMBERS, **kv_cache_config}
+
+
+def block_hash(name: int | str) -> int:
+    """Return the engine's name of a block as a number of 64 bits.
+
+    Text has the hexadecimal digits of SHA-256. Its first 8 bytes are taken, as the library does with its algorithm
+    v2_sha256_64 (`truncate_sha256_hash_to_int64` in runtime/kv_cache_hash.py). Any other text is hashed.
+
+    Raises:
+        TypeError: the name is neither a number nor text.
+    """
+    if isinstance(name, int):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a KV block is {name!r}")
+    try:
+        return int(name[: 2 * _HASH_BYTES], 16)
+    except ValueError:
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=_HASH_BYTES).digest(), "big")
+
+
+class _Place(NamedTuple):
+    """Where the blocks of an event are."""
+
+    rank: int  # attention-DP rank
+    window: int  # attention window in tokens; 0: not reported
+    layer_group: int | None  # of the second KV cache manager; None: the first one has no such groups
+
+
+class KvEventConverter:
+    """Converts the events of one engine in the order in which they were read. Used on one thread.
+
+    A gap in the numbers of events means that the buffer was full. Readers then forget all blocks, and also when an
+    event can't be read, because blocks may have been removed.
+
+    Layers with the same attention window can be in several layer groups, such as those of a draft model. A block is
+    reported as long as one of these groups has it.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        """Initialize for an empty cache.
+
+        Args:
+            block_tokens: tokens in a full block. If consecutive blocks have another size, that one is taken over.
+        """
+        self.num_gaps = 0
+        self.num_malformed = 0  # events that could not be read
+        self._block_tokens = block_tokens
+        self._is_size_seen = False  # a block had this size
+        self._last_ids: dict[int, int] = {}  # by attention-DP rank
+        # Blocks -> a bit for each layer group that has it; by rank and window.
+        self._holders: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+
+    def convert(self, events: Sequence[Mapping[str, Any]]) -> list[KvEvent]:
+        """Return what these events mean."""
+        converted: list[KvEvent] = []
+        for event in events:
+            try:
+                converted += self._convert(event)
+            except Exception as exc:  # noqa: BLE001 - whatever its form is; the others are read
+                self.num_malformed += 1
+                if self.num_malformed == 1:
+                    _log.warning(
+                        "A KV event can't be read, so readers forget this worker's blocks (%s: %s). Further ones are "
+                        "counted in the metric kv_events_unreadable_total",
+                        type(exc).__name__,
+                        exc,
+                    )
+                converted.append(self._cleared())
+        return converted
+
+    def _convert(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
+        rank = int(event.get("attention_dp_rank") or 0)
+        number = int(event["event_id"])
+        last = self._last_ids.get(rank)
+        self._last_ids[rank] = number
+        if last is not None and number != last + 1:
+            self.num_gaps += 1
+            _log.warning("TensorRT-LLM lost KV events; raise kv_cache_config.event_buffer_max_size")
+            yield self._cleared()
+        data = event["data"]
+        place = _Place(rank, int(event.get("window_size") or 0), event.get("layer_group_id"))
+        if data["type"] == "removed":
+            yield from self._removed(data, place)
+        elif data["type"] == "stored":
+            yield from self._stored(data, place)
+        # "created" has the size of the pools, and "updated" that a block moved between GPU and host memory.
+
+    def _cleared(self) -> BlocksCleared:
+        self._holders.clear()
+        return BlocksCleared()
+
+    def _removed(self, data: Mapping[str, Any], place: _Place) -> Iterator[BlocksRemoved]:
+        names = [block_hash(name) for name in data["block_hashes"]]
+        if place.layer_group is not None:
+            names = [name for name in names if not self._is_held(name, place)]
+        if names:
+            yield BlocksRemoved(hashes=tuple(names), cache_group=place.window, dp_rank=place.rank)
+
+    def _is_held(self, name: int, place: _Place) -> bool:
+        """Note that a layer group has removed a block. Return True if another group of the same window has it."""
+        assert place.layer_group is not None
+        holders = self._holders[place.rank, place.window]
+        others = holders.pop(name, 0) & ~(1 << place.layer_group)
+        if others:
+            holders[name] = others
+        return others != 0
+
+    def _stored(self, data: Mapping[str, Any], place: _Place) -> Iterator[BlocksStored]:
+        """Yield the event of the full blocks. Only the last block of a prompt is not full."""
+        parent, blocks = data["parent_hash"], data["blocks"]
+        full: list[KvBlock] = []
+        salt: str | None = None
+        for index, block in enumerate(blocks):
+            ids = [token["token_id"] for token in block["tokens"]]
+            if not all(isinstance(token, int) for token in ids):
+                break  # these blocks depend on more than text: a token of an image is the text of its hash
+            if index < len(blocks) - 1:
+                self._check_size(len(ids))
+            if len(ids) != self._block_tokens:
+                break
+            full.append(KvBlock(block_hash(block["block_hash"]), token_ids(ids)))
+            salt = block.get("cache_salt", salt)
+        if not full:
+            return
+        if place.layer_group is not None:
+            holders = self._holders[place.rank, place.window]
+            for each in full:
+                holders[each.hash] = holders.get(each.hash, 0) | 1 << place.layer_group
+        yield BlocksStored(
+            blocks=tuple(full),
+            parent=None if parent is None else block_hash(parent),
+            cache_group=place.window,
+            dp_rank=place.rank,
+            cache_salt=salt,
+        )
+
+    def _check_size(self, num_tokens: int) -> None:
+        """Take the size of a block that another one follows, which is therefore full.
+
+        Raises:
+            ValueError: blocks before had another size.
+        """
+        if num_tokens != self._block_tokens:
+            if self._is_size_seen or not num_tokens:
+                raise ValueError(f"a full KV block has {num_tokens} tokens and not {self._block_tokens}")
+            _log.warning(
+                "KV events have blocks of %d tokens and not %d; set %s to %d on prefill and decode workers",
+                num_tokens,
+                self._block_tokens,
+                BLOCK_SIZE,
+                num_tokens,
+            )
+            self._block_tokens = num_tokens
+        self._is_size_seen = True
 
 
 class KvEventPoller(Poller):
@@ -34,49 +221,16 @@ class KvEventPoller(Poller):
 
     def __init__(self, get_events: Callable[..., Sequence[Mapping[str, Any]] | None], block_tokens: int) -> None:
         super().__init__("trtllm-kv-events", failure="no KV events from TensorRT-LLM")
+        self.converter = KvEventConverter(block_tokens)
         self._get_events = get_events
-        self._block_tokens = block_tokens
-        self._last_ids: dict[int, int] = {}  # by attention-DP rank
 
     def start(self, on_events: OnKvEvents) -> None:
         """Start the thread. `on_events` is called on the running event loop."""
         loop = asyncio.get_running_loop()
 
         def poll() -> None:
-            read = self._get_events(timeout=self.timeout_s) or ()
-            events: list[KvEvent] = [BlocksCleared()]  # for readers if those that were read are lost
-            try:
-                events = [event for each in read for event in self.convert(each)]
-            finally:
-                if events and read and not loop.is_closed():
-                    loop.call_soon_threadsafe(on_events, events)
+            events = self.converter.convert(self._get_events(timeout=self.timeout_s) or ())
+            if events and not loop.is_closed():
+                loop.call_soon_threadsafe(on_events, events)
 
         self._start(poll)
-
-    def convert(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
-        """Yield what one event of TensorRT-LLM means. A gap in their numbers means that its buffer was full."""
-        rank, number = int(event.get("attention_dp_rank") or 0), int(event["event_id"])
-        last, self._last_ids[rank] = self._last_ids.get(rank), number
-        if last is not None and number != last + 1:
-            _log.warning("TensorRT-LLM lost KV events; raise kv_cache_config.event_buffer_max_size")
-            yield BlocksCleared()
-        data, group = event["data"], int(event.get("window_size") or 0)
-        if data["type"] == "removed":
-            yield BlocksRemoved(hashes=tuple(map(int, data["block_hashes"])), cache_group=group, dp_rank=rank)
-        elif data["type"] == "stored":
-            yield from self._stored(data, group, rank)
-        # "created" tells the size of the pools, and "updated" that a block moved between GPU and host memory.
-
-    def _stored(self, data: Mapping[str, Any], group: int, rank: int) -> Iterator[BlocksStored]:
-        """Yield the event of the full blocks. Only the last blocks of a prompt are not full."""
-        parent, blocks = data["parent_hash"], []
-        salt: str | None = None
-        for block in data["blocks"]:
-            if len(block["tokens"]) < self._block_tokens:
-                break
-            ids = token_ids(int(token["token_id"]) for token in block["tokens"])
-            blocks.append(KvBlock(int(block["block_hash"]), ids))
-            salt = block.get("cache_salt", salt)
-        if blocks:
-            first = None if parent is None else int(parent)
-            yield BlocksStored(blocks=tuple(blocks), parent=first, cache_group=group, dp_rank=rank, cache_salt=salt)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tensorrt_llm.standin import traps
+
 _BLOCKS = 1000
 _MOST_EVENTS = 1 << 20
 _BLOCK_TOKENS = 32
@@ -27,19 +29,24 @@ class EventBuffer:
         self._block_tokens = kv.get("tokens_per_block") or _BLOCK_TOKENS
         self._most_blocks = (kv.get("max_tokens") or _BLOCKS * self._block_tokens) // self._block_tokens
         self._is_on = bool(kv.get("event_buffer_max_size")) and kv.get("enable_block_reuse", True)
+        self._algorithm = kv.get("kv_cache_event_hash_algo") or "auto"
         self._events: collections.deque[dict[str, Any]] = collections.deque(maxlen=kv.get("event_buffer_max_size"))
         self._numbers = itertools.count()
         self._blocks: dict[int, None] = {}  # hashes of the blocks that can be reused, the oldest first
+        self._second_group: set[int] = set()  # those of them that the second layer group has
         self._news = threading.Condition()
-        self._add({"type": "created", "num_blocks_per_cache_level": [self._most_blocks, 0]}, 0)
+        created = {"type": "created", "num_blocks_per_cache_level": [self._most_blocks, 0]}
+        self._add(created, 0, self._groups())
 
     def store(self, tokens: Sequence[int], salt: str | None, rank: int) -> None:
         """Adds what is new of a finished request's prompt; blocks that have no place remove the oldest ones."""
         parent, first_parent, new, place = None, None, [], b"" if salt is None else salt.encode()
+        prompt: set[int] = set()
         for begin in range(0, len(tokens), self._block_tokens):
             ids = list(tokens[begin : begin + self._block_tokens])
             place = hashlib.blake2b(place + repr(ids).encode(), digest_size=8).digest()
             number = int.from_bytes(place, "little")
+            prompt.add(number)
             if number in self._blocks:
                 parent = number
                 continue
@@ -47,22 +54,43 @@ class EventBuffer:
                 first_parent = parent
             self._blocks[number] = None
             shown = [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
-            block = {"type": "stored_block", "block_hash": number, "tokens": shown, "cache_level": 0, "priority": 35}
+            block: dict[str, Any] = {"type": "stored_block", "block_hash": self._name(number), "tokens": shown}
+            block |= {"cache_level": 0, "priority": 35}
             new.append(block if salt is None else block | {"cache_salt": salt})
+            self._second_group.add(number)
             parent = number
         if new:
-            self._add({"type": "stored", "parent_hash": first_parent, "blocks": new}, rank)
+            before = None if first_parent is None else self._name(first_parent)
+            self._add({"type": "stored", "parent_hash": before, "blocks": new}, rank, self._groups())
+        self._remove([each for each in self._second_group if each not in prompt], rank, self._groups()[1:])
         gone = list(self._blocks)[: max(0, len(self._blocks) - self._most_blocks)]
-        if gone:
-            for each in gone:
-                del self._blocks[each]
-            self._add({"type": "removed", "block_hashes": gone}, rank)
+        for each in gone:
+            del self._blocks[each]
+        self._remove([each for each in gone if each in self._second_group], rank, self._groups()[1:])
+        self._remove(gone, rank, self._groups()[:1])
 
-    def _add(self, data: dict[str, Any], rank: int) -> None:
-        if self._is_on:
+    def _groups(self) -> list[int | None]:
+        """The layer groups of the blocks. Without such groups, None."""
+        return [0, 1] if traps.is_on("layer_groups") else [None]
+
+    def _name(self, number: int) -> int | str:
+        """What the algorithm of the played release makes of a block's key."""
+        if self._algorithm in ("auto", "v2_sha256") and traps.is_on("text_hashes"):
+            return hashlib.sha256(number.to_bytes(8, "big")).hexdigest()
+        return number
+
+    def _remove(self, numbers: Sequence[int], rank: int, groups: Sequence[int | None]) -> None:
+        if numbers and groups:
+            self._add({"type": "removed", "block_hashes": [self._name(each) for each in numbers]}, rank, groups)
+            if groups[0] == 1:
+                self._second_group -= set(numbers)
+
+    def _add(self, data: dict[str, Any], rank: int, groups: Sequence[int | None] = (None,)) -> None:
+        for group in groups if self._is_on else ():
             event: dict[str, Any] = {"event_id": next(self._numbers), "data": data, "window_size": self._window}
+            event["attention_dp_rank"] = rank
             with self._news:
-                self._events.append(event | {"attention_dp_rank": rank})
+                self._events.append(event if group is None else event | {"layer_group_id": group})
                 self._news.notify_all()
 
     def take(self, timeout: float, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:

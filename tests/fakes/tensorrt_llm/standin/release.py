@@ -17,6 +17,11 @@ RELEASE = release_for(VERSION)
 LINE = tuple(int(part) for part in VERSION.split(".")[:2])  # (1, 2) of 1.2.1
 
 
+def _more_fields() -> dict[str, dict[str, Any]]:
+    """Fields of candidates that no manifest covers, with their defaults."""
+    return {} if is_before((1, 3), 24) else {"KvCacheConfig": {"kv_cache_event_hash_algo": "auto"}}
+
+
 def is_before(line: tuple[int, int], candidate: int) -> bool:
     """True if the played release is older than this candidate of a line."""
     played = re.search(r"rc(\d+)", VERSION)
@@ -34,14 +39,19 @@ def fields_class(
     return dataclasses.make_dataclass(name, fields, namespace=dict(namespace), slots=slots, kw_only=kw_only)
 
 
+def field_names(owner: str) -> list[str]:
+    """Of a configuration class of the played release."""
+    return [*RELEASE.fields(owner), *_more_fields().get(owner, {})]
+
+
 def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Every field of `owner` with its value. Raises ValueError naming a key that the played release lacks."""
-    known = RELEASE.fields(owner)
-    checked = {name: field.default for name, field in known.items()}
+    known, more = RELEASE.fields(owner), _more_fields().get(owner, {})
+    checked = more | {name: field.default for name, field in known.items()}
     for name, value in given.items():
-        if name not in known:
+        if name not in checked:
             raise ValueError(f"{where}{name}: Extra inputs are not permitted (TensorRT-LLM {VERSION}, {owner})")
-        checked[name] = _checked(known[name], value, f"{where}{name}")
+        checked[name] = _checked(known[name], value, f"{where}{name}") if name in known else value
     return checked
 
 

@@ -84,6 +84,12 @@ TRAPS = {
     "sync_reads_lose": Trap(
         LINE < (1, 2), "get_stats and get_kv_cache_events read until nothing comes, and then raise TypeError"
     ),
+    "text_hashes": Trap(
+        not is_before((1, 3), 24), "with the hash algorithms auto and v2_sha256, KV events name blocks by text"
+    ),
+    "layer_groups": Trap(
+        not is_before((1, 3), 24), "KV events are of two layer groups with one window, of which the second keeps less"
+    ),
     "wakeup_fails": Trap(False, "waking up fails: the GPU memory was taken by another process"),
     "start_fails": Trap(False, "the constructor raises"),
     "error_shuts_down": Trap(True, "an error that ends the executor shuts it down in the thread that reads a result"),

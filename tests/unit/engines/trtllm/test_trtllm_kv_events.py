@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm import engine
-from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller
+from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventConverter, KvEventPoller, check_kv_events
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
 from dynamo_trtllm.messages import Role, token_ids
@@ -20,12 +20,12 @@ from tests.waiting import SOON_S
 LARGE = (1 << 64) - 1
 
 
-def block(number: int, *ids: int, **fields: Any) -> dict[str, Any]:
+def block(number: int | str, *ids: int, **fields: Any) -> dict[str, Any]:
     tokens = [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
     return {"type": "stored_block", "block_hash": number, "tokens": tokens, "cache_level": 0, "priority": 35, **fields}
 
 
-def stored(*blocks: dict[str, Any], parent: int | None = None) -> dict[str, Any]:
+def stored(*blocks: dict[str, Any], parent: int | str | None = None) -> dict[str, Any]:
     return {"type": "stored", "parent_hash": parent, "blocks": list(blocks)}
 
 
@@ -34,8 +34,7 @@ def event(data: dict[str, Any], number: int = 0, **fields: Any) -> dict[str, Any
 
 
 def converted(*events: dict[str, Any], block_tokens: int = 2) -> list[KvEvent]:
-    poller = KvEventPoller(lambda timeout: (), block_tokens)
-    return [each for one in events for each in poller.convert(one)]
+    return KvEventConverter(block_tokens).convert(events)
 
 
 def kv(number: int, *ids: int) -> KvBlock:
@@ -65,8 +64,101 @@ def test_convert_when_of_each_kind_then_what_it_means(given: dict[str, Any], wan
 def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
     gone = {"type": "removed", "block_hashes": [1]}
     numbers = [(0, 0), (7, 1), (1, 0), (8, 1), (3, 0)]
-    found = converted(*(event(gone, number, attention_dp_rank=rank) for number, rank in numbers))
+    reader = KvEventConverter(2)
+    found = reader.convert([event(gone, number, attention_dp_rank=rank) for number, rank in numbers])
     assert [isinstance(each, BlocksCleared) for each in found] == [False, False, False, False, True, False]
+    assert (reader.num_gaps, reader.num_malformed) == (1, 0)
+
+
+def test_convert_when_hashes_are_text_then_64_bits_of_them_count_and_parents_match() -> None:
+    names = [hashlib.sha256(bytes([number])).digest() for number in range(3)]
+    first, second, third = (int.from_bytes(name[:8], "big") for name in names)  # as v2_sha256_64 has them
+    texts = [name.hex() for name in names]
+    found = converted(
+        event(stored(block(texts[0], 5, 6), block(texts[1], 7, 8)), 0, hash_algo="v2_sha256"),
+        event(stored(block(texts[2], 9, 9), parent=texts[1]), 1, hash_algo="v2_sha256"),
+        event({"type": "removed", "block_hashes": texts}, 2, hash_algo="v2_sha256"),
+    )
+    assert found == [
+        BlocksStored(blocks=(kv(first, 5, 6), kv(second, 7, 8))),
+        BlocksStored(blocks=(kv(third, 9, 9),), parent=second),
+        BlocksRemoved(hashes=(first, second, third)),
+    ]
+    assert all(number < 1 << 64 for number in (first, second, third))
+
+
+def test_convert_when_hashes_are_any_other_text_then_equal_texts_have_equal_numbers() -> None:
+    (one,) = converted(event({"type": "removed", "block_hashes": ["block one", "block two", "block one"]}))
+    assert isinstance(one, BlocksRemoved)
+    assert one.hashes[0] == one.hashes[2] != one.hashes[1]
+    assert max(one.hashes) < 1 << 64
+
+
+def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_the_last_of_them() -> None:
+    def of_group(group: int, data: dict[str, Any], number: int, window: int = 4096) -> dict[str, Any]:
+        return event(data, number, window_size=window, layer_group_id=group)
+
+    both, gone = stored(block(1, 5, 6), block(2, 7, 8)), {"type": "removed", "block_hashes": [1]}
+    found = converted(
+        of_group(0, both, 0),
+        of_group(1, both, 1),
+        of_group(1, gone, 2),  # still in group 0
+        of_group(2, stored(block(1, 5, 6)), 3, window=128),
+        of_group(2, gone, 4, window=128),  # another window
+        of_group(0, gone, 5),
+        of_group(1, stored(block(1, 5, 6)), 6),
+        of_group(1, gone, 7),
+    )
+    removed = [(one.hashes, one.cache_group) for one in found if isinstance(one, BlocksRemoved)]
+    assert removed == [((1,), 128), ((1,), 4096), ((1,), 4096)]
+    assert [isinstance(one, BlocksStored) for one in found] == [True, True, True, False, False, True, False]
+
+
+def test_convert_when_a_token_is_no_number_then_the_block_and_those_after_it_are_left_out() -> None:
+    image = block(2, 7, 8)
+    image["tokens"][1]["token_id"] = "7f" * 32
+    found = converted(event(stored(block(1, 5, 6), image, block(3, 9, 9))))
+    assert found == [BlocksStored(blocks=(kv(1, 5, 6),))]
+
+
+def test_convert_when_an_event_is_malformed_then_it_is_counted_and_the_others_are_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = KvEventConverter(2)
+    removal = {"type": "removed", "block_hashes": [1]}
+    malformed = (
+        {"no": "event"},
+        event({"type": "removed", "block_hashes": [None]}, 1),
+        event({"type": "stored", "blocks": [block(3, 5, 6)]}, 2),
+        event(stored({"block_hash": 3}), 3),
+        event("text", 4),  # type: ignore[arg-type]
+        "text",
+    )
+    with caplog.at_level(logging.WARNING):
+        found = reader.convert([event(removal, 0), *malformed, event(removal, 5)])  # type: ignore[list-item]
+        assert found == [
+            BlocksRemoved(hashes=(1,)),
+            *[BlocksCleared()] * len(malformed),
+            BlocksRemoved(hashes=(1,)),
+        ]
+        assert reader.num_malformed == len(malformed)
+        assert reader.num_gaps == 0
+        after = reader.convert([event(stored(block(1, 5, 6)), 6)])
+    assert after == [BlocksStored(blocks=(kv(1, 5, 6),))]
+    assert caplog.text.count("A KV event can't be read") == 1
+
+
+def test_convert_when_consecutive_blocks_have_another_size_then_it_is_taken_over_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = KvEventConverter(2)
+    with caplog.at_level(logging.WARNING):
+        assert reader.convert([event(stored(block(1, 5, 6, 7)), 0)]) == []  # may be a part of a larger block
+        found = reader.convert([event(stored(block(1, 5, 6, 7, 8), block(2, 5)), 1)])
+        assert found == [BlocksStored(blocks=(kv(1, 5, 6, 7, 8),))]
+        assert "blocks of 4 tokens and not 2; set kv_cache_config.tokens_per_block to 4" in caplog.text
+        assert reader.convert([event(stored(block(1, 5, 6), block(2, 7, 8)), 2)]) == [BlocksCleared()]
+    assert reader.num_malformed == 1
 
 
 async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_on(
@@ -91,7 +183,7 @@ async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_
             assert await found.get() == [BlocksRemoved(hashes=(1,))]
     await asyncio.to_thread(poller.stop)
     texts = [record.getMessage() for record in caplog.records]
-    assert [text.rpartition(": ")[2] for text in texts] == ["lost", "'event_id'"]
+    assert [("lost" in text, "event_id" in text) for text in texts] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +199,7 @@ def test_flag_when_the_arguments_give_no_events_then_rejected_by_name(
 ) -> None:
     worker = facts(Role.PREFILL, {f"kv_cache_config.{name}": value for name, value in changes.items()})
     if field is None:
-        engine.check_kv_events(worker)
+        check_kv_events(worker)
     else:
         with pytest.raises(ConfigError, match=f"--publish-kv-events needs kv_cache_config.{field}"):
-            engine.check_kv_events(worker)
+            check_kv_events(worker)
