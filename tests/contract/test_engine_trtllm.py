@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from contextlib import aclosing
 from itertools import pairwise, product
@@ -204,6 +206,16 @@ async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_t
                 await check_nothing_left(engine)
             on = await collect(aggregated, ask(PROMPT, ignore_eos=True, **forced))
             assert tokens(on) == [stop] * 20
+
+
+async def test_request_when_tensorrt_llm_takes_it_then_the_debug_log_has_both_ids(
+    engines: TrtllmEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "dynamo_trtllm")
+    request = msgspec.structs.replace(ask(PROMPT), request_id="client-7")
+    await collect(engines.aggregated, request)
+    (line,) = [record.message for record in caplog.records if "client-7" in record.message]
+    assert re.search(r"client-7 .* \d{19}$", line)  # the fake's ids have 63 bits
 
 
 # --- refusals --------------------------------------------------------------------------------------------

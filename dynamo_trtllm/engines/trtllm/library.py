@@ -194,6 +194,7 @@ class TrtllmCall:
         self.stop_ids = converted.stop_ids
         self.num_generated = self.cached_tokens = 0
         self._library = library
+        self._request_id = request.request_id
         self._converted = converted
         self._disagg = disagg
         self._fetches_kv = request.kv_params is not None
@@ -216,6 +217,7 @@ class TrtllmCall:
             with library.calls.note("generate_async"):
                 result = self._result = library.llm.generate_async(**arguments)
             results = aiter(result) if self._converted.keywords["streaming"] else None
+            _log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, result.request_id)
         except Exception as exc:
             raise library.submit_error(exc) from exc
         while result.outputs[0].finish_reason is None:

@@ -43,6 +43,7 @@ class Result:
         self.outputs[0].disaggregated_params = SimpleNamespace(**PARAMS, disagg_request_id=None)
         self.cached_tokens = 0
         self.aborts = 0
+        self.request_id = 5
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
 
     def say(self, *ids: int, finish: str | None = None) -> None:

@@ -31,7 +31,9 @@ class Reader:
     def __init__(self, logprobs: int | None, first: tuple[TokenLogprob, ...]) -> None:
         library: Any = SimpleNamespace(bindings=SimpleNamespace(is_since_1_2=True))
         request: Any = SimpleNamespace(
-            sampling=SimpleNamespace(logprobs=logprobs), kv_params=SimpleNamespace(first_logprobs=first)
+            request_id="r",
+            sampling=SimpleNamespace(logprobs=logprobs),
+            kv_params=SimpleNamespace(first_logprobs=first),
         )
         converted: Any = SimpleNamespace(exports_kv=False, stop_ids=STOPS, sampling={"end_id": 90})
         self.call = TrtllmCall(library, request, converted, None)
