@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -163,6 +164,19 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
         health.reason = ""
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
+
+
+def freeze_objects() -> None:
+    """Exclude all objects that exist now from garbage collection, after a last one.
+
+    An engine's library creates hundreds of thousands of objects that stay until the process ends. A collection of the
+    oldest generation looks at each of them and holds the GIL meanwhile, so that all streams pause. Dynamo's workers can
+    switch collections off for this reason (TRTLLM_SERVER_DISABLE_GC in main.py of dynamo.trtllm 1.7), but then cycles
+    of requests are never freed.
+    """
+    gc.collect()
+    gc.freeze()
+    log.debug("%d objects are excluded from garbage collection", gc.get_freeze_count())
 
 
 FILE_CHUNK_BYTES = 512 << 10  # below NATS' default payload limit of 1 MiB

@@ -115,6 +115,7 @@ class Worker:
         self._stop = asyncio.Event()
         self._tasks = BackgroundTasks(self._background_failed)
         self._sleeper: Sleeper | None = None
+        self._owns_process = False  # True: nothing but this worker runs in the process
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop()`, in the main thread only. A second signal exits with 1 at once.
@@ -128,6 +129,7 @@ class Worker:
 
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Worker.run handles signals and needs the main thread; in other threads, await serve()")
+        self._owns_process = True
         sys.setswitchinterval(SWITCH_S)
         gc.set_threshold(*_GC_THRESHOLDS)
         allow_files(_FILES, " for more concurrent KV transfers")
@@ -203,6 +205,8 @@ class Worker:
         peers = await startup.live_peers(discovery, namespace, model=config.model_name, role=role)
         await startup.preflight(engine, peers)
         info = await startup.start_engine(engine, self._health)
+        if self._owns_process:
+            startup.freeze_objects()
         self._health.phase = "registering"
         instance, files = self._describe(info, sampling_defaults)
         batch = info.limits.max_batch_size  # 0: not reported by the engine
