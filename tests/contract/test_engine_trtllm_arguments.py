@@ -84,3 +84,15 @@ async def test_start_when_the_model_class_has_defaults_then_ours_do_not_override
         with pytest.raises(EngineFailed, match="Executor worker returned error"):
             await own.start()
         await own.aclose()
+
+
+@pytest.mark.parametrize("place", ["environment", "env_overrides"])
+def test_engine_when_prefill_calls_must_not_be_repeated_then_refused_before_it_loads(
+    place: str, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
+    given: dict[str, Any] = {"env_overrides": {name: "1"}} if place == "env_overrides" else {}
+    if place == "environment":
+        monkeypatch.setenv(name, "1")
+    with fake_tensorrt_llm("1.3.0rc29"), pytest.raises(ConfigError, match=name):
+        make("trtllm", gpt_oss, Role.PREFILL, **given)

@@ -43,6 +43,7 @@ from dynamo_trtllm.engines.trtllm.reports.kv_events import (
     with_hash_algorithm,
 )
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
+from dynamo_trtllm.engines.trtllm.transfers import check_retries
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
 from dynamo_trtllm.engines.warm_up import cache_folders
 from dynamo_trtllm.errors import ConfigError, EngineFailed
@@ -93,6 +94,7 @@ class TrtllmEngine(ExternalEngine):
             environment={**self._args.profile.environment, **process_environment()},
             strategy=config.disaggregation_strategy,
         )
+        check_retries(self._facts.variable)
         self.ticket_ttl_s = ticket_ttl_s(self._facts, config.ticket_ttl_s)
         self._kv_compat = kv_compat(self._facts, version)
         self._watchdog: Watchdog | None = None  # once the LLM is built

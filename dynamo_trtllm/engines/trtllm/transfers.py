@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo_trtllm.engines.external.pending_transfers import EngineState, decode_state
-from dynamo_trtllm.errors import RequestRejected, TransferFailed, TransferMismatch
+from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferFailed, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, encode
 
 ENGINE_STATE_VERSION = 1
@@ -109,6 +109,31 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
 
 _COUNTER_BITS = 20
 _GLOBAL = 1 << 62  # distinguishes these ids from the executor's own counter
+
+
+_NO_RETRY = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
+
+
+def check_retries(variable: Callable[[str], str]) -> None:
+    """Check that TensorRT-LLM expects repeated prefill calls, which frontends send after a failed transfer.
+
+    With its variable for the retirement of transfers, a rank ends its process after twice the timeout of an unfinished
+    transfer, and a prefill call must not be repeated (pull request 18163 of TensorRT-LLM; its deadlines are in
+    _torch/disaggregation/native/retirement.py).
+
+    Args:
+        variable: returns an environment variable of the engine; "" if it is not set.
+
+    Raises:
+        ConfigError: the variable is on.
+    """
+    value = variable(_NO_RETRY)
+    if value.strip().lower() not in ("", "0", "false", "off", "no"):
+        raise ConfigError(
+            f"{_NO_RETRY} is {value!r}: with it, prefill calls must not be repeated, but frontends repeat them after a "
+            "failed KV transfer, and ranks end their process; unset it",
+            field=_NO_RETRY,
+        )
 
 
 def context_params(prefill_instance_id: int, number: int, *, known: Iterable[str]) -> dict[str, Any]:

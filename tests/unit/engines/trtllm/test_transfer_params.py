@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm import transfers as wire
-from dynamo_trtllm.errors import RequestRejected, TransferMismatch
+from dynamo_trtllm.errors import ConfigError, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import KvTransferParams, decode, encode
 from tests.instances import make_transfer_params
 
@@ -102,6 +102,19 @@ def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits(
     ids = [wire.context_params(*call, known=NEW)["disagg_request_id"] for call in calls]
     assert len(set(ids)) == len(ids)
     assert all(1 << 42 <= each < 1 << 63 for each in ids)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes"])
+def test_retries_when_the_library_must_not_get_a_prefill_call_twice_then_refused_by_name(value: str) -> None:
+    name = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
+    with pytest.raises(ConfigError, match=f"{name} is '{value}'.*unset it") as caught:
+        wire.check_retries({name: value}.__getitem__)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", " 0 "])
+def test_retries_when_the_variable_is_off_then_they_are_allowed(value: str) -> None:
+    wire.check_retries(lambda name: value)
 
 
 def test_context_when_release_knows_no_global_ids_then_none_is_sent() -> None:
