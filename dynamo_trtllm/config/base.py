@@ -16,9 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.config import JsonDict
 
+from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import is_wildcard
 
 _MIN_SIMILARITY = 0.7  # of 1; with 0.6 `suggest` returns --help for --tp
@@ -44,6 +45,12 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
 
 
+def _role(given: object) -> object:
+    """Return the role that a newer name of NVIDIA Dynamo means: `agg`, or `pd` for a worker that does both phases."""
+    return Role.AGGREGATED if given in ("agg", "pd") else given
+
+
+RoleName = Annotated[Role, BeforeValidator(_role)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

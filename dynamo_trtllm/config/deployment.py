@@ -18,13 +18,13 @@ from dynamo_trtllm.config.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    RoleName,
     matching,
 )
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import find_file, read_yaml, unknown_key
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
 
 C = TypeVar("C", bound=Config)
 
@@ -154,8 +154,8 @@ class WorkerSpec(Section):
 
     name: WorkerName
     """Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on."""
-    disaggregation_mode: Role
-    """prefill, decode or prefill_and_decode."""
+    disaggregation_mode: RoleName
+    """prefill, decode or prefill_and_decode (also agg, pd)."""
     count: int = Field(default=1, gt=0, le=1024)
     """Number of identical workers, at most 1024."""
     devices: Annotated[list[NonNegativeInt] | Literal["cpu"], BeforeValidator(_gpu_numbers)] = "cpu"

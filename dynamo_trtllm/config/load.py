@@ -320,7 +320,9 @@ def _answer(model: type[Config], positional: Flag | None, name: str) -> str | No
     from dynamo_trtllm.config.layers import read_yaml  # PyYAML, which most commands do not need
 
     own = {field.replace("_", "-"): [field] for each in (model, *_COMMANDS) for field in each.model_fields}
-    fields = read_yaml(Path(__file__).with_name("other_servers.yaml")).get(name) or own.get(name, [])
+    others = read_yaml(Path(__file__).with_name("other_servers.yaml"))
+    prefix = name.partition(".")[0] + "."  # of --trtllm.section.key
+    fields = others.get(prefix if prefix in name else name) or own.get(name, [])
     if isinstance(fields, str):
         return fields
     for field in fields:

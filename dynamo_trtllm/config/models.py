@@ -22,6 +22,7 @@ from dynamo_trtllm.config.base import (
     PositiveInt,
     ProcessConfig,
     ReachableHost,
+    RoleName,
     matching,
     option,
 )
@@ -57,6 +58,9 @@ class WorkerConfig(ProcessConfig):
     generation_config: Literal["auto", "none"] = option("model", "auto")
     """auto: requests default to temperature, top_p, top_k, min_p and repetition_penalty of the model's
     generation_config.json. none: they use the API's defaults."""
+    custom_jinja_template: Path | None = option("model", None, env="DYN_CUSTOM_JINJA_TEMPLATE")
+    """Chat template (Jinja) instead of the model's own. Pass it to all workers of the model. Not for gpt-oss, whose
+    format (Harmony) has no template."""
     max_seq_len: PositiveInt | None = option("model", None, aliases=("--max-model-len",))
     """Maximum prompt and output tokens per request."""
     engine: EngineName | None = option("engine", None)
@@ -97,10 +101,20 @@ class WorkerConfig(ProcessConfig):
     """Number of GPUs over which experts are spread."""
     pipeline_parallel_size: PositiveInt | None = option("engine", None)
     """Number of GPUs over which layers are spread."""
-    disaggregation_mode: Role = option(
+    enable_attention_dp: bool | None = option("engine", None)
+    """Attention data parallelism (trtllm): each of the GPUs of --tensor-parallel-size computes the attention of its own
+    requests."""
+    gpus_per_node: PositiveInt | None = option("engine", None)
+    """GPUs on each node of an engine on several nodes (trtllm). Default: TensorRT-LLM counts them."""
+    max_beam_width: PositiveInt | None = option("engine", None)
+    """Maximum beams of a request (trtllm). Requests to this frontend use one."""
+    guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = option("engine", None)
+    """Library for structured output (trtllm). Default: none; requests for structured output are rejected."""
+    disaggregation_mode: RoleName = option(
         "role", Role.AGGREGATED, const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"}
     )
-    """Role of this worker; with --engine vllm it is decode unless it is set."""
+    """Role of this worker; with --engine vllm it is decode unless it is set. agg and pd are other names of
+    prefill_and_decode."""
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option("role", "prefill_first")
     """Phase that starts first. decode_first reserves a decode slot before the prompt is processed. Prefill and decode
     workers need the same value."""

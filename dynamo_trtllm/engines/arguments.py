@@ -36,6 +36,10 @@ ENGINE_FLAGS = (
     "tensor_parallel_size",
     "expert_parallel_size",
     "pipeline_parallel_size",
+    "enable_attention_dp",
+    "gpus_per_node",
+    "max_beam_width",
+    "guided_decoding_backend",
 )
 
 

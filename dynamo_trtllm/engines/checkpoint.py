@@ -22,7 +22,8 @@ GENERATION_CONFIG = "generation_config.json"
 KV_CONFIG = "hf_quant_config.json"  # of ModelOpt
 WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-SERVED_FILES = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+SERVED_FILES = (TOKENIZER, "tokenizer_config.json", TEMPLATE)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -19,7 +19,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import CostModel, linear_decode_fit, linear_prefill_fit
 from dynamo_trtllm.discovery.base import Added, Discovery, Synced
 from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding
-from dynamo_trtllm.engines.checkpoint import CONFIG, read_sampling_defaults, renderer_of
+from dynamo_trtllm.engines.checkpoint import CONFIG, TEMPLATE, read_sampling_defaults, renderer_of
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import FileChunk, Instance, Role, SamplingDefaults
 from dynamo_trtllm.tokenization.base import PARSERS
@@ -58,18 +58,58 @@ def without_unsupported(defaults: SamplingDefaults, unsupported_features: Collec
 
 
 def check_flags(config: WorkerConfig) -> None:
-    """Check the parser flags before the model is loaded, if the model's folder shows its format.
+    """Check the flags of parsers and template before the model is loaded, if the model's folder shows its format.
 
     Raises:
-        ConfigError: like `parsers`.
+        ConfigError: like `parsers` and `with_template`, or the template can't be read.
     """
-    if config.engine == "mock" or (config.dyn_reasoning_parser is None and config.dyn_tool_call_parser is None):
+    template = config.custom_jinja_template
+    if template is not None:
+        _check_template(template)
+    flags = config.dyn_reasoning_parser, config.dyn_tool_call_parser, template
+    if config.engine == "mock" or not any(flags):
         return
     try:
         model_type = json.loads((Path(config.model_path) / CONFIG).read_bytes())["model_type"]
     except (OSError, ValueError, TypeError, KeyError):
         return  # the engine reports an unreadable model
-    parsers(config, renderer_of(model_type))
+    renderer = renderer_of(model_type)
+    parsers(config, renderer)
+    with_template(config, renderer, {})
+
+
+def _check_template(path: Path) -> None:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"--custom-jinja-template {path} can't be read: {reason}; pass a file with a chat template",
+            field="custom_jinja_template",
+        ) from exc
+
+
+def with_template(config: WorkerConfig, renderer: str, files: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the files for frontends by name, with the template of --custom-jinja-template instead of the model's own.
+
+    Args:
+        config: has the flag.
+        renderer: "harmony" or "chat_template".
+        files: tokenizer and template files of the model.
+
+    Raises:
+        ConfigError: the model's format has no template.
+    """
+    template = config.custom_jinja_template
+    if template is None:
+        return dict(files)
+    if renderer == "harmony":
+        raise ConfigError(
+            f"--custom-jinja-template {template} has no effect on this model, which uses the Harmony format; leave the "
+            "flag out",
+            field="custom_jinja_template",
+        )
+    return {**files, TEMPLATE: template}
 
 
 def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:

@@ -254,7 +254,8 @@ class Worker:
         config = self._config
         role = config.disaggregation_mode
         endpoint = endpoint_of(config)
-        digests = {name: startup.digest(path) for name, path in info.files.items()}
+        files = startup.with_template(config, info.renderer, info.files)
+        digests = {name: startup.digest(path) for name, path in files.items()}
         card = ModelDeploymentCard(
             name=config.model_name,
             context_length=info.context_length,
@@ -284,7 +285,7 @@ class Worker:
             wire=WIRE_VERSION,
             publishes_kv_events=config.publish_kv_events,
         )
-        return instance, {digests[name]: path for name, path in info.files.items()}
+        return instance, {digests[name]: path for name, path in files.items()}
 
     async def _drain(self, sleeper: Sleeper) -> None:
         self._health.phase = "draining"

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import SamplingDefaults
-from dynamo_trtllm.worker.startup import check_flags, parsers, sampling_defaults, without_unsupported
+from dynamo_trtllm.messages import Limits, SamplingDefaults
+from dynamo_trtllm.worker import Worker
+from dynamo_trtllm.worker.startup import (
+    check_flags,
+    digest,
+    parsers,
+    sampling_defaults,
+    with_template,
+    without_unsupported,
+)
+from tests.instances import LAYOUT
 
 
 @pytest.mark.parametrize(
@@ -74,6 +84,54 @@ def test_check_flags_when_the_folder_tells_nothing_against_it_then_it_passes(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     check_flags(WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser="basic"))
+
+
+def test_template_when_it_is_another_one_then_frontends_get_it_instead_of_the_models(tmp_path: Path) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ messages }}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = WorkerConfig(model_path=str(tmp_path), custom_jinja_template=template)
+    check_flags(config)
+    own = {"tokenizer.json": tmp_path / "tokenizer.json", "chat_template.jinja": tmp_path / "chat_template.jinja"}
+    assert with_template(config, "chat_template", own) == own | {"chat_template.jinja": template}
+    assert with_template(WorkerConfig(model_path="m"), "chat_template", own) == own
+
+
+def test_template_when_the_worker_is_described_then_its_card_has_the_hash_of_the_template(tmp_path: Path) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ messages }}")
+    info = EngineInfo(
+        engine="torch",
+        context_length=8,
+        vocab_size=8,
+        eos_token_ids=(1,),
+        renderer="chat_template",
+        layout=LAYOUT,
+        limits=Limits(),
+    )
+    worker = Worker(WorkerConfig(model_path="m", engine="torch", custom_jinja_template=template))
+    instance, files = worker._describe(info, SamplingDefaults())
+    assert instance.card.files == {"chat_template.jinja": digest(template)}
+    assert files == {digest(template): template}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "content", "problem"),
+    [
+        ("gpt_oss", b"x", "has no effect on this model, which uses the Harmony format"),
+        ("llama", None, "can't be read: No such file or directory"),
+        ("llama", b"\xff", "can't be read: it is not UTF-8"),
+    ],
+)
+def test_template_when_it_has_no_effect_or_can_not_be_read_then_refused_before_loading(
+    tmp_path: Path, model_type: str, content: bytes | None, problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    template = tmp_path / "t.jinja"
+    if content is not None:
+        template.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--custom-jinja-template .*{problem}"):
+        check_flags(WorkerConfig(model_path=str(tmp_path), custom_jinja_template=template))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
 
 @pytest.mark.parametrize("field", sorted(LIBRARY.flags))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
-    value = {"free_gpu_memory_fraction": 0.5, "load_format": "dummy"}.get(field, 2)
+    others = {"load_format": "dummy", "enable_attention_dp": True, "guided_decoding_backend": "xgrammar"}
+    value = {"free_gpu_memory_fraction": 0.5, **others}.get(field, 2)
     assert merged(**{field: value}).leaves[LIBRARY.flags[field]] == (value, "configuration")
 
 
