@@ -1,6 +1,6 @@
 """Convert the annotations in manifests to types that pydantic checks, and describe these for error texts.
 
-A class whose fields are described elsewhere in the manifest (`…Config`) is a mapping here: `schema` checks its keys. A
+A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here: `schema` checks its keys. A
 class that no manifest describes accepts every value.
 """
 
