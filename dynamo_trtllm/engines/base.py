@@ -55,6 +55,8 @@ class EngineStats:
     tickets_held: int  # KV transfers whose KV the engine still holds
     ticket_kv_blocks: int  # blocks of those transfers
     kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
+    kv_event_gaps: int = 0  # times that the engine's library lost KV events because its buffer was full
+    kv_events_unreadable: int = 0  # KV events of the library that could not be read
     leaked_kv_blocks: int = 0  # blocks that no decode worker fetched and that the engine's library never frees
     queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill or are in it, as far as not yet computed
     context_tokens: int = 0  # tokens of the requests in the batch, prompts and output

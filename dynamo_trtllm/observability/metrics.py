@@ -269,12 +269,16 @@ class FrontendMetrics(ProcessMetrics):
         return self.render() if self.gather is None else await self.gather()
 
 
+# Statistics of an engine that only grow. Their metrics are counters, with "_total" after the name.
+_GROWING = frozenset({"kv_checksum_mismatches", "kv_event_gaps", "kv_events_unreadable"})
+
+
 class WorkerMetrics(ProcessMetrics):
     """Metrics of a worker process."""
 
     def __init__(self) -> None:
         super().__init__("worker")
-        self._mismatches = 0  # the engine's count at the last scrape
+        self._counted = dict.fromkeys(_GROWING, 0)  # the engine's counts at the last scrape
 
     def observe_prediction(self, kind: str, ratio: float, is_covered: bool) -> None:
         """Observe the ratio of a measured time to the predicted one, and whether it was within the interval."""
@@ -301,9 +305,9 @@ class WorkerMetrics(ProcessMetrics):
     def render(self, engine: Mapping[str, int] | None = None) -> bytes:
         """Return the metrics as `FrontendMetrics.render` does. `engine`: its statistics by name; None: unchanged."""
         for name, value in (engine or {}).items():
-            if name == "kv_checksum_mismatches":
-                self._metrics["kv_checksum_mismatches_total"].inc(value - self._mismatches)
-                self._mismatches = value
+            if name in _GROWING:
+                self._metrics[f"{name}_total"].inc(value - self._counted[name])
+                self._counted[name] = value
             else:
                 self._metrics[name].set(value)
         return generate_latest(self._registry)

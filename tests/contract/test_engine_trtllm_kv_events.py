@@ -11,7 +11,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.messages import Role
-from tests.engines import ask, collect, make, prompt_of, started
+from tests.engines import ask, collect, make, prompt_of, started, stats
 from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
 from tests.kv_index import KvIndex
 from tests.waiting import SOON_S
@@ -73,10 +73,40 @@ async def test_hashes_when_events_are_published_then_they_are_numbers_where_the_
                 assert {type(block["block_hash"]) for block in blocks} == {str if is_text else int}
 
 
+async def test_stats_when_events_are_lost_or_unreadable_then_they_are_counted_and_later_ones_are_published(
+    gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_waits(monkeypatch)
+    index, prompts = KvIndex(), [prompt_of(70, seed=seed) for seed in range(1, 5)]
+    with fake_tensorrt_llm() as package:
+        engine: Any = make("trtllm", gpt_oss, Role.AGGREGATED, kv_cache_config={"event_buffer_max_size": 64})
+
+        def counted() -> tuple[int, int]:
+            return stats(engine).kv_event_gaps, stats(engine).kv_events_unreadable
+
+        async with started(engine):
+            engine.start_kv_events(index.on_events)
+            await collect(engine, ask(prompts[0], max_tokens=2))
+            await index.until(prompts[0], 64)
+            assert counted() == (0, 0)
+            next(engine._llm._executor.kv_events._numbers)  # as when the buffer was full
+            await collect(engine, ask(prompts[1], max_tokens=2))
+            await index.until(prompts[1], 64)
+            assert index.cached_tokens(prompts[0]) == 0
+            assert counted() == (1, 0)
+            with package.standin.traps.turned("malformed_event"):
+                await collect(engine, ask(prompts[2], max_tokens=2))
+                await index.until(prompts[1], 0)
+            assert counted() == (1, 1)
+            await collect(engine, ask(prompts[3], max_tokens=2))
+            await index.until(prompts[3], 64)
+            assert counted() == (1, 1)
+
+
 def test_flag_when_set_then_the_buffer_is_on_unless_the_user_sets_another(gpt_oss: Path) -> None:
     config = WorkerConfig(model_path=str(gpt_oss), engine="trtllm", publish_kv_events=True)
     with fake_tensorrt_llm():
         size = "kv_cache_config.event_buffer_max_size"
-        assert TrtllmEngine(config, instance_id=1)._args.get(size) == 1024
+        assert TrtllmEngine(config, instance_id=1)._args.get(size) == 100_000
         own = config.model_copy(update={"override_engine_args": {"kv_cache_config": {"event_buffer_max_size": 7}}})
         assert TrtllmEngine(own, instance_id=1)._args.get(size) == 7

@@ -223,7 +223,9 @@ class _Work(NamedTuple):
 
 
 ADAPTER = "the trtllm engine"  # name of the source
-BUFFER_EVENTS = 1024  # KV events, as Dynamo sets it; more are lost between two polls
+# KV events that are buffered between two polls; more are lost. As Dynamo sets it (DEFAULT_KV_EVENT_BUFFER_MAX_SIZE in
+# dynamo/trtllm/workers/llm_worker.py of 1.7): a long prompt that evicts others has thousands.
+BUFFER_EVENTS = 100_000
 _TIMEOUT_MARGIN = 1.1
 # Two keys for the same setting: a profile's value of one is dropped if the other is set.
 _EITHER = {

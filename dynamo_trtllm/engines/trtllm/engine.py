@@ -24,7 +24,7 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.cost_model import StepSample
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding, PromptLimit
+from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, EngineStats, Finding, PromptLimit
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine, run_in_daemon_thread
 from dynamo_trtllm.engines.external.library import end_ids
@@ -36,12 +36,7 @@ from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE, KvCacheSize, check_block_size
-from dynamo_trtllm.engines.trtllm.reports.kv_events import (
-    HASH_ALGORITHM,
-    KvEventPoller,
-    check_kv_events,
-    with_hash_algorithm,
-)
+from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller, check_kv_events, with_hash_algorithm
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.transfers import check_retries
 from dynamo_trtllm.engines.trtllm.watchdog import HangDetector, Watchdog
@@ -100,6 +95,7 @@ class TrtllmEngine(ExternalEngine):
         self._watchdog: Watchdog | None = None  # once the LLM is built
         self._steps: deque[StepSample] = deque(maxlen=MOST_STEPS)
         self._publishes_kv_events = config.publish_kv_events
+        self._kv_events: KvEventPoller | None = None  # once they are read
         if config.publish_kv_events:
             check_kv_events(self._facts)
         self._cache_folders = {} if config.compile_cache is None else cache_folders(config.compile_cache.absolute())
@@ -144,9 +140,17 @@ class TrtllmEngine(ExternalEngine):
     def start_kv_events(self, on_events: OnKvEvents) -> None:
         """See `Engine.start_kv_events`."""
         get_events = self.library.bindings.reader(self._llm, "get_kv_cache_events")
-        poller = KvEventPoller(get_events, self._facts.block_tokens)
+        poller = self._kv_events = KvEventPoller(get_events, self._facts.block_tokens)
         self._readers.append(poller.stop)
         poller.start(on_events)
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        found = super().stats()
+        if self._kv_events is None:
+            return found
+        converter = self._kv_events.converter
+        return replace(found, kv_event_gaps=converter.num_gaps, kv_events_unreadable=converter.num_unreadable)
 
     # --- start and stop ------------------------------------------------------------------------------------------
 
@@ -222,8 +226,8 @@ class TrtllmEngine(ExternalEngine):
         bindings = TrtllmBindings()
         own = {"model": str(self._checkpoint.folder), "backend": "pytorch"}
         values = bindings.engine_arguments({**self._args.values, **own})
-        if self._publishes_kv_events and bindings.has_argument("KvCacheConfig", HASH_ALGORITHM):
-            values["kv_cache_config"] = with_hash_algorithm(values.get("kv_cache_config") or {})
+        if self._publishes_kv_events:
+            values = with_hash_algorithm(values, bindings)
         try:
             llm = bindings.create_llm(values)
         except (ValueError, TypeError) as exc:

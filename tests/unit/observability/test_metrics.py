@@ -75,6 +75,8 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
         "tickets_held": 5,
         "ticket_kv_blocks": 6,
         "kv_checksum_mismatches": 7,
+        "kv_event_gaps": 11,
+        "kv_events_unreadable": 12,
         "leaked_kv_blocks": 8,
         "queued_prefill_tokens": 9,
         "context_tokens": 10,
@@ -82,7 +84,8 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     for _ in range(2):  # a counter counts nothing twice
         metrics.render(engine)
     found = samples(metrics.render())
-    assert found["kv_checksum_mismatches_total", ()] == engine.pop("kv_checksum_mismatches")
+    for counter in ("kv_checksum_mismatches", "kv_event_gaps", "kv_events_unreadable"):
+        assert found[f"{counter}_total", ()] == engine.pop(counter)
     for name, value in engine.items():
         assert found[name, ()] == value
     assert found["requests_total", (("code", "ok"), ("phase", "prefill"))] == 1

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE
 from dynamo_trtllm.engines.trtllm.reports.polling import Poller
@@ -24,12 +26,13 @@ from dynamo_trtllm.messages import token_ids
 
 _log = logging.getLogger(__name__)
 
-HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
+_HASH_ALGORITHM = "kv_cache_event_hash_algo"  # in kv_cache_config
 # With it, also the second KV cache manager names blocks by numbers, as the first one does. That is the default of later
 # candidates; the default of earlier ones is text (runtime/kv_cache_hash.py, two copies of 2026).
 _NUMBERS = "v1_block_key"
 _BUFFER = "kv_cache_config.event_buffer_max_size"
 _BLOCK_REUSE = "kv_cache_config.enable_block_reuse"
+MOST_BLOCKS_AT_ONCE = 4096  # that the event loop gets in one callback
 _HASH_BYTES = 8
 
 
@@ -46,11 +49,20 @@ def check_kv_events(facts: RoleFacts) -> None:
             )
 
 
-def with_hash_algorithm(kv_cache_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with numbers as the names of blocks, unless the user has chosen. They need no conversion."""
-    if HASH_ALGORITHM not in kv_cache_config:
-        _log.info("kv_cache_config.%s was set to %s: KV events have numbers then", HASH_ALGORITHM, _NUMBERS)
-    return {HASH_ALGORITHM: _NUMBERS, **kv_cache_config}
+def with_hash_algorithm(values: Mapping[str, Any], bindings: TrtllmBindings) -> dict[str, Any]:
+    """Return the arguments of `LLM`, with numbers as the names of blocks in KV events, which need no conversion.
+
+    Nothing changes if the user has chosen an algorithm, or if the installed package has no choice.
+
+    Args:
+        values: the arguments.
+        bindings: the installed package.
+    """
+    kv_cache = values.get("kv_cache_config") or {}
+    if _HASH_ALGORITHM in kv_cache or not bindings.has_argument("KvCacheConfig", _HASH_ALGORITHM):
+        return dict(values)
+    _log.info("kv_cache_config.%s was set to %s: KV events have numbers then", _HASH_ALGORITHM, _NUMBERS)
+    return {**values, "kv_cache_config": {**kv_cache, _HASH_ALGORITHM: _NUMBERS}}
 
 
 def block_hash(name: int | str) -> int:
@@ -97,7 +109,7 @@ class KvEventConverter:
             block_tokens: tokens in a full block. If consecutive blocks have another size, that one is taken over.
         """
         self.num_gaps = 0
-        self.num_malformed = 0  # events that could not be read
+        self.num_unreadable = 0  # events that could not be read
         self._block_tokens = block_tokens
         self._is_size_seen = False  # a block had this size
         self._last_ids: dict[int, int] = {}  # by attention-DP rank
@@ -111,11 +123,11 @@ class KvEventConverter:
             try:
                 converted += self._convert(event)
             except Exception as exc:  # noqa: BLE001 - whatever its form is; the others are read
-                self.num_malformed += 1
-                if self.num_malformed == 1:
+                self.num_unreadable += 1
+                if self.num_unreadable == 1:
                     _log.warning(
                         "A KV event can't be read, so readers forget this worker's blocks (%s: %s). Further ones are "
-                        "counted in the metric kv_events_unreadable_total",
+                        "counted in the metric dynamo_trtllm_kv_events_unreadable_total",
                         type(exc).__name__,
                         exc,
                     )
@@ -225,12 +237,46 @@ class KvEventPoller(Poller):
         self._get_events = get_events
 
     def start(self, on_events: OnKvEvents) -> None:
-        """Start the thread. `on_events` is called on the running event loop."""
+        """Start the thread. `on_events` is called on the running event loop, each time with a part of the events."""
         loop = asyncio.get_running_loop()
 
         def poll() -> None:
             events = self.converter.convert(self._get_events(timeout=self.timeout_s) or ())
-            if events and not loop.is_closed():
-                loop.call_soon_threadsafe(on_events, events)
+            for part in _parts(events):
+                self._deliver(loop, on_events, part)
 
         self._start(poll)
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, on_events: OnKvEvents, events: Sequence[KvEvent]) -> None:
+        """Call `on_events` on the loop, and wait until it has returned or this thread is stopped."""
+        has_returned = threading.Event()
+
+        def call() -> None:
+            try:
+                on_events(events)
+            finally:
+                has_returned.set()
+
+        if loop.is_closed():
+            return
+        loop.call_soon_threadsafe(call)
+        while not (has_returned.wait(self.pause_s) or self._stop.is_set() or loop.is_closed()):
+            pass
+
+
+def _parts(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
+    """Yield the events in parts with about MOST_BLOCKS_AT_ONCE blocks. The buffer may have a hundred times as many."""
+    part: list[KvEvent] = []
+    num_blocks = 0
+    for event in events:
+        part.append(event)
+        if isinstance(event, BlocksStored):
+            num_blocks += len(event.blocks)
+        elif isinstance(event, BlocksRemoved):
+            num_blocks += len(event.hashes)
+        if num_blocks >= MOST_BLOCKS_AT_ONCE:
+            yield part
+            part = []
+            num_blocks = 0
+    if part:
+        yield part

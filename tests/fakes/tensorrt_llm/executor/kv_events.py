@@ -89,6 +89,8 @@ class EventBuffer:
         for group in groups if self._is_on else ():
             event: dict[str, Any] = {"event_id": next(self._numbers), "data": data, "window_size": self._window}
             event["attention_dp_rank"] = rank
+            if traps.is_on("malformed_event"):
+                del event["data"]
             with self._news:
                 self._events.append(event if group is None else event | {"layer_group_id": group})
                 self._news.notify_all()

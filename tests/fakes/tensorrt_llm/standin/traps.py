@@ -90,6 +90,7 @@ TRAPS = {
     "layer_groups": Trap(
         not is_before((1, 3), 24), "KV events are of two layer groups with one window, of which the second keeps less"
     ),
+    "malformed_event": Trap(False, "KV events have no data"),
     "wakeup_fails": Trap(False, "waking up fails: the GPU memory was taken by another process"),
     "start_fails": Trap(False, "the constructor raises"),
     "error_shuts_down": Trap(True, "an error that ends the executor shuts it down in the thread that reads a result"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.engines.trtllm import reports
 from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventConverter, KvEventPoller, check_kv_events
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent
@@ -67,7 +68,7 @@ def test_convert_when_a_rank_has_a_gap_then_readers_forget_everything() -> None:
     reader = KvEventConverter(2)
     found = reader.convert([event(gone, number, attention_dp_rank=rank) for number, rank in numbers])
     assert [isinstance(each, BlocksCleared) for each in found] == [False, False, False, False, True, False]
-    assert (reader.num_gaps, reader.num_malformed) == (1, 0)
+    assert (reader.num_gaps, reader.num_unreadable) == (1, 0)
 
 
 def test_convert_when_hashes_are_text_then_64_bits_of_them_count_and_parents_match() -> None:
@@ -141,7 +142,7 @@ def test_convert_when_an_event_is_malformed_then_it_is_counted_and_the_others_ar
             *[BlocksCleared()] * len(malformed),
             BlocksRemoved(hashes=(1,)),
         ]
-        assert reader.num_malformed == len(malformed)
+        assert reader.num_unreadable == len(malformed)
         assert reader.num_gaps == 0
         after = reader.convert([event(stored(block(1, 5, 6)), 6)])
     assert after == [BlocksStored(blocks=(kv(1, 5, 6),))]
@@ -158,7 +159,7 @@ def test_convert_when_consecutive_blocks_have_another_size_then_it_is_taken_over
         assert found == [BlocksStored(blocks=(kv(1, 5, 6, 7, 8),))]
         assert "blocks of 4 tokens and not 2; set kv_cache_config.tokens_per_block to 4" in caplog.text
         assert reader.convert([event(stored(block(1, 5, 6), block(2, 7, 8)), 2)]) == [BlocksCleared()]
-    assert reader.num_malformed == 1
+    assert reader.num_unreadable == 1
 
 
 async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_on(
@@ -184,6 +185,30 @@ async def test_poll_when_calls_fail_then_each_kind_is_logged_once_and_events_go_
     await asyncio.to_thread(poller.stop)
     texts = [record.getMessage() for record in caplog.records]
     assert [("lost" in text, "event_id" in text) for text in texts] == [(True, False), (False, True)]
+
+
+async def test_poll_when_many_blocks_come_at_once_then_the_event_loop_runs_between_parts_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(KvEventPoller, "pause_s", 0.001)
+    monkeypatch.setattr(reports.kv_events, "MOST_BLOCKS_AT_ONCE", 2)
+    read = [event(stored(block(number, 5, 6)), number) for number in range(5)]
+    answers: list[Any] = [read]
+    order: list[int | str] = []
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_events(events: Sequence[KvEvent]) -> None:
+        order.append(len(events))
+        loop.call_soon(order.append, "another callback")
+        if sum(part for part in order if isinstance(part, int)) == len(read):
+            loop.call_soon(ended.set)
+
+    poller = KvEventPoller(lambda timeout: answers.pop() if answers else [], 2)
+    poller.start(on_events)
+    await asyncio.wait_for(ended.wait(), SOON_S)
+    await asyncio.to_thread(poller.stop)
+    assert order == [2, "another callback", 2, "another callback", 1, "another callback"]
 
 
 @pytest.mark.parametrize(
