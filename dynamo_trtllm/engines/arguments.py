@@ -138,7 +138,15 @@ def check_source(layer: Source, release: ApiManifest) -> list[str]:
         for name, fix in release.library.engine_set.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key)
-    return library_schema.check(layer.values, release, layer.source)
+    try:
+        return library_schema.check(layer.values, release, layer.source)
+    except ConfigError as exc:
+        key = exc.field or ""
+        value = layers.merge([layer]).leaves.get(key)
+        hint = release.library.removed_values.get(key, {}).get(str(value.value)) if value is not None else None
+        if hint is None:
+            raise
+        raise ConfigError(f"{exc.message}. {hint}", field=exc.field) from exc
 
 
 def described_library_arguments(args: LibraryArgs) -> Described:

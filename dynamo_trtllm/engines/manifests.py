@@ -58,6 +58,8 @@ class LibraryReleases:
     foreign: dict[str, str] = field(default_factory=dict)  # argument of another library -> what replaces it
     unsupported: frozenset[str] = frozenset()  # arguments that must not be set, or be false
     moved: dict[str, str] = field(default_factory=dict)  # deprecated argument -> its replacement
+    # argument -> value that newer releases lack -> what to set instead
+    removed_values: dict[str, dict[str, str]] = field(default_factory=dict)
     modules: dict[str, tuple[str, ...]] = field(default_factory=dict)  # class -> those that may define it, by release
     needed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names without which the engine can't run
     optional: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names used only if the release has them
