@@ -107,8 +107,11 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
     return value
 
 
-_COUNTER_BITS = 20
-_GLOBAL = 1 << 62  # distinguishes these ids from the executor's own counter
+# Positive 64-bit integers with this bit are ids of the whole cluster. The executor's own ones are below 2**40
+# (MIN_GLOBAL_ID in llmapi/disagg_utils.py, main of 2026).
+_GLOBAL = 1 << 62
+_COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id after twelve days
+_WORKER_BITS = 32  # of the random instance id
 
 
 _NO_RETRY = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
@@ -145,9 +148,10 @@ def context_params(prefill_instance_id: int, number: int, *, known: Iterable[str
         known: fields that DisaggregatedParams has in the installed release.
     """
     params: dict[str, Any] = {"request_type": "context_only"}
-    if "disagg_request_id" in known:  # unique in the cluster: 42 bits of the random instance id and a counter
-        count = number & ((1 << _COUNTER_BITS) - 1)
-        params["disagg_request_id"] = _GLOBAL | (prefill_instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
+    if "disagg_request_id" in known:
+        worker = prefill_instance_id % (1 << _WORKER_BITS)
+        count = number % (1 << _COUNTER_BITS)
+        params["disagg_request_id"] = _GLOBAL | worker << _COUNTER_BITS | count
     return params
 
 

@@ -98,7 +98,8 @@ def test_pack_when_a_value_can_not_travel_then_refused_with_its_name() -> None:
 
 
 def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
-    calls = [(instance_id, number) for instance_id in (1, 2, (1 << 63) - 1) for number in (1, 2, 3)]
+    numbers = (1, 2, 3, 1 + (1 << 20), 1 + (1 << 24))  # a million calls are those of hours
+    calls = [(instance_id, number) for instance_id in (1, 2, (1 << 63) - 1) for number in numbers]
     ids = [wire.context_params(*call, known=NEW)["disagg_request_id"] for call in calls]
     assert len(set(ids)) == len(ids)
     assert all(1 << 42 <= each < 1 << 63 for each in ids)
