@@ -64,6 +64,15 @@ def test_phases_when_observed_then_they_are_counted_by_model_and_role():
     assert found["kv_bytes_total", (("transport", "nixl/ucx"),)] == 100
 
 
+def test_kv_collections_when_they_end_then_they_are_counted_by_outcome():
+    metrics = FrontendMetrics()
+    for outcome in ("ok", "ok", "overloaded"):
+        metrics.kv_collected(outcome)
+    text = metrics.render().decode()
+    assert 'dynamo_trtllm_kv_collections_total{outcome="ok"} 2.0' in text
+    assert 'dynamo_trtllm_kv_collections_total{outcome="overloaded"} 1.0' in text
+
+
 def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     metrics = WorkerMetrics()
     metrics.child("requests_total", "prefill", "ok").inc()
