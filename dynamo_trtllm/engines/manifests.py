@@ -7,6 +7,7 @@ What they do not say is in a file library.yaml beside them. The library itself i
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import json
 import re
@@ -48,8 +49,8 @@ class LibraryReleases:
     name: str  # for messages
     package: str  # Python package of the JSON files
     root: str  # class of the engine arguments
-    manifests: dict[str, tuple[str, ...]]  # release -> its manifests, oldest release first
-    titles: dict[str, str] = field(default_factory=dict)  # release -> its name in messages, if another one
+    # Release -> its own manifest, after those that fill its gaps; oldest release first.
+    manifests: dict[str, tuple[str, ...]]
     development: str | None = None  # manifest of an unreleased commit
     ranges: dict[str, tuple[int | float, int | float | None]]  # key -> smallest and largest number, or item of a list
     any_case: frozenset[str]  # types whose words are compared without case: an enumeration, or "Literal"
@@ -88,52 +89,74 @@ class LibraryReleases:
 
 
 class ApiManifest:
-    """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
+    """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`).
+
+    What was not read of a release is taken from the manifest of another one, and counts as read in part: it may have
+    more names and more values.
+    """
 
     def __init__(self, library: LibraryReleases, name: str, manifests: Iterable[str]) -> None:
-        """Read manifests of a library, of which a later one replaces classes of an earlier one."""
+        """Read manifests of a library.
+
+        Args:
+            library: the library.
+            name: the release.
+            manifests: names of the files. A later one replaces classes of an earlier one. The one that is named after
+                the release is its own.
+        """
         self.library = library
         self.name = name
+        self.title = name  # for messages
         self.owners: dict[str, Mapping[str, ManifestField]] = {}
         self.enums: dict[str, tuple[str, ...]] = {}
         not_read: set[str] = set()
+        partly: set[str] = set()  # owners and enumerations
         for file in manifests:
             manifest = json.loads(resources.files(library.package).joinpath(f"{file}.json").read_bytes())
-            for cls, entry in manifest["classes"].items():
-                self.owners[cls] = {item["name"]: ManifestField(item) for item in entry.get("fields", ())}
-                for method, described in entry.items():
-                    if isinstance(described, dict):
-                        parameters = {item["name"]: ManifestField(item) for item in described["params"]}
-                        self.owners[f"{cls}.{method}"] = parameters
+            gaps = {_in_part(text) for text in manifest["not_read"]}
+            owners = _owners(manifest["classes"])
+            for owner in owners.keys() & self.owners.keys():
+                if f"{owner} in part" in gaps:
+                    owners[owner] = {**self.owners[owner], **owners[owner]}
+            self.owners.update(owners)
             self.enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
-            not_read |= {_in_part(text) for text in manifest["not_read"]}
+            found = owners.keys() | manifest["enums"].keys()
+            is_own = file == name
+            complete = {each for each in found if is_own and f"{each} in part" not in gaps}
+            partly = (partly | found) - complete
+            not_read |= {gap for gap in gaps if not gap.endswith(" in part")}
         # Owners that no manifest covers; "… in part" for partly covered ones.
-        self.not_read = frozenset(not_read - self.owners.keys())
+        self.not_read = frozenset(not_read - self.owners.keys() - self.enums.keys())
+        self.not_read |= {f"{owner} in part" for owner in partly & self.owners.keys()}
+        self.open_enums = frozenset(partly & self.enums.keys())
         self.members = _members(self.enums)  # properties and methods with unknown types: `CompletionOutput.length`
         types = " ".join(each.type for fields in self.owners.values() for each in fields.values())
         self.mentioned = frozenset(re.findall(r"\w+", types))  # every name in the annotations
 
-    @property
-    def title(self) -> str:
-        """Name for messages, with the builds that the manifests cover if they differ from the release."""
-        return self.library.titles.get(self.name, self.name)
+    def as_nearest(self) -> ApiManifest:
+        """Return this API for a similar release that was not read: all of it counts as read in part."""
+        nearest = copy.copy(self)
+        nearest.title = f"{self.name} (the nearest release that was read)"
+        nearest.not_read = self.not_read | {f"{owner} in part" for owner in self.owners}
+        nearest.open_enums = frozenset(self.enums)
+        return nearest
+
+    def is_in_part(self, owner: str) -> bool:
+        """Return True if the class or method may have more names and values than the manifest."""
+        return f"{owner} in part" in self.not_read
 
     def presence(self, owner: str, name: str) -> Presence:
         """Return the presence of the field, parameter or method `name` in `owner`."""
         dotted = f"{owner}.{name}"
         if name in self.owners.get(owner, ()) or dotted in self.owners or dotted in self.members:
             return Presence.PRESENT
-        if self.not_read & {owner, dotted, f"{owner} in part"}:
+        if self.not_read & {owner, dotted} or self.is_in_part(owner):
             return Presence.NOT_READ
         if self._has_read(owner):
             return Presence.ABSENT
         # A class that another release has may exist here too; a name that no release has is a misspelling.
         mentioned = any(other.speaks_of(owner) for other in self.library.releases)
         return Presence.NOT_READ if mentioned else Presence.ABSENT
-
-    def is_partial(self, owner: str) -> bool:
-        """Return True if only a part of the class was read: it may have more fields, and these more values."""
-        return f"{owner} in part" in self.not_read
 
     def speaks_of(self, owner: str) -> bool:
         """Return True if the manifest mentions the class or method: as read, as not read, or in an annotation."""
@@ -149,6 +172,17 @@ class ApiManifest:
     def values(self, enum: str) -> tuple[str, ...]:
         """Return the known members of an enumeration."""
         return self.enums.get(enum, ())
+
+
+def _owners(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, ManifestField]]:
+    """Return the fields of each class and the parameters of each method in the section "classes" of a manifest."""
+    owners: dict[str, Mapping[str, ManifestField]] = {}
+    for cls, entry in classes.items():
+        owners[cls] = {item["name"]: ManifestField(item) for item in entry.get("fields", ())}
+        for method, described in entry.items():
+            if isinstance(described, dict):
+                owners[f"{cls}.{method}"] = {item["name"]: ManifestField(item) for item in described["params"]}
+    return owners
 
 
 def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:

@@ -48,7 +48,7 @@ def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[s
         where: name of the source; error texts begin with it.
 
     Returns:
-        A note for each key that the manifests do not cover.
+        A note for each key that the manifests do not cover, and for each word that may exist although it is not listed.
 
     Raises:
         ConfigError: names the first invalid key.
@@ -98,8 +98,8 @@ def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: 
             schema = f"its schema in {release.library.name} {release.title}"
             yield f"{key} is passed on unchecked: {schema} is unknown{seen}"
         elif field is not None and _is_open(value, field, owner, release):
-            known = f"the values that {release.library.name} {release.title} knows were not read completely"
-            yield f"{key}: {value} is passed on unchecked: {known}"
+            library = f"{release.library.name} {release.title}"
+            yield f"{key} {value!r} is passed on unchecked: {library} may have more values"
         elif field is not None:
             _check_value(key, value, field, release, where)
             if isinstance(value, Mapping) and owners(release, field):
@@ -139,16 +139,10 @@ def _where_else(library: LibraryReleases, key: str) -> str:
 
 
 def _is_open(value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
-    """Return True for a word that is not listed, of a class of which only a part was read: newer builds may have it.
-
-    A listed word in other case is not meant by that.
-    """
-    if not isinstance(value, str) or not release.is_partial(owner):
+    """Return True if a value has no other fault than a word that is not listed, where not all words were read."""
+    if value_types.fits(value, field.type, release):
         return False
-    words = [str(word).casefold() for word in value_types.listed_words(field.type, release)]
-    if not words or value.casefold() in words:
-        return False
-    return not value_types.fits(value, field.type, release)
+    return value_types.may_fit(value, field.type, release, is_in_part=release.is_in_part(owner))
 
 
 def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:

@@ -1,7 +1,7 @@
 """Convert the annotations in manifests to types that pydantic checks, and describe these for error texts.
 
-A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here: `schema` checks its keys. A
-class that no manifest describes accepts every value.
+A class whose fields have an entry of their own in the manifest (`…Config`) is a mapping here: `schema` checks its keys.
+A class that no manifest describes accepts every value, and so does an annotation that was not read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -26,6 +26,7 @@ _PLAIN: dict[Any, Any] = {
     "dict": dict[Any, Any],
     "None": None,
 }
+_UNREAD = "<unread>"  # in manifests, in place of an annotation
 _STRICT = ConfigDict(strict=True)  # no conversions: "3" and true are not whole numbers
 _MAPPING = "a mapping (key: value)"
 _DESCRIPTIONS: dict[Any, str] = {
@@ -37,6 +38,16 @@ _DESCRIPTIONS: dict[Any, str] = {
     list: "a list",
     dict: _MAPPING,
 }
+
+
+class Openness(NamedTuple):
+    """Which lists of words may have more words than the manifest."""
+
+    literals: bool = False
+    enums: frozenset[str] = frozenset()
+
+
+_CLOSED = Openness()
 
 
 @functools.cache
@@ -51,18 +62,19 @@ def config_classes(annotation: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def value_type(annotation: str, release: ApiManifest) -> Any:
+def value_type(annotation: str, release: ApiManifest, openness: Openness = _CLOSED) -> Any:
     """Return the Python type of the values of an argument.
 
     Args:
         annotation: text in the manifest.
         release: API of the library, which has the members of enumerations.
+        openness: lists of words in whose place every text fits.
     """
     nodes = _alternatives(_parsed(annotation))
     members = [node.id for node in nodes if isinstance(node, ast.Name) and _members(node.id, release)]
     # An enumeration restricts text: Union[str, LoadFormat] is one of its members.
     kept = [node for node in nodes if not (members and isinstance(node, ast.Name) and node.id == "str")]
-    return Union[tuple(_single(node, release) for node in kept)]  # noqa: UP007 - the number of types is not fixed
+    return Union[tuple(_single(node, release, openness) for node in kept)]  # noqa: UP007 - the number of types is not fixed
 
 
 def fits(value: Any, annotation: str, release: ApiManifest) -> bool:
@@ -74,10 +86,24 @@ def fits(value: Any, annotation: str, release: ApiManifest) -> bool:
     return True
 
 
-def listed_words(annotation: str, release: ApiManifest) -> tuple[Any, ...]:
-    """Return the words of which the value may be one; () if none are listed."""
-    alternatives = _union(value_type(annotation, release))
-    return tuple(word for alternative in alternatives for word in _words_of(alternative))
+def may_fit(value: Any, annotation: str, release: ApiManifest, *, is_in_part: bool) -> bool:
+    """Return True if an argument may have this value in a build whose words were not all read.
+
+    A listed word in another case does not fit: it is misspelled, and not new.
+
+    Args:
+        value: the value.
+        annotation: text in the manifest.
+        release: API of the library, which knows the enumerations of which not all members were read.
+        is_in_part: only a part of the argument's class was read, and so of the words in its annotations.
+    """
+    openness = Openness(literals=is_in_part, enums=release.open_enums)
+    try:
+        _adapter(annotation, release, openness).validate_python(value)
+    except ValidationError:
+        return False
+    words = [word for alternative in _union(value_type(annotation, release)) for word in _words_of(alternative)]
+    return str(value).casefold() not in {str(word).casefold() for word in words}
 
 
 def description(annotation: str, release: ApiManifest) -> str:
@@ -87,13 +113,13 @@ def description(annotation: str, release: ApiManifest) -> str:
 
 
 @functools.cache
-def _adapter(annotation: str, release: ApiManifest) -> TypeAdapter[Any]:
-    return TypeAdapter(value_type(annotation, release), config=_STRICT)
+def _adapter(annotation: str, release: ApiManifest, openness: Openness = _CLOSED) -> TypeAdapter[Any]:
+    return TypeAdapter(value_type(annotation, release, openness), config=_STRICT)
 
 
 @functools.cache
 def _parsed(annotation: str) -> ast.expr:
-    return ast.parse(annotation, mode="eval").body
+    return ast.parse("object" if annotation == _UNREAD else annotation, mode="eval").body
 
 
 def _alternatives(node: ast.expr) -> list[ast.expr]:
@@ -119,14 +145,16 @@ def _inner(node: ast.expr) -> Sequence[ast.expr]:
     return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
-def _single(node: ast.expr, release: ApiManifest) -> Any:
+def _single(node: ast.expr, release: ApiManifest, openness: Openness) -> Any:
     """Return the type of one alternative."""
     outer = _outer_name(node)
+    if outer == "Literal" and openness.literals:
+        return str
     if outer == "Literal":
         words = tuple(ast.literal_eval(word) for word in _inner(node))
         return _one_of(words, ignores_case="Literal" in release.library.any_case)
     if outer == "List":
-        return list[_single(_inner(node)[0], release)]  # type: ignore[misc]
+        return list[_single(_inner(node)[0], release, openness)]  # type: ignore[misc]
     if outer == "Dict":
         return dict[Any, Any]
     assert isinstance(node, ast.Name), ast.dump(node)
@@ -134,6 +162,8 @@ def _single(node: ast.expr, release: ApiManifest) -> Any:
         return _PLAIN[node.id]
     if node.id.endswith("Config"):
         return dict[Any, Any]
+    if node.id in openness.enums:
+        return str
     if words := _members(node.id, release):
         return _one_of(words, ignores_case=node.id in release.library.any_case)
     return Any

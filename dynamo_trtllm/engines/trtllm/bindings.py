@@ -239,6 +239,8 @@ def release_line(version: str) -> str:
 def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:
     """Log optional names for which the installed package differs from the manifest. The package decides."""
     for owner, names in LIBRARY.optional.items():
+        if release.is_in_part(owner):  # what is known of it is of another release
+            continue
         for name in names:
             read = release.presence(owner, name)
             if read is not Presence.NOT_READ and (name in has[owner]) is not (read is Presence.PRESENT):

@@ -87,6 +87,32 @@ def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the
     assert "moe_config.backend is 'MARLIN'" in out
 
 
+@pytest.mark.parametrize(
+    ("release", "changes"),
+    [
+        ("1.4.0rc4", {"moe_config": {"backend": "CUTEDSL_FC12"}}),
+        ("1.3.0rc29", {"cache_transceiver_config": {"backend": "NIXL", "agent_bounce_buffer_enable": True}}),
+    ],
+)
+def test_main_when_the_candidate_has_the_argument_then_it_is_not_refused(
+    release: str, changes: dict[str, Any], capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    _, out, _ = run(capsys, *changed(**changes), *KNOWN, "--release", release)
+    assert out.startswith(f"TensorRT-LLM {release} on gb200\n")
+    assert "argument-refused" not in out
+
+
+def test_main_when_a_value_of_the_scheduler_is_wrong_then_refused_before_the_start(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    argv = changed(scheduler_config={"waiting_queue_policy": "prio"})
+    status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.3.0rc27")
+    assert status == 1
+    assert "scheduler_config.waiting_queue_policy is 'prio': expected one of fcfs, priority" in out
+    _, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.3.0rc29")
+    assert "scheduler_config.waiting_queue_policy 'prio' is passed on unchecked" in out
+
+
 def test_main_when_the_release_is_no_longer_supported_then_status_2_and_the_oldest_that_is(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:

@@ -55,7 +55,7 @@ def test_word_when_its_class_was_read_in_part_then_it_is_passed_on_with_a_note_e
     partly.not_read |= {"MoeConfig in part"}
     given = {"moe_config": {"backend": "NEWKERNELS"}}
     (note,) = schema.check(given, partly, "YAML x.yaml")
-    assert note.startswith("moe_config.backend: NEWKERNELS is passed on unchecked")
+    assert note.startswith("moe_config.backend 'NEWKERNELS' is passed on unchecked")
     with pytest.raises(ConfigError, match=r"moe_config\.backend is .NEWKERNELS.: expected one of CUTLASS"):
         schema.check(given, RELEASE, "YAML x.yaml")
 

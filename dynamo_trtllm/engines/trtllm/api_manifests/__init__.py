@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 
@@ -13,35 +12,50 @@ _log = logging.getLogger(__name__)
 
 LIBRARY = LibraryReleases.load(__name__)
 
+_FINAL = 10**6  # the number of a final release, after those of all its candidates
+
 
 def release_for(version: str) -> ApiManifest:
-    """Return the known release of the same minor line.
+    """Return the API of a version: its own, else that of the nearest known release.
 
-    For a newer line, log a warning and return the newest release, of which no part counts as read completely: names
-    that it lacks may exist. So keys of 1.4 candidates are passed on, and not rejected as unknown.
+    A final release stands for its whole minor line. A candidate changes arguments and their values, so the nearest one
+    counts as read in part: what it lacks may exist, and is passed on. So does the newest release for a newer line.
 
     Args:
-        version: installed version of TensorRT-LLM.
+        version: installed version of TensorRT-LLM, such as 1.2.1, 1.3.0rc29 or 1.2.1+cu130.
 
     Raises:
         ConfigError: the version is older than 1.1 or not a version.
     """
+    line, candidate = _line(version), _candidate(version)
+    known = [_line(release.name) for release in LIBRARY.releases if _line(release.name) <= line]
+    if not known:
+        raise ConfigError(f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer.")
+    releases = [release for release in LIBRARY.releases if _line(release.name) == max(known)]
+    if max(known) != line:
+        nearest = releases[-1].as_nearest()
+        _log.warning(
+            "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md", version, nearest.title
+        )
+        return nearest
+    release = min(releases, key=lambda release: abs(_candidate(release.name) - candidate))
+    if release.name == version.partition("+")[0]:
+        return release
+    if _candidate(release.name) != _FINAL:
+        release = release.as_nearest()
+    _log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
+    return release
+
+
+def _line(version: str) -> tuple[int, int]:
+    """Return the minor line of a version: (1, 3) for 1.3.0rc29. Raises ConfigError if it has none."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise ConfigError(f"Invalid TensorRT-LLM version {version!r}: expected a release such as 1.2.1")
-    line = (int(match[1]), int(match[2]))
-    lines = {(int(each.name.split(".")[0]), int(each.name.split(".")[1])): each for each in LIBRARY.releases}
-    below = [known for known in lines if known <= line]
-    if not below:
-        raise ConfigError(f"TensorRT-LLM {version} is too old. Install 1.1.0 or newer.")
-    release = lines[max(below)]
-    if max(below) != line:
-        _log.warning(
-            "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md", version, release.title
-        )
-        release = copy.copy(release)
-        release.not_read |= {f"{owner} in part" for owner in release.owners}
-        return release
-    if version != release.name:
-        _log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
-    return release
+    return int(match[1]), int(match[2])
+
+
+def _candidate(version: str) -> int:
+    """Return the number of a release candidate: 29 for 1.3.0rc29."""
+    match = re.search(r"rc(\d+)", version)
+    return int(match[1]) if match else _FINAL

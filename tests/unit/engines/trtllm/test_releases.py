@@ -15,8 +15,10 @@ SHA256 = {
     "1.1.0.json": "16dcdfd5f8229f4dc0592f428f887bf3aa45d8cbd696c115ee5b61f4cd754806",
     "1.2.1.json": "c601a7fa0c7ccb9fcdae73570b14e6b5b77f57d4047a6aa14b4b300eb86377a6",
     "1.3.0rc-unpinned.json": "2a37a5a479da95d3cc5c8cf6c3c83b664057119a73993f94221e21263caef656",
-    "1.3.0rc27.json": "4a0646c32dd4c18c61a14d2fa967dc81ea3238b224a071f4801a458a786e6c7e",
-    "1.3.0rc29.json": "0b35204a7aec54959bb3a592c2dbfe2d151e64bd4cfee3c742f947e0dca922c9",
+    "1.3.0rc27.json": "7cd750032fb404a374fdf6294ac356215825365217400d2878c0ba1ab44c7875",
+    "1.3.0rc28.json": "ea779f34b4cfdee63fb4408e50f6cae6ba78376d2d0a6af6cf92c47157e93d28",
+    "1.3.0rc29.json": "41edff1356a817ee76ffd29e66bc06bce3fdf9e0d36168d66d97eb97dadc6170",
+    "1.4.0rc4.json": "8cd709537e665b0a59fba509ddf758aba9e0f47b2f7c69c51e38874206be8871",
 }
 
 
@@ -29,40 +31,59 @@ def test_manifests_when_compared_with_what_was_read_then_byte_for_byte_the_same(
     assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shipped} == SHA256
 
 
-def test_releases_when_listed_then_oldest_first_and_the_candidate_says_what_was_read() -> None:
-    assert [release.name for release in LIBRARY.releases] == ["1.1.0", "1.2.1", "1.3.0rc"]
-    assert [release.title for release in LIBRARY.releases][1:] == [
+def test_releases_when_listed_then_oldest_first() -> None:
+    assert [release.name for release in LIBRARY.releases] == [
+        "1.1.0",
         "1.2.1",
-        "1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)",
+        "1.3.0rc27",
+        "1.3.0rc28",
+        "1.3.0rc29",
+        "1.4.0rc4",
     ]
+
+
+P, A, N = "PRESENT", "ABSENT", "NOT_READ"
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "expected"),
     [
-        ("TorchLlmArgs", "max_num_tokens", "PRESENT PRESENT PRESENT"),
-        ("TorchLlmArgs", "build_config", "PRESENT ABSENT ABSENT"),
-        ("TorchLlmArgs", "num_serve_frontends", "ABSENT ABSENT PRESENT"),
-        ("KvCacheConfig", "tokens_per_block", "PRESENT PRESENT PRESENT"),
-        ("KvCacheConfig", "avg_seq_len", "ABSENT ABSENT NOT_READ"),  # read in part only
-        ("SchedulerConfig", "capacity_scheduler_policy", "NOT_READ PRESENT NOT_READ"),
-        ("DecodeCudaGraphConfig", "mode", "NOT_READ NOT_READ PRESENT"),
-        ("DisaggregatedParams", "disagg_request_id", "ABSENT ABSENT PRESENT"),
-        ("SamplingParams", "end_id", "PRESENT PRESENT PRESENT"),
-        ("CompletionOutput", "token_ids_diff", "NOT_READ PRESENT PRESENT"),
-        ("GenerationResult", "abort", "NOT_READ PRESENT NOT_READ"),
-        ("LLM", "generate_async", "PRESENT PRESENT PRESENT"),
-        ("LLM", "shutdown", "NOT_READ PRESENT NOT_READ"),
-        ("LLM", "shut_down", "ABSENT ABSENT ABSENT"),
-        ("LLM.generate_async", "cache_salt", "PRESENT PRESENT PRESENT"),
-        ("LLM.generate_async", "priority", "ABSENT ABSENT PRESENT"),
-        ("LLM.get_stats", "timeout", "NOT_READ PRESENT NOT_READ"),
-        ("GuidedDecodingParams", "json", "NOT_READ NOT_READ NOT_READ"),  # named as a type, nowhere read
-        ("LLMs", "generate_async", "ABSENT ABSENT ABSENT"),
+        ("TorchLlmArgs", "max_num_tokens", (P, P, P, P, P, P)),
+        ("TorchLlmArgs", "build_config", (P, A, A, A, N, N)),
+        ("TorchLlmArgs", "num_serve_frontends", (A, A, P, P, P, P)),
+        ("TorchLlmArgs", "enable_tokenization_cache", (A, A, A, P, P, P)),
+        ("TorchLlmArgs", "iter_perf_stats_interval", (A, A, A, A, N, N)),
+        ("KvCacheConfig", "tokens_per_block", (P, P, P, P, P, P)),
+        ("KvCacheConfig", "avg_seq_len", (A, A, P, P, P, P)),  # rc27 was read in part, and rc29 fills the gap
+        ("KvCacheConfig", "host_cache_bind_to_gpu_numa_node", (A, A, N, A, A, P)),
+        ("KvCacheConfig", "mixed_precision_first_n", (A, A, N, A, A, P)),
+        ("CacheTransceiverConfig", "agent_bounce_buffer_enable", (A, A, A, P, P, P)),
+        ("CacheTransceiverConfig", "agent_bounce_params", (A, A, A, P, P, P)),
+        ("MoeConfig", "tactic", (A, A, A, N, A, P)),
+        ("SchedulerConfig", "capacity_scheduler_policy", (N, P, P, P, P, P)),
+        ("SchedulerConfig", "gen_preemption", (N, A, A, A, A, P)),
+        ("SleepConfig", "restore_modes", (N, N, N, N, N, P)),
+        ("DecodeCudaGraphConfig", "mode", (N, N, P, P, P, P)),
+        ("DisaggregatedParams", "disagg_request_id", (A, A, P, P, P, P)),
+        ("DisaggregatedParams", "remote_tail_start", (A, A, N, N, A, P)),
+        ("SamplingParams", "end_id", (P, P, P, P, P, P)),
+        ("SamplingParams", "endid", (A, A, N, N, A, N)),
+        ("CompletionOutput", "token_ids_diff", (N, P, P, P, P, P)),
+        ("GenerationResult", "abort", (N, P, N, N, N, N)),
+        ("LLM", "generate_async", (P, P, P, P, P, P)),
+        ("LLM", "shutdown", (N, P, N, N, N, N)),
+        ("LLM", "shut_down", (A, A, N, N, A, N)),
+        ("LLM.generate_async", "cache_salt", (P, P, P, P, P, P)),
+        ("LLM.generate_async", "priority", (A, A, P, P, P, P)),
+        ("LLM.get_stats", "timeout", (N, P, N, N, N, N)),
+        ("GuidedDecodingParams", "json", (N, N, N, N, N, N)),  # named as a type, nowhere read
+        ("LLMs", "generate_async", (A, A, A, A, A, A)),
     ],
 )
-def test_presence_when_asked_of_each_release_then_what_its_manifest_says(owner: str, name: str, expected: str) -> None:
-    assert " ".join(release.presence(owner, name).name for release in LIBRARY.releases) == expected
+def test_presence_when_asked_of_each_release_then_what_its_manifests_say(
+    owner: str, name: str, expected: tuple[str, ...]
+) -> None:
+    assert tuple(release.presence(owner, name).name for release in LIBRARY.releases) == expected
 
 
 def test_presence_when_a_name_is_misspelt_in_a_class_that_was_read_then_absent() -> None:
@@ -90,26 +111,62 @@ def test_fields_when_read_then_type_default_and_allowed_values_are_there() -> No
         ("1.1.0rc5", "1.1.0"),
         ("1.2.0", "1.2.1"),
         ("1.2.1+cu130", "1.2.1"),
-        ("1.3.0rc29", "1.3.0rc"),
-        ("1.3.0", "1.3.0rc"),
+        ("1.3.0rc27", "1.3.0rc27"),
+        ("1.3.0rc28", "1.3.0rc28"),
+        ("1.3.0rc29", "1.3.0rc29"),
+        ("1.3.0rc29+cu130", "1.3.0rc29"),
+        ("1.4.0rc4", "1.4.0rc4"),
     ],
 )
-def test_release_for_when_the_minor_line_is_known_then_its_release(version: str, name: str) -> None:
-    assert release_for(version).name == name
+def test_release_for_when_the_release_was_read_then_that_one_as_read(version: str, name: str) -> None:
+    release = release_for(version)
+    assert release.name == release.title == name
+    assert release.not_read == by_name(name).not_read
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("1.3.0rc12", "1.3.0rc27"),
+        ("1.3.0rc26", "1.3.0rc27"),
+        ("1.3.0rc27.post1", "1.3.0rc27"),
+        ("1.3.0rc30", "1.3.0rc29"),
+        ("1.3.0", "1.3.0rc29"),
+        ("1.3.1", "1.3.0rc29"),
+        ("1.4.0rc0", "1.4.0rc4"),
+        ("1.4.0rc1", "1.4.0rc4"),
+        ("1.4.0rc5", "1.4.0rc4"),
+        ("1.4.0", "1.4.0rc4"),
+    ],
+)
+def test_release_for_when_a_candidate_was_not_read_then_the_nearest_one_and_all_of_it_in_part(
+    version: str, name: str
+) -> None:
+    release = release_for(version)
+    assert release.name == name
+    assert release.title == f"{name} (the nearest release that was read)"
+    assert all(release.is_in_part(owner) for owner in release.owners)
+    assert release.open_enums == frozenset(release.enums)
+    assert release.presence("MoeConfig", "no_such_name") is Presence.NOT_READ
+    assert release.presence("MoeConfig", "backend") is Presence.PRESENT
+    assert not by_name("1.3.0rc27").is_in_part("TorchLlmArgs")  # as before
 
 
 def test_release_for_when_newer_than_all_known_then_the_newest_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert release_for("2.0.1").name == "1.3.0rc"
-    assert "TensorRT-LLM 2.0.1 is unknown; using the argument schema of 1.3.0rc" in caplog.text
+        assert release_for("2.0.1").name == "1.4.0rc4"
+    assert "TensorRT-LLM 2.0.1 is unknown; using the argument schema of 1.4.0rc4" in caplog.text
 
 
-def test_release_for_when_a_1_4_candidate_then_names_that_1_3_lacks_may_exist() -> None:
-    release = release_for("1.4.0rc1")
-    assert release.presence("CacheTransceiverConfig", "agent_bounce_buffer_enable") is Presence.NOT_READ
-    assert release.presence("TorchLlmArgs", "iter_perf_stats_interval") is Presence.NOT_READ
-    assert release.presence("CacheTransceiverConfig", "transceiver_runtime") is Presence.PRESENT
-    assert by_name("1.3.0rc").presence("TorchLlmArgs", "iter_perf_stats_interval") is Presence.ABSENT
+def test_fields_when_candidates_differ_then_each_has_its_own_default_and_values() -> None:
+    runtimes = {
+        release.name: release.fields("CacheTransceiverConfig")["transceiver_runtime"].default
+        for release in LIBRARY.releases[2:]
+    }
+    assert runtimes == {"1.3.0rc27": "auto", "1.3.0rc28": "auto", "1.3.0rc29": "auto", "1.4.0rc4": "PYTHON"}
+    assert by_name("1.3.0rc27").values("WaitingQueuePolicy") == ("fcfs", "priority")
+    # SchedulerConfig of rc29 was read, its enumeration was not.
+    assert "WaitingQueuePolicy" in by_name("1.3.0rc29").open_enums - by_name("1.3.0rc27").open_enums
 
 
 @pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "1.0.0.post1"])

@@ -231,7 +231,15 @@ def test_runtime_when_the_library_chooses_right_then_the_worker_does_not_set_it(
     assert "transceiver_runtime" not in args.values["cache_transceiver_config"]
 
 
-def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_the_transceiver_is_as_in_1_3() -> None:
+def test_pairing_when_1_4_then_python_is_the_default_also_without_a_timeout() -> None:
+    config = {"backend": "NIXL", "kv_transfer_timeout_ms": None}
+    runtimes = {
+        version: facts_of(version, cache_transceiver_config=config).runtime for version in ("1.3.0rc29", "1.4.0rc1")
+    }
+    assert runtimes == {"1.3.0rc29": "CPP", "1.4.0rc1": "PYTHON"}
+
+
+def test_candidate_of_1_4_when_it_has_new_keys_then_they_are_passed_on_and_ucx_runs_on_the_cpp_transceiver() -> None:
     config = {"backend": "UCX", "agent_bounce_buffer_enable": True}
     found = facts_of("1.4.0rc1", cache_transceiver_config=config, iter_perf_stats_interval=10)
     transceiver = found.args.values["cache_transceiver_config"]

@@ -124,10 +124,20 @@ def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(values: dict[s
         (
             {"cache_transceiver_config": {"kv_transfer_timeout_ms": 5}},
             "1.1.0",
-            r"a release that has it \(1.2.1, 1.3.0rc\)",
+            r"a release that has it \(1.2.1, 1.3.0rc27, 1.3.0rc28, 1.3.0rc29, 1.4.0rc4\)",
         ),
-        ({"num_serve_frontends": 2}, "1.2.1", r"a release that has it \(1.3.0rc\)"),
-        ({"build_config": None}, "1.3.0rc", r"a release that has it \(1.1.0\)"),
+        (
+            {"num_serve_frontends": 2},
+            "1.2.1",
+            r"a release that has it \(1.3.0rc27, 1.3.0rc28, 1.3.0rc29, 1.4.0rc4\)",
+        ),
+        ({"build_config": None}, "1.3.0rc27", r"a release that has it \(1.1.0\)"),
+        (
+            {"cache_transceiver_config": {"agent_bounce_buffer_enable": True}},
+            "1.3.0rc27",
+            r"a release that has it \(1.3.0rc28, 1.3.0rc29, 1.4.0rc4\)",
+        ),
+        ({"moe_config": {"tactic": "x"}}, "1.3.0rc29", r"a release that has it \(1.4.0rc4\)"),
     ],
 )
 def test_args_when_only_other_releases_have_the_key_then_they_are_named(
@@ -144,15 +154,14 @@ def test_args_when_the_file_is_at_fault_then_it_is_named(yaml: Any) -> None:
 
 
 def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
-    args = override({"kv_cache_config": {"avg_seq_len": 5}}, "1.3.0rc")
-    assert args.values["kv_cache_config"]["avg_seq_len"] == 5
-    (note,) = args.notes
-    assert note.startswith(
-        "kv_cache_config.avg_seq_len is passed on unchecked: its schema in TensorRT-LLM 1.3.0rc (arg"
+    args = override({"kv_cache_config": {"kv_pool_rebalance_ratio_threshold": 5}}, "1.4.0rc4")
+    assert args.values["kv_cache_config"]["kv_pool_rebalance_ratio_threshold"] == 5
+    assert args.notes == (
+        "kv_cache_config.kv_pool_rebalance_ratio_threshold is passed on unchecked: its schema in TensorRT-LLM 1.4.0rc4 "
+        "is unknown (it is in an unreleased commit)",
     )
-    assert note.endswith("(it is in an unreleased commit)")
     (note,) = override({"scheduler_config": {"capacity_scheduler_policy": "x"}}, "1.1.0").notes
-    assert note.endswith("TensorRT-LLM 1.1.0 is unknown (it is in 1.2.1)")
+    assert note.endswith("TensorRT-LLM 1.1.0 is unknown (it is in 1.2.1, 1.3.0rc27, 1.3.0rc28, 1.3.0rc29, 1.4.0rc4)")
 
 
 # --- values --------------------------------------------------------------------------------------------
@@ -224,15 +233,7 @@ def test_args_when_a_literal_is_of_another_release_then_refused_there_only() -> 
     values = {"moe_config": {"backend": "WIDEEP"}}
     assert override(values, "1.1.0").values["moe_config"] == {"backend": "WIDEEP"}
     with pytest.raises(ConfigError, match="'WIDEEP': expected one of AUTO"):
-        override(values, "1.3.0rc")
-
-
-def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> None:
-    assert (
-        override({"cuda_graph_config": {"mode": "decode"}}, "1.3.0rc").values["cuda_graph_config"]["mode"] == "decode"
-    )
-    with pytest.raises(ConfigError, match=r"did you mean 'cuda_graph_config.max_batch_size'"):
-        override({"cuda_graph_config": {"max_batchsize": 3}}, "1.3.0rc")
+        override(values, "1.3.0rc27")
 
 
 # --- old spellings -------------------------------------------------------------------------------------

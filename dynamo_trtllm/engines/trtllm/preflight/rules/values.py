@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.config.base import suggest
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 
@@ -65,8 +66,14 @@ def encode_only(facts: RoleFacts) -> Violation | None:
     fix="set it to fcfs or priority, in small letters",
 )
 def waiting_queue_policy(facts: RoleFacts) -> Violation | None:
-    """Find a policy that is not a value of WaitingQueuePolicy (SchedulerConfig of 1.3.0rc27)."""
+    """Find a misspelled or shortened policy (WaitingQueuePolicy in SchedulerConfig of 1.3.0rc27).
+
+    Another word may be a policy of a newer candidate, so it is only noted as unchecked.
+    """
     value = facts.args.get(_QUEUE) if _QUEUE in facts.args.leaves else None
     if value is None or str(value) in _QUEUE_POLICIES:
         return None
-    return Violation(other=f"known: {', '.join(_QUEUE_POLICIES)}")
+    word = str(value).lower()
+    longer = next((policy for policy in _QUEUE_POLICIES if policy.startswith(word)), None)
+    meant = longer or suggest(word, _QUEUE_POLICIES)
+    return Violation(other=f"did you mean {meant}?", fix=f"set it to {meant}") if meant else None
