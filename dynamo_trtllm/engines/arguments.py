@@ -157,12 +157,22 @@ def described_library_arguments(args: LibraryArgs) -> Described:
     release, library = args.release, args.release.library
     title = f"{library.name} {release.title}"
     keys = [key for key in library_schema.every_key(release, args.values) if key not in library.engine_set]
-    every = {key: SourcedValue(args.get(key), f"default ({library.name} {release.name})") for key in keys}
+    every = {key: _default(args, key) for key in keys}
     sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
     every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
     order = {key: i for i, key in enumerate(release.fields(library.root))}
     ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
     return Described(title, args.leaves, ordered, args.notes)
+
+
+def _default(args: LibraryArgs, key: str) -> SourcedValue:
+    """Return the release's default of an argument. Its source says if the argument's class was read in part only."""
+    release = args.release
+    _, field, owner = library_schema.find(release, key)
+    is_known = field is None or field.default_known
+    extent = ", read in part" if release.is_in_part(owner) else ""
+    source = f"default ({release.library.name} {release.name}{extent})"
+    return SourcedValue(args.get(key) if is_known else "not read", source)
 
 
 def given_sources(config: WorkerConfig, flags: Mapping[str, str]) -> list[Source]:

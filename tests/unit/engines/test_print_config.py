@@ -58,12 +58,14 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
     text = main.table(worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4"))
     title = text.splitlines()[1]
-    assert "TensorRT-LLM 1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)" in title
+    assert "TensorRT-LLM 1.4.0rc4, kernels profile hopper" in title
     assert "TensorRT-LLM is not installed" in title
     found = rows(text)
     assert found["tensor_parallel_size"].split(maxsplit=1) == ["4", "flag --tensor-parallel-size"]
-    assert found["moe_config.backend"].split(maxsplit=1) == ["AUTO", "default (TensorRT-LLM 1.3.0rc)"]
-    assert found["enable_chunked_prefill"].split(maxsplit=1) == ["false", "default (TensorRT-LLM 1.3.0rc)"]
+    assert found["moe_config.backend"].split(maxsplit=1) == ["AUTO", "default (TensorRT-LLM 1.4.0rc4)"]
+    part = "default (TensorRT-LLM 1.4.0rc4, read in part)"
+    assert found["enable_chunked_prefill"].split(maxsplit=1) == ["false", part]
+    assert found["kv_cache_config.mixed_precision_first_n"].startswith("not read ")  # its default is unknown
 
 
 def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ ERRORS = [
         "waiting-queue-policy",
         "error",
         decode={"scheduler_config.waiting_queue_policy": "prio"},
-        known={"release": "1.3.0rc27"},
+        known={"release": "1.3.0rc29"},
     ),
     Planted(
         "inflight-cancel-transceiver",
