@@ -15,7 +15,7 @@ import pytest
 
 _CONNECTOR = "dynamo_trtllm.engines.vllm.connector"  # modifies vLLM when it is imported
 FAKES = Path(__file__).parent / "fakes"
-RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29")
+RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29", "1.4.0rc1")
 
 
 @contextmanager

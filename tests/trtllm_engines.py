@@ -37,8 +37,8 @@ async def start_engines(package: Any, folder: Path, **args: Any) -> AsyncIterato
 
 
 def full_sampler(package: Any) -> dict[str, Any]:
-    """Return the arguments of the sampler that supports all fields of requests. 1.0 and 1.3 need none."""
-    return {"sampler_type": "TRTLLMSampler"} if (1, 1) <= package.standin.release.LINE < (1, 3) else {}
+    """Return the arguments of the sampler that supports all fields of requests. From 1.3 on, none is needed."""
+    return {"sampler_type": "TRTLLMSampler"} if package.standin.release.LINE < (1, 3) else {}
 
 
 async def check_engines_idle(package: Any) -> None:

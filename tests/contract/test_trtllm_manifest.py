@@ -119,6 +119,7 @@ def without(release: ApiManifest, owner: str, name: str) -> ApiManifest:
     owners = {key: value for key, value in release.owners.items() if key != f"{owner}.{name}"}
     renamed = copy.copy(release)
     renamed.owners = {**owners, owner: {**fields, "renamed": next(iter(fields.values()), None)}}  # type: ignore[dict-item]
+    renamed.not_read = release.not_read - {f"{owner} in part"}
     renamed.members = release.members - {f"{owner}.{name}"}
     return renamed
 

@@ -58,7 +58,8 @@ def _default(field: Any) -> Any:
 
 def _names(owner: str, has: dict[str, Any], release: ApiManifest) -> list[str]:
     read = release.fields(owner)
-    found = [f"{owner}.{name} is new" for name in has.keys() - read.keys()]
+    new = set() if release.is_in_part(owner) else has.keys() - read.keys()
+    found = [f"{owner}.{name} is new" for name in new]
     found += [f"{owner}.{name} is missing" for name in read.keys() - has.keys()]
     for name in has.keys() & read.keys():
         field = read[name]

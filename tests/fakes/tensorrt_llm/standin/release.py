@@ -45,20 +45,38 @@ def field_names(owner: str) -> list[str]:
 
 
 def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Every field of `owner` with its value. Raises ValueError naming a key that the played release lacks."""
+    """Every field of `owner` with its value. Raises ValueError naming a key that the played release lacks.
+
+    What was read in part takes every key and every word: nothing is known to be refused.
+    """
     known, more = RELEASE.fields(owner), _more_fields().get(owner, {})
     checked = more | {name: field.default for name, field in known.items()}
     for name, value in given.items():
-        if name not in checked:
+        if name in known:
+            checked[name] = _checked(owner, known[name], value, f"{where}{name}")
+        elif name in more or RELEASE.is_in_part(owner):
+            checked[name] = value
+        else:
             raise ValueError(f"{where}{name}: Extra inputs are not permitted (TensorRT-LLM {VERSION}, {owner})")
-        checked[name] = _checked(known[name], value, f"{where}{name}") if name in known else value
     return checked
 
 
-def _checked(field: ManifestField, value: Any, where: str) -> Any:
+def _allowed(owner: str, field: ManifestField) -> tuple[str, ...]:
+    """The words that a Literal or an enumeration allows; () if there may be more."""
     literal = re.search(r"Literal(\[.*?\])", field.type)
-    allowed = ast.literal_eval(literal[1]) if literal else []
-    if allowed and value is not None and not isinstance(value, (dict, list)) and value not in allowed:
+    if literal is not None:
+        return () if RELEASE.is_in_part(owner) else tuple(ast.literal_eval(literal[1]))
+    for name in re.findall(r"\w+", field.type):
+        is_complete = name not in RELEASE.open_enums and not name.endswith("Config")
+        if RELEASE.values(name) and is_complete:
+            return RELEASE.values(name)
+    return ()
+
+
+def _checked(owner: str, field: ManifestField, value: Any, where: str) -> Any:
+    allowed = _allowed(owner, field)
+    word = value.upper() if "LoadFormat" in field.type and isinstance(value, str) else value
+    if allowed and isinstance(word, str) and word not in allowed:
         raise ValueError(f"{where}: Input should be one of {', '.join(allowed)}, not {value!r}")
     if isinstance(value, dict):
         for nested in re.findall(r"\w+Config", field.type):
