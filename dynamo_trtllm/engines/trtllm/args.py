@@ -423,10 +423,9 @@ def _advice(
             notes.append(f"{source}: {key} TRITON is dropped: 1.3 deprecates it, and AUTO takes it while it exists")
             continue
         if _is_default(release, key, leaf.value, decided_values):
-            notes.append(
-                f"{source}: {key} {leaf.value} is not passed on: it is the default of TensorRT-LLM {release.title}, "
-                "which a model may replace with its own"
-            )
+            if key not in decided:
+                default = f"the default of TensorRT-LLM {release.title}, which a model may replace with its own"
+                notes.append(f"{source}: {key} {leaf.value} is not passed on: it is {default}")
             continue
         if _EITHER.get(key) not in decided:
             applied[key] = leaf

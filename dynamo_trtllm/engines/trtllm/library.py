@@ -107,10 +107,12 @@ class TrtllmLibrary:
             return size
         try:
             async with asyncio.timeout(REPORT_S):
-                return kv_cache_size(await run_in_daemon_thread(self.llm.get_kv_cache_capacity, name="trtllm-capacity"))
+                capacity = await run_in_daemon_thread(self.llm.get_kv_cache_capacity, name="trtllm-capacity")
         except Exception as exc:  # noqa: BLE001 - of any class, as for statistics; the size is assumed then
             _log.warning("no KV cache capacity from TensorRT-LLM: %s: %s", type(exc).__name__, exc)
             return size
+        found = kv_cache_size(capacity)
+        return found if found.block_tokens else size
 
     def prepare(self, request: GenerateRequest, kv_params: KvTransferParams | None) -> TrtllmCall:
         """See `Library.prepare`."""

@@ -52,7 +52,7 @@ def check_kv_events(facts: RoleFacts) -> None:
 def with_hash_algorithm(values: Mapping[str, Any], bindings: TrtllmBindings) -> dict[str, Any]:
     """Return the arguments of `LLM`, with numbers as the names of blocks in KV events, which need no conversion.
 
-    Nothing changes if the user has chosen an algorithm, or if the installed package has no choice.
+    Nothing changes if the user has chosen an algorithm, or if the installed package has no such argument.
 
     Args:
         values: the arguments.

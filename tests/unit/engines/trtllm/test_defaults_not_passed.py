@@ -93,3 +93,12 @@ def test_pair_when_its_tensor_parallel_sizes_differ_then_its_own_files_set_the_a
     assert differ is ("k8s-disagg" in folder.parts)
     for file in (prefill, decode):
         assert file.get("attn_backend") == ("TRTLLM" if differ else None)
+
+
+def test_args_when_a_user_overrides_a_profiles_default_then_nothing_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("engine_args: {attn_backend: TRTLLM}\n")
+    chosen = {"attn_backend": "FLASHINFER"}
+    args = merged(release_for("1.3.0rc29"), kernels_profile=str(path), override_engine_args=chosen)
+    assert args.values["attn_backend"] == "FLASHINFER"
+    assert [note for note in args.notes if "attn_backend" in note] == []

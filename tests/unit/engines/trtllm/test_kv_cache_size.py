@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary
 from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, kv_cache_size, size_change
 from dynamo_trtllm.engines.trtllm.reports.statistics import StatsPoller
+from dynamo_trtllm.messages import Role
+from tests.unit.engines.trtllm.fake_bindings import make
 
 
 @pytest.mark.parametrize(
@@ -54,3 +59,31 @@ async def test_first_size_when_statistics_come_then_it_is_returned_and_without_t
     assert await poller.first_kv_cache(10.0) == KvCacheSize(9, 64)
     assert await poller.first_kv_cache(0.0) == KvCacheSize(9, 64)  # the last row's, from now on
     poller.stop()
+
+
+@pytest.mark.parametrize(
+    ("answer", "size", "logged"),
+    [
+        ({"return_value": {"maxNumBlocks": 9, "tokensPerBlock": 64}}, KvCacheSize(9, 64), ""),
+        ({"return_value": {}}, KvCacheSize(), ""),
+        ({"side_effect": RuntimeError("no rank answers")}, KvCacheSize(), "RuntimeError: no rank answers"),
+    ],
+)
+async def test_size_when_there_are_no_statistics_then_the_engines_own_call_is_asked(
+    answer: dict[str, Any],
+    size: KvCacheSize,
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, llm = make(Role.AGGREGATED)
+    library = engine.library
+    assert isinstance(library, TrtllmLibrary)
+    assert await library.kv_cache_size() == KvCacheSize()  # a release without this call
+    monkeypatch.setattr(llm, "get_kv_cache_capacity", Mock(**answer), raising=False)
+    monkeypatch.setattr(library.bindings, "has_kv_cache_capacity", True)
+    with caplog.at_level(logging.WARNING):
+        assert await library.kv_cache_size() == size
+    assert ("no KV cache capacity from TensorRT-LLM" in caplog.text) is bool(logged)
+    assert logged in caplog.text
+    await engine.aclose()
