@@ -9,13 +9,14 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
+    MAX_LABEL,
     Id,
     Label,
     List,
     LongText,
-    Object,
     RequestModel,
     agreed,
+    check_object,
     check_size,
     first_repeated,
     invalid,
@@ -175,10 +176,15 @@ Tools = Annotated[
 ]
 
 
+def _template_args(value: Any) -> Any:
+    check_size(value, MAX_TEMPLATE_BYTES)
+    return check_object(value, most=MAX_TEMPLATE_ARGS, key_chars=MAX_LABEL)
+
+
 TemplateArgs = Annotated[
-    Object[Label, Any],
+    dict[Label, Any],
     Field(max_length=MAX_TEMPLATE_ARGS, description=f"At most {MAX_TEMPLATE_BYTES} bytes of JSON."),
-    BeforeValidator(lambda args: check_size(args, MAX_TEMPLATE_BYTES)),
+    BeforeValidator(_template_args),
 ]
 
 

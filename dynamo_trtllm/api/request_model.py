@@ -31,7 +31,6 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 M = TypeVar("M", bound="RequestModel")
-K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_VALUES: Final = 1_250_000  # ",", "[" and "{" in a body; enough for 128 prompts of 8,192 token ids
@@ -44,7 +43,6 @@ MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
 _MAX_NAME: Final = 64  # characters of each
 
 List = Annotated[list[V], Field(fail_fast=True)]
-Object = Annotated[dict[K, V], Field(fail_fast=True)]
 LongText = Annotated[str, Field(max_length=MAX_TEXT)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
@@ -228,6 +226,33 @@ def check_size(value: Any, most: int) -> Any:
         invalid("is nested too deeply")
     if size > most:
         invalid(f"may have {most} bytes of JSON at most, not {size}")
+    return value
+
+
+def check_object(value: Any, *, most: int, key_chars: int, value_chars: int | None = None) -> Any:
+    """Return the value. A validator rejects it at its first wrong entry.
+
+    pydantic has `fail_fast` for lists since 2.8 and for objects since 2.14, and TensorRT-LLM's images have older ones.
+
+    Args:
+        value: What the client sent.
+        most: Maximum number of entries.
+        key_chars: Maximum characters of a key.
+        value_chars: Maximum characters of a value, which must be a string. None: values may have any type.
+    """
+    if not isinstance(value, dict):
+        invalid(f"must be an object, not {kind_of(value)}")
+    if len(value) > most:
+        invalid(f"may have {most} entries at most, not {len(value)}")
+    for key, entry in value.items():
+        if len(key) > key_chars:
+            invalid(f"may have keys of {key_chars} characters at most; {shown(key)} has {len(key)}")
+        if value_chars is None:
+            continue
+        if not isinstance(entry, str):
+            invalid(f"must be a string, not {kind_of(entry)}", field=key)
+        if len(entry) > value_chars:
+            invalid(f"may have {value_chars} characters at most, not {len(entry)}", field=key)
     return value
 
 

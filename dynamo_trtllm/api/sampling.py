@@ -14,12 +14,13 @@ import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynamo_trtllm.api.request_model import (
+    MAX_LABEL,
     Id,
     Label,
     List,
-    Object,
     RequestModel,
     agreed,
+    check_object,
     check_size,
     invalid,
     kind_of,
@@ -77,7 +78,7 @@ def _stops(value: Any) -> Any:
 
 
 BiasSent: TypeAlias = Annotated[
-    Object[
+    dict[
         Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)], Annotated[float, Field(ge=-100, le=100)]
     ],
     Field(max_length=MAX_BIASED),
@@ -86,7 +87,15 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[List[Stop], Field(max_length=MAX_STOPS)]
 
 
-Metadata = Annotated[Object[Annotated[str, Field(max_length=MAX_METADATA_KEY)], Label], Field(max_length=MAX_METADATA)]
+def _metadata(value: Any) -> Any:
+    return check_object(value, most=MAX_METADATA, key_chars=MAX_METADATA_KEY, value_chars=MAX_LABEL)
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=MAX_METADATA_KEY)], Label],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(_metadata),
+]
 
 
 class StreamOptions(RequestModel):
@@ -156,7 +165,7 @@ class SamplingFields(RequestModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: Annotated[
-        Object[int, float], Field(max_length=MAX_BIASED), BeforeValidator(_bias, json_schema_input_type=BiasSent)
+        dict[int, float], Field(max_length=MAX_BIASED), BeforeValidator(_bias, json_schema_input_type=BiasSent)
     ] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)

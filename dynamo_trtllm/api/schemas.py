@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import orjson
 from pydantic import BeforeValidator, Field
 
-from dynamo_trtllm.api.request_model import LongText, Object, check_size, cut, invalid, kind_of, shown
+from dynamo_trtllm.api.request_model import LongText, check_size, cut, invalid, kind_of, shown
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_DEPTH: Final = 48
@@ -28,7 +28,7 @@ def check_schema(value: Any) -> Any:
 
 
 Schema = Annotated[
-    Object[LongText, Any],
+    dict[LongText, Any],
     Field(max_length=MAX_SCHEMA_BYTES, description=f"At most {MAX_SCHEMA_BYTES} bytes of JSON, {MAX_DEPTH} levels."),
     BeforeValidator(check_schema),
 ]
