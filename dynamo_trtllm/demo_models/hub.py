@@ -5,6 +5,7 @@ The library huggingface_hub is imported at first use. It reads HF_ENDPOINT, HF_H
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ _WEIGHTS: Final = "*.safetensors"
 _NEEDED: Final = [_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _NOT_NEEDED: Final = ["*/*", "consolidated*"]  # the same weights in other formats
 _GIB: Final = 1 << 30
+# huggingface_hub's names of the progress bars that count the bytes of the files: one for all, before 1.0 one for each
+_BARS_OF_BYTES: Final = {"huggingface_hub.snapshot_download", "huggingface_hub.http_get", "huggingface_hub.xet_get"}
 
 Show = Callable[[str], None]
 
@@ -107,7 +110,8 @@ class Hub:
         show(f"downloading {model.name}: {model.download_bytes / _GIB:.1f} GiB to {model.folder}")
         with _stop_on_signals() as is_stopping, self._errors(model.name, model.revision):
             progress = _progress(model.download_bytes, show, is_stopping)
-            self._snapshot(model.name, model.revision, tqdm_class=progress)
+            with _as_bar_of_each_file(progress):
+                self._snapshot(model.name, model.revision, tqdm_class=progress)
         return model.folder
 
     def _cached(self, name: str, revision: str | None) -> HubModel | None:
@@ -139,9 +143,10 @@ class Hub:
         from huggingface_hub import constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        # The HTTP library differs between releases. The base classes of this error are that of the library's errors and
-        # OSError, which also covers a missing network and a full disk. hf-xet, a faster download, raises RuntimeError.
-        known: tuple[type[Any], ...] = (HFValidationError, RuntimeError, *HfHubHTTPError.__bases__)
+        # OSError covers a full disk, a missing network, and before 1.0 all errors of the HTTP library. From 1.0 on, a
+        # base class of HfHubHTTPError is that of the HTTP library's errors. hf-xet, a faster download, raises
+        # RuntimeError.
+        known: tuple[type[Any], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
         try:
             yield
         except BrokenPipeError:  # the reader of this program's output has exited
@@ -210,6 +215,26 @@ def _stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+class _Progress:
+    """Bytes that were downloaded, and a line for each tenth of all."""
+
+    def __init__(self, total: int, show: Show) -> None:
+        self._total = max(1, total)
+        self._show = show
+        self._lock = threading.Lock()  # before 1.0, each file's thread adds its own bytes
+        self._bytes = 0
+        self._tenths = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+            tenths = min(10 * self._bytes // self._total, 10)
+            if tenths <= self._tenths:
+                return
+            self._tenths = tenths
+            self._show(f"downloaded {10 * tenths}% of {self._total / _GIB:.1f} GiB")
+
+
 def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]:
     """Return the class of progress bars for huggingface_hub; without a terminal, it writes a line for each tenth.
 
@@ -221,22 +246,35 @@ def _progress(total: int, show: Show, is_stopping: threading.Event) -> type[Any]
     from huggingface_hub.utils.tqdm import tqdm
 
     has_terminal = sys.stderr.isatty()
+    progress = _Progress(total, show)
 
     class Progress(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            self._is_total = options.get("name") == "huggingface_hub.snapshot_download"  # not of one file
-            self._bytes = self._tenths = 0
+            self._is_counted = options.get("name") in _BARS_OF_BYTES
             super().__init__(*args, **{**options, "disable": not has_terminal})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
             if is_stopping.is_set():
                 raise KeyboardInterrupt
-            self._bytes += int(n or 0)
-            tenths = min(10 * self._bytes // max(1, total), 10)
-            if self._is_total and not has_terminal and tenths > self._tenths:
-                self._tenths = tenths
-                show(f"downloaded {10 * tenths}% of {total / _GIB:.1f} GiB")
+            if self._is_counted and not has_terminal:
+                progress.add(int(n or 0))
             shown: bool | None = super().update(n)
             return shown
 
     return Progress
+
+
+@contextmanager
+def _as_bar_of_each_file(progress: type[Any]) -> Iterator[None]:
+    """Make huggingface_hub use a class for the progress bars of single files.
+
+    Before 1.0, `snapshot_download` counts files with its `tqdm_class`, and only these bars count bytes. Later releases
+    don't show them.
+    """
+    module: Any = importlib.import_module("huggingface_hub.utils.tqdm")  # the attribute of this name is the class
+    original = module.tqdm
+    module.tqdm = progress
+    try:
+        yield
+    finally:
+        module.tqdm = original

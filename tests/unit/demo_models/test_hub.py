@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from dynamo_trtllm.errors import ConfigError
 from tests.hub_server import COMMIT, NAME, HubServer
 from tests.waiting import SOON_S
 
+# TensorRT-LLM 1.1 and 1.2 pin a transformers that needs huggingface_hub below 1.0
+IS_BEFORE_1 = importlib.metadata.version("huggingface_hub").startswith("0.")
 WEIGHTS = bytes(range(256)) * 4000
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -96,6 +99,9 @@ def test_download_when_the_connection_is_cut_then_it_continues_where_it_was(
     monkeypatch.setattr(time, "sleep", lambda _: None)  # pause between attempts of huggingface_hub
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what is kept of a cut download
     server.cut_after = [300_000]
+    if IS_BEFORE_1:  # it does not try again by itself
+        with pytest.raises(ConfigError, match="can't be reached or broke off"):
+            hub.download(hub.find(NAME), lambda _: None)
     folder = hub.download(hub.find(NAME), lambda _: None)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert server.ranges == [f"bytes={4 << 16}-"]
@@ -114,7 +120,7 @@ def test_download_when_it_fails_then_the_next_one_keeps_complete_files(
     assert (hub.download(found, lambda _: None) / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_download_when_interrupted_then_it_ends_at_the_next_bytes_and_leaves_no_partial_file(
+def test_download_when_interrupted_then_it_ends_at_the_next_bytes(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
@@ -136,8 +142,10 @@ def test_download_when_interrupted_then_it_ends_at_the_next_bytes_and_leaves_no_
     with pytest.raises(KeyboardInterrupt):
         hub.download(found, lambda _: None)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert not [path for path in found.folder.parents[2].rglob("*") if "incomplete" in path.name]
     assert not (found.folder / "model.safetensors").exists()
+    partial = [path for path in found.folder.parents[2].rglob("*.incomplete") if path.stat().st_size]
+    assert IS_BEFORE_1 or not partial  # before 1.0 they stay, and the next download continues them
+    assert all(path.stat().st_size < len(WEIGHTS) for path in partial)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +176,7 @@ def test_find_when_only_the_files_are_gated_then_nothing_large_is_tried(hub: Hub
     assert not [line for line in server.requests if line.startswith("GET") and line.endswith("safetensors")]
 
 
+@pytest.mark.skipif(IS_BEFORE_1, reason="before 1.0, huggingface_hub reads the variable when it makes its sessions")
 def test_find_when_offline_and_not_in_the_cache_then_no_request_and_one_line(
     hub: Hub, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
