@@ -125,8 +125,9 @@ def test_context_when_built_then_without_secrets_history_and_caches(path: str) -
 
 @pytest.mark.parametrize("path", PATHS)
 def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) -> None:
-    """What it brings along is bounded by pyproject.toml, and by nothing else."""
-    installs = re.findall(r"pip install ([^&\n]+)", "\n".join(f"{w} {r}" for w, r in instructions(path)))
+    """What it brings along is bounded by pyproject.toml, and by the packages of the image."""
+    text = "\n".join(f"{word} {rest}" for word, rest in instructions(path))
+    installs = re.findall(r"(?:pip install|RUN install_beside /opt/dynamo) ([^&\n]+)", text)
     assert installs
     for install in installs:
         words = [word for word in shlex.split(install.replace("$(echo /wheels/*.whl)", "WHEEL")) if word[0] != "-"]
@@ -134,6 +135,14 @@ def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) 
         extras = re.fullmatch(r"(?:WHEEL|/wheels/\*\.whl)(?:\[(\w+)\])?", wheel)
         assert extras is not None
         assert extras[1] is None or extras[1] in EXTRAS
+
+
+@pytest.mark.parametrize("name", ["trtllm", "vllm"])
+def test_engine_image_when_built_then_no_package_of_the_base_is_replaced(name: str) -> None:
+    """test_install_beside.py runs the script."""
+    lines = instructions(ROOT / "deploy" / "container" / f"Containerfile.{name}")
+    assert ("COPY", "--chmod=0755 deploy/container/install_beside /usr/local/bin/install_beside") in lines
+    assert not [rest for word, rest in lines if word == "RUN" and "pip install" in rest]
 
 
 @pytest.mark.parametrize("path", PATHS)
