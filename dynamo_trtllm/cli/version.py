@@ -1,6 +1,8 @@
 """Show the version of this package, and which engines, GPUs, libraries and servers are found (`dynamo-trtllm version`).
 
-It imports none of them: it reads package metadata, and runs `nvidia-smi`, `etcd` and `nats-server` for a moment.
+A library that this package and an installed engine both use is shown with the requirement of the engine that it breaks.
+The command imports none of them: it reads package metadata, and runs `nvidia-smi`, `etcd` and `nats-server` for a
+moment.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import format_table
@@ -31,6 +37,26 @@ _ENGINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "vllm": ("vllm", ("vllm",)),
     "torch": ("torch", ("torch", "transformers", "safetensors", "llguidance")),
 }
+# Packages that TensorRT-LLM or vLLM import, and this package too
+_SHARED = (
+    "huggingface-hub",
+    "jinja2",
+    "llguidance",
+    "msgspec",
+    "numpy",
+    "nvidia-ml-py",
+    "openai-harmony",
+    "prometheus-client",
+    "protobuf",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "uvloop",
+    "xxhash",
+)
+_PINNING = ("tensorrt-llm", "vllm")
 _UNKNOWN = "unknown version"
 
 
@@ -48,6 +74,8 @@ def versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "engines": {name: _engine(*needs) for name, needs in _ENGINES.items()} | {"mock": __version__},
+        "packages": {name: _package(name) for name in _SHARED},
+        "broken_pins": [pin for engine in _PINNING for pin in _broken_pins(engine)],
         "nixl": next((version for name in _NIXL if (version := _package(name))), None),
         "ucx": _ucx(),
         "etcd": _server(etcd_binary),
@@ -69,6 +97,25 @@ def _package(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _broken_pins(engine: str) -> Iterator[dict[str, str]]:
+    """Yield the requirements of an installed engine that a shared package does not meet."""
+    release = _package(engine)
+    if release is None:
+        return
+    for text in importlib.metadata.requires(engine) or ():
+        try:
+            requirement = Requirement(text)
+            name = canonicalize_name(requirement.name)
+            found = _package(name) if name in _SHARED else None
+            is_met = found is None or requirement.specifier.contains(Version(found), prereleases=True)
+        except (InvalidRequirement, InvalidVersion):
+            continue  # there is nothing to compare
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if found is not None and applies and not is_met:
+            requires = str(requirement.specifier)
+            yield {"package": name, "version": found, "engine": f"{engine} {release}", "requires": requires}
 
 
 def _ucx() -> str | None:
@@ -103,12 +150,19 @@ def _output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def _breaks(pin: Mapping[str, str]) -> str:
+    return f" (but {pin['engine']} requires {pin['requires']})"
+
+
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     missing = "not installed"
     yield "dynamo_trtllm", found["dynamo_trtllm"]
     yield "Python", f"{found['python']} on {found['platform']}"
     for engine, version in found["engines"].items():
         yield f"engine {engine}", "built in" if engine == "mock" else version or missing
+    for name, version in found["packages"].items():
+        if version is not None:
+            yield name, version + "".join(_breaks(pin) for pin in found["broken_pins"] if pin["package"] == name)
     yield "NIXL", found["nixl"] or missing
     yield "UCX", found["ucx"] or missing
     for name, key in (("etcd", "etcd"), ("NATS", "nats_server")):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from dynamo_trtllm import __version__
 from dynamo_trtllm.cli import version
 from dynamo_trtllm.cli.version import main, versions
 from dynamo_trtllm.errors import ConfigError
+from tests.package_index import RELEASES, write_image
 
 SMI = "#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 570.1'\necho '1, NVIDIA H200, 143771 MiB, 570.1'\n"
 
@@ -46,6 +49,7 @@ def test_version_when_typed_then_package_engines_libraries_servers_and_gpus(
     assert rows["etcd"].split()[1:2] == ["at"]
     assert rows["NATS"].split()[1:2] == ["at"]
     assert rows["GPU 1"].strip() == "NVIDIA H200, 143771 MiB, driver 570.1"
+    assert rows["pydantic"].strip() == importlib.metadata.version("pydantic")
     assert {"engine torch", "engine vllm", "engine trtllm", "NIXL", "UCX", "GPU 0"} <= rows.keys()
 
 
@@ -62,10 +66,52 @@ def test_version_when_nothing_is_installed_then_it_says_so_and_json_has_null(
     write(programs / "nvidia-smi", "#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     found = json.loads(shown(capsys, "--json"))
     assert found["engines"] == {"trtllm": None, "vllm": None, "torch": None, "mock": __version__}
+    assert set(found["packages"].values()) == {None}
+    assert found["broken_pins"] == []
     assert [found[name] for name in ("nixl", "ucx", "etcd", "nats_server", "gpus")] == [None, None, None, None, []]
     said = shown(capsys)
     assert said.count("not installed") == 7
     assert said.endswith("none (nvidia-smi lists none)\n")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release['name']}-{release['version']}")
+def test_version_when_an_image_is_as_released_then_its_packages_and_no_broken_pin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: dict[str, Any]
+) -> None:
+    write_image(tmp_path, release)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = versions()
+    assert found["packages"]["pydantic"] == release["image"]["pydantic"]
+    # transformers is no package of the recorded images, so that of this environment is found
+    assert [pin for pin in found["broken_pins"] if pin["package"] in release["image"]] == []
+
+
+def test_version_when_a_library_is_outside_the_pins_of_an_engine_then_the_pin_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (release,) = [found for found in RELEASES if found["version"] == "1.2.1"]
+    image = {**release["image"], "openai-harmony": "0.0.8", "numpy": "2.4.6", "transformers": "4.57.3"}
+    write_image(tmp_path, {**release, "image": image})
+    monkeypatch.syspath_prepend(tmp_path)
+    pins = json.loads(shown(capsys, "--json"))["broken_pins"]
+    engine = {"engine": "tensorrt-llm 1.2.1"}
+    assert [pin for pin in pins if pin["package"] in image] == [
+        {"package": "numpy", "version": "2.4.6", **engine, "requires": "<2"},
+        {"package": "openai-harmony", "version": "0.0.8", **engine, "requires": "==0.0.4"},
+    ]
+    rows = dict(line.split(None, 1) for line in shown(capsys).splitlines())
+    assert rows["openai-harmony"] == "0.0.8 (but tensorrt-llm 1.2.1 requires ==0.0.4)"
+    assert rows["transformers"] == "4.57.3"
+
+
+def test_version_when_a_pin_is_of_an_extra_or_can_not_be_read_then_it_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requires = ["numpy<1; extra == 'devel'", "numpy<1; python_version < '3'", "tokenizers @@ 1", "pydantic<1"]
+    image = {"numpy": "2.4.6", "tokenizers": "0.22", "pydantic": "unknown"}
+    write_image(tmp_path, {"name": "vllm", "version": "0.24.0", "image": image, "requires_dist": requires})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions()["broken_pins"] == []
 
 
 def test_version_when_a_part_of_an_engine_is_missing_then_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
