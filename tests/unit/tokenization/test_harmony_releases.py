@@ -1,4 +1,4 @@
-"""Prompts and answers of gpt-oss are the same with every openai-harmony: TensorRT-LLM pins 0.0.4, vLLM takes the newest.
+"""Prompts and answers of gpt-oss are the same with every openai-harmony, of which TensorRT-LLM pins 0.0.4.
 
 The ids in tests/data/harmony_ids.json were rendered with 0.0.8.
 """
