@@ -292,14 +292,15 @@ def statistics_note(args: TrtllmArgs) -> str:
     Dynamo has them off by default because of their time in each iteration (workers/llm_worker.py and publisher.py of
     1.7). TensorRT-LLM's default is off, too. They could not be measured without the real package.
     """
-    leaf = args.leaves[_STATISTICS]
-    if leaf.value:
+    leaf = args.leaves.get(_STATISTICS)
+    source = leaf.source if leaf is not None else "the release's default"  # a value that equals it is not passed on
+    if args.get(_STATISTICS):
         return (
-            f"{_STATISTICS} is true ({leaf.source}): it costs time in each step; KV metrics, the cost model and the "
+            f"{_STATISTICS} is true ({source}): it costs time in each step; KV metrics, the cost model and the "
             "detection of a stalled executor need it"
         )
     return (
-        f"{_STATISTICS} is false ({leaf.source}): this worker reports no KV blocks and no waiting requests, learns no "
+        f"{_STATISTICS} is false ({source}): this worker reports no KV blocks and no waiting requests, learns no "
         "cost model, does not notice a stalled executor, and can't apply --max-ticket-kv-fraction and "
         "--max-leaked-kv-fraction"
     )

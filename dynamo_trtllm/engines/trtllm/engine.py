@@ -160,7 +160,7 @@ class TrtllmEngine(ExternalEngine):
         # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's own dummy requests,
         # which have no salt (health_check.py of Dynamo 1.7).
         await self._warm_up(info, cache_salt=secrets.token_hex(8))
-        if self._args.values.get("enable_iter_perf_stats"):
+        if self._args.get("enable_iter_perf_stats"):
             library.poll_stats(self._step_reader())
         else:
             _log.warning("%s", statistics_note(self._args))
