@@ -137,8 +137,8 @@ class KvEventPublisher:
     the largest window have it. The ranks of attention DP count as one cache. A block whose parent was never stored has
     no prefix hash, and is skipped.
 
-    After lost events, all blocks are cleared. Those that are still in the cache, such as those of a system prompt, are
-    not stored again, but blocks that follow them are: then they are known again, with all blocks before them.
+    After lost events, all blocks are cleared. Blocks that stay in the cache, such as those of a system prompt, are not
+    stored again. When a block that follows them is stored, they are published again.
 
     Args:
         instance_id: id of the worker.

@@ -55,7 +55,7 @@ class StreamHandle(Protocol):
     def stop(self) -> bool:
         """Ask the source to end the stream soon. Its terminal event follows: an error, or KV that was computed by then.
 
-        Return False if the source can't, or need not because a cancel frees such KV. Then call `cancel`.
+        Return False if the source can't do this, or if a cancel frees its KV. In both cases the caller calls `cancel`.
         """
 
     @property

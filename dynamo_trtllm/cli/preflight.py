@@ -21,15 +21,17 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
+from dynamo_trtllm.engines.preflight_rules import SEVERITIES
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.trtllm import api_manifests as trtllm
+from dynamo_trtllm.engines.trtllm import api_manifests as trtllm_manifests
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, known_gpu
 from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table, transfer_s
-from dynamo_trtllm.engines.vllm import api_manifests as vllm
+from dynamo_trtllm.engines.vllm import api_manifests as vllm_manifests
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
+from dynamo_trtllm.sanitize import escape_controls
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,12 +71,18 @@ def as_text(report: Report) -> str:
     arguments = "\n".join(["arguments:", *notes]) if notes else ""
     end = f"{report.count('error')} errors, {report.count('warning')} warnings, {report.count('note')} notes"
     blocks = [head, *_findings(report), arguments, _memory(report), _handoff(report), end]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    text = "\n\n".join(block for block in blocks if block)
+    # Values come from files, which may have characters that move a terminal's cursor.
+    return "\n".join(escape_controls(line) for line in text.split("\n")) + "\n"
+
+
+def _severity(finding: tuple[str, Finding]) -> int:
+    """Return the sort key of a finding with its role: the most severe comes first."""
+    return SEVERITIES.index(finding[1].severity)
 
 
 def _findings(report: Report) -> Iterator[str]:
-    order = ("error", "warning", "note")
-    for role, finding in sorted(report.findings, key=lambda each: order.index(each[1].severity)):
+    for role, finding in sorted(report.findings, key=_severity):
         lines = [
             f"{finding.severity:<8} {role}: {finding.field}  [{finding.rule}]",
             finding.value,
@@ -149,7 +157,9 @@ def evaluate(config: PreflightConfig) -> Report:
     Raises:
         ConfigError: A file, model, GPU, release or flag does not exist.
     """
-    manifest, model, gpu = trtllm.release_for(config.release), _model(config.model_path), _gpu(config.gpu)
+    manifest = trtllm_manifests.release_for(config.release)
+    model = _model(config.model_path)
+    gpu = _gpu(config.gpu)
     report = Report(release=config.release, gpu=gpu.name if gpu else None)
     for role, name in ((Role.PREFILL, "prefill"), (Role.DECODE, "decode"), (Role.AGGREGATED, "agg")):
         path: Path | None = getattr(config, name)
@@ -198,14 +208,15 @@ def _rejected(path: Path, error: ConfigError) -> Finding:
 def _check_engine_of(path: Path) -> None:
     """Raise ConfigError if half of the arguments or more are unknown to TensorRT-LLM, and another engine knows one."""
     others: dict[str, Callable[[str], bool]] = {
-        "vllm": lambda key: schema.is_known(vllm.LIBRARY, key),
+        "vllm": lambda key: schema.is_known(vllm_manifests.LIBRARY, key),
         "torch": lambda key: key in TorchArgs.model_fields,
     }
     try:
         given = read_yaml(find_file(path))
     except ConfigError:
         return  # an unreadable file is a finding already
-    keys = [key for key in given if not schema.is_known(trtllm.LIBRARY, key)]
+    translated = trtllm_manifests.LIBRARY.moved.keys()
+    keys = [key for key in given if key not in translated and not schema.is_known(trtllm_manifests.LIBRARY, key)]
     if 2 * len(keys) < len(given):
         return
     for engine, has in others.items():

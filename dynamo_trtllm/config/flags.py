@@ -104,6 +104,8 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+    except RecursionError as exc:
+        raise ConfigError(f"{source} is nested too deep: expected a JSON object", field=field) from exc
     except json.JSONDecodeError as exc:
         raise ConfigError(
             f"{source} is {text!r}: expected a JSON object ({exc.msg} at column {exc.colno})", field=field

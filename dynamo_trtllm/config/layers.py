@@ -249,7 +249,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError(f"{where}: {getattr(exc, 'problem', None) or exc}") from exc
-    except ValueError as exc:  # a value looks like a date but is invalid, or is too long an integer
+    # A value looks like a date but is invalid, is too long an integer, or does not fit its tag (!!bool x).
+    except (ValueError, KeyError, AttributeError, IndexError) as exc:
         raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
         return {}

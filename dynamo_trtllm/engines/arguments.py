@@ -129,7 +129,7 @@ def check_source(layer: Source, release: ApiManifest) -> list[str]:
         release: API of the library.
 
     Returns:
-        A note for each key that can't be checked.
+        A note for each key, and for each word, that can't be checked.
 
     Raises:
         ConfigError: names the source and the key at fault.

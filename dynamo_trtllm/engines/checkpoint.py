@@ -44,6 +44,7 @@ class Checkpoint:
     sliding_window: int | None = None  # tokens
     num_sliding_layers: int = 0
     has_recurrent_layers: bool = False  # some layers keep a state of constant size instead of KV (hybrid models)
+    latent_kv_dim: int = 0  # values of one token in a layer with latent attention (MLA); 0: KV has heads
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
@@ -165,7 +166,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         sliding_window=config.count("sliding_window") if windows else None,
         num_sliding_layers=windows,
         has_recurrent_layers=_has_recurrent_layers(config),
-        num_experts=config.count("num_local_experts", config.count("num_experts", 0)),
+        latent_kv_dim=_latent_kv_dim(config),
+        num_experts=config.count("num_local_experts", config.count("num_experts", config.count("n_routed_experts", 0))),
         experts_per_token=config.count("num_experts_per_tok", config.count("experts_per_token", 0)),
         quantization=_quantization(config),
         kv_quantization=_kv_quantization(folder),
@@ -246,6 +248,13 @@ def _sliding_layers(config: _Fields) -> int:
     if not isinstance(kinds, list):
         return 0
     return sum(kind == "sliding_attention" for kind in kinds)
+
+
+def _latent_kv_dim(config: _Fields) -> int:
+    """Return the size of latent KV, of DeepSeek and its kin: one vector and its rotary part instead of heads."""
+    if not isinstance(config.get("kv_lora_rank"), int):
+        return 0
+    return config.count("kv_lora_rank") + config.count("qk_rope_head_dim", 0)
 
 
 # Values of `layer_types`, as of Qwen3-Next and of Granite 4.

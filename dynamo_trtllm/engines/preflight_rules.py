@@ -1,6 +1,6 @@
 """Define preflight rules, and evaluate them against facts about a worker, a pair of workers, or a live peer.
 
-A rule is a function that receives the facts and returns what it found. Its name, severity and texts stand in its
+A rule is a function that receives the facts and returns what it found. Its name, severity and texts are in its
 decorator. docs/preflight.md and docs/vllm.md are printed from them.
 """
 
@@ -14,7 +14,7 @@ from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.messages import Instance, Role
 
 Severity = Literal["error", "warning", "note"]
-_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Facts(Protocol):
@@ -176,4 +176,4 @@ def evaluate(sections: Sequence[RuleSection[F]], facts: F) -> list[Finding]:
     for section in sections:
         for rule in section.rules:
             findings.extend(rule.findings(facts))
-    return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -13,6 +13,8 @@ from dynamo_trtllm.engines import value_types
 from dynamo_trtllm.engines.manifests import ApiManifest, LibraryReleases, ManifestField, Presence
 from dynamo_trtllm.errors import ConfigError
 
+_LARGEST = 2**63 - 1
+
 
 class Found(NamedTuple):
     """Result of a search for a key in a release."""
@@ -84,7 +86,7 @@ def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
 
 def is_known(library: LibraryReleases, key: str) -> bool:
     """Return True if a known release or an unreleased commit has the argument."""
-    return bool(_where_else(library, key))
+    return _known_places(library, key) != ""
 
 
 def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str) -> Iterator[str]:
@@ -94,10 +96,10 @@ def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: 
         if presence is Presence.ABSENT:
             _reject(key, release, where)
         if presence is Presence.NOT_READ:
-            seen = f" (it is {places})" if (places := _where_else(release.library, key)) else ""
+            seen = f" (it is {places})" if (places := _known_places(release.library, key)) else ""
             schema = f"its schema in {release.library.name} {release.title}"
             yield f"{key} is passed on unchecked: {schema} is unknown{seen}"
-        elif field is not None and _is_open(value, field, owner, release):
+        elif field is not None and _is_open(key, value, field, owner, release):
             library = f"{release.library.name} {release.title}"
             yield f"{key} {value!r} is passed on unchecked: {library} may have more values"
         elif field is not None:
@@ -127,7 +129,7 @@ def _having(library: LibraryReleases, key: str) -> str:
     return ", ".join(each.name for each in library.releases if find(each, key).presence is Presence.PRESENT)
 
 
-def _where_else(library: LibraryReleases, key: str) -> str:
+def _known_places(library: LibraryReleases, key: str) -> str:
     """Return where the argument is known; "" if nowhere."""
     if having := _having(library, key):
         return f"in {having}"
@@ -138,15 +140,21 @@ def _where_else(library: LibraryReleases, key: str) -> str:
     return "in an unreleased commit" if is_planned else ""
 
 
-def _is_open(value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
-    """Return True if a value has no other fault than a word that is not listed, where not all words were read."""
-    if value_types.fits(value, field.type, release):
+def _is_open(key: str, value: Any, field: ManifestField, owner: str, release: ApiManifest) -> bool:
+    """Return True if a value has no other fault than a word that is not listed, where not all words were read.
+
+    A word that is known to be removed is not meant.
+    """
+    is_removed = str(value) in release.library.removed_values.get(key, {})
+    if is_removed or value_types.fits(value, field.type, release):
         return False
     return value_types.may_fit(value, field.type, release, is_in_part=release.is_in_part(owner))
 
 
 def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
     low, high = release.library.ranges.get(key, (None, None))
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ConfigError(f"{where}: {key} has {len(str(abs(value)))} digits: expected a number of 64 bits", field=key)
     if not value_types.fits(value, field.type, release):
         expected = value_types.description(field.type, release)
     elif low is not None and not _is_within(value, low, high):

@@ -89,7 +89,7 @@ def fits(value: Any, annotation: str, release: ApiManifest) -> bool:
 def may_fit(value: Any, annotation: str, release: ApiManifest, *, is_in_part: bool) -> bool:
     """Return True if an argument may have this value in a build whose words were not all read.
 
-    A listed word in another case does not fit: it is misspelled, and not new.
+    A listed word in another case does not fit: it is a misspelling.
 
     Args:
         value: the value.

@@ -66,7 +66,8 @@ def log_thread_stacks(logger: logging.Logger) -> None:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        message, stack = f"stack of thread {names.get(ident, ident)}", "".join(traceback.format_stack(frame))
+        message = f"stack of thread {names.get(ident, ident)}"
+        stack = "".join(traceback.format_stack(frame))
         logger.handle(
             logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, sinfo=stack.rstrip("\n"))
         )

@@ -267,9 +267,9 @@ class EndpointServer:
         self._close(stream)
 
     def _on_cancel(self, stream: ServerStream, *, awaits_kv: bool) -> None:
-        """Close a stream, unless its caller collects KV that the call may still offer, or has offered already."""
+        """Handle a cancel. With `awaits_kv`, the caller still reads the last frame, which may offer KV."""
         if awaits_kv and (stream.has_ended or stream.handle.stop()):
-            return  # its last frame is on the way or follows; until then the caller is watched
+            return  # the stream is removed after its last frame, or when its caller is lost
         self._close(stream)  # if it has ended, its caller did not receive the terminal chunk
 
     def _close(self, stream: ServerStream) -> None:

@@ -80,13 +80,13 @@ class ExternalCall(Stream):
         A decode call that was cancelled before this task began is still submitted if only its fetch frees the KV at
         the prefill worker. It is aborted as any other one that fetches.
         """
-        if self.has_ended and not self._collects_kv:
+        if self.has_ended and not self._must_fetch_kv:
             return
         error: DynamoError | None = None
         try:
             self._call = self._engine.prepare(self._request_to_run())
             if self.has_ended:
-                self._abort_after_fetch(self._call)
+                self._limit_fetch(self._call)
             else:
                 self._start_timer()
             await self._call.run(self)
@@ -103,7 +103,7 @@ class ExternalCall(Stream):
             error = None  # its traceback refers to this frame: a cycle that would keep the request in memory
 
     @property
-    def _collects_kv(self) -> bool:
+    def _must_fetch_kv(self) -> bool:
         """True while a decode call has not fetched its KV, if nothing else frees this KV at the prefill worker."""
         return self.is_fetching and self._engine.keeps_unfetched_kv
 
@@ -279,15 +279,17 @@ class ExternalCall(Stream):
     def _close(self, last: StreamEvent | None) -> None:
         call = self._call
         if call is None:
-            if last is not None or not self._collects_kv:  # else the task submits it
+            # `_run` submits a cancelled decode call all the same, if only its fetch frees the KV.
+            is_submitted_later = last is None and self._must_fetch_kv
+            if not is_submitted_later:
                 self._end()
         elif self.is_fetching and not self._engine.library.can_abort_fetch:
-            self._abort_after_fetch(call)
+            self._limit_fetch(call)
         else:
             self._abort(call)
 
-    def _abort_after_fetch(self, call: LibraryCall) -> None:
-        """Let `on_result` abort the call at its first result, which shows that the KV has been fetched."""
+    def _limit_fetch(self, call: LibraryCall) -> None:
+        """Wait at most KV_WAIT_S for the first result, which shows that the KV was fetched. `on_result` aborts then."""
         self._due_in(KV_WAIT_S, lambda: self._give_up_fetch(call))
 
     def _give_up_fetch(self, call: LibraryCall) -> None:

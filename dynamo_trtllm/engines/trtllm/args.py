@@ -150,6 +150,8 @@ def translate(layer: Source, notes: list[str]) -> Source:
     work = _Work(copy.deepcopy(dict(layer.values)), layer.source, notes)
     if isinstance(work.values.get(_LIFTED), Mapping):
         for key, value in work.values.pop(_LIFTED).items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{layer.source}: key {key!r} of {_LIFTED} is not text; quote it", field=_LIFTED)
             work.put(f"{_LIFTED}.{key}", key, value)
     for old, new in LIBRARY.moved.items():
         work.move(old, new)
@@ -183,6 +185,8 @@ class _Work(NamedTuple):
             self._agree("use_cuda_graph", "cuda_graph_config", current is not None)
             self._note("use_cuda_graph", "cuda_graph_config, which is on by default")
         elif is_on is not None:
+            current = self.values.get("cuda_graph_config")
+            self._agree("use_cuda_graph", "cuda_graph_config", current is None)
             self.values["cuda_graph_config"] = None
             self._note("use_cuda_graph", "cuda_graph_config: null")
 

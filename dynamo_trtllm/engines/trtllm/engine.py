@@ -34,8 +34,8 @@ from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, apply_profile, statist
 from dynamo_trtllm.engines.trtllm.bindings import PACKAGE, TrtllmBindings, release_line
 from dynamo_trtllm.engines.trtllm.library import TrtllmLibrary, error_text
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
-from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
-from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE, KvCacheSize, check_block_size
+from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, BUFFER, TIMEOUT, RoleFacts
+from dynamo_trtllm.engines.trtllm.reports.kv_cache import KvCacheSize, check_block_size
 from dynamo_trtllm.engines.trtllm.reports.kv_events import KvEventPoller, check_kv_events, with_hash_algorithm
 from dynamo_trtllm.engines.trtllm.reports.steps import StepReader
 from dynamo_trtllm.engines.trtllm.transfers import check_retries
@@ -156,7 +156,8 @@ class TrtllmEngine(ExternalEngine):
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`. From then on, this process ends if TensorRT-LLM blocks the event loop for good."""
-        info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
+        bindings = await self._load(self._build, self._args, self._checkpoint)  # which sets self._llm
+        info, library = self._serve(bindings)
         # With attention DP, a rank has crashed when a request shared a prefix with TensorRT-LLM's own dummy requests,
         # which have no salt (health_check.py of Dynamo 1.7).
         await self._warm_up(info, cache_salt=secrets.token_hex(8))
@@ -349,7 +350,7 @@ def kv_compat(facts: RoleFacts, version: str) -> dict[str, str]:
     """
     if not facts.is_disaggregated:
         return {}
-    attention = str(facts.args.get("attn_backend") or _ATTENTION)
+    attention = facts.attention
     line = version if facts.runtime == "PYTHON" else release_line(version)
     values = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
     if facts.has_runtimes:

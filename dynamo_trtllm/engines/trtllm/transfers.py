@@ -114,14 +114,19 @@ _COUNTER_BITS = 30  # a worker with a thousand prompts per second repeats an id 
 _WORKER_BITS = 32  # of the random instance id
 
 
-_NO_RETRY = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
+NO_RETRY = "TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT"
+
+
+def forbids_retries(value: str) -> bool:
+    """Return True if this value of the variable NO_RETRY switches it on."""
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
 
 
 def check_retries(variable: Callable[[str], str]) -> None:
     """Check that TensorRT-LLM expects repeated prefill calls, which frontends send after a failed transfer.
 
-    With its variable for the retirement of transfers, a rank ends its process after twice the timeout of an unfinished
-    transfer, and a prefill call must not be repeated (pull request 18163 of TensorRT-LLM; its deadlines are in
+    If the variable is on, a rank ends its process when a transfer is unfinished after twice its timeout, and prefill
+    calls must not be repeated (pull request 18163 of TensorRT-LLM; its deadlines are in
     _torch/disaggregation/native/retirement.py).
 
     Args:
@@ -130,12 +135,12 @@ def check_retries(variable: Callable[[str], str]) -> None:
     Raises:
         ConfigError: the variable is on.
     """
-    value = variable(_NO_RETRY)
-    if value.strip().lower() not in ("", "0", "false", "off", "no"):
+    value = variable(NO_RETRY)
+    if forbids_retries(value):
         raise ConfigError(
-            f"{_NO_RETRY} is {value!r}: with it, prefill calls must not be repeated, but frontends repeat them after a "
+            f"{NO_RETRY} is {value!r}: with it, prefill calls must not be repeated, but frontends repeat them after a "
             "failed KV transfer, and ranks end their process; unset it",
-            field=_NO_RETRY,
+            field=NO_RETRY,
         )
 
 
@@ -151,7 +156,7 @@ def context_params(prefill_instance_id: int, number: int, *, known: Iterable[str
     if "disagg_request_id" in known:
         worker = prefill_instance_id % (1 << _WORKER_BITS)
         count = number % (1 << _COUNTER_BITS)
-        params["disagg_request_id"] = _GLOBAL | worker << _COUNTER_BITS | count
+        params["disagg_request_id"] = _GLOBAL | (worker << _COUNTER_BITS) | count
     return params
 
 

@@ -132,7 +132,7 @@ class HangDetector:
         return call
 
     def _is_debugged(self) -> bool:
-        """Return whether somebody steps through the code of the event loop's thread, with pdb or the like."""
+        """Return True if a debugger such as pdb traces the event loop's thread."""
         frame: FrameType | None = sys._current_frames().get(self._loop_thread)
         while frame is not None:
             if frame.f_trace is not None:
@@ -168,7 +168,7 @@ def end_process(reason: str) -> None:
 
 
 class Watchdog:
-    """The thread that looks.
+    """Run a HangDetector regularly on a thread, and end the process if it reports a hang.
 
     Args:
         detector: decides.
@@ -200,7 +200,8 @@ class Watchdog:
             try:
                 reason = self._detector.look(passed_s)
             except Exception as exc:  # noqa: BLE001 - logged; the next look may succeed
-                reason, failure = "", f"{type(exc).__name__}: {exc}"
+                reason = ""
+                failure = f"{type(exc).__name__}: {exc}"
                 if failure != self._failure and not self._detector.is_over:
                     _log.warning("the watchdog of the event loop could not look: %s", failure)
                 self._failure = failure

@@ -38,7 +38,7 @@ def vllm_args(config: WorkerConfig) -> arguments.LibraryArgs:
             "with vLLM, remove it or set moe_backend and attention_backend",
             field="kernels_profile",
         )
-    # A flag for an argument of TensorRT-LLM is rejected as the argument is.
+    # Flags for TensorRT-LLM's arguments are rejected with the same text as the arguments.
     foreign = {name: name for name in arguments.ENGINE_FLAGS if name in LIBRARY.foreign.keys() - LIBRARY.flags.keys()}
     given = arguments.given_sources(config, LIBRARY.flags | foreign)
     unchecked: list[str] = []

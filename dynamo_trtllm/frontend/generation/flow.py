@@ -137,7 +137,7 @@ class GenerationFlow:
             case Signal.SLOT_RESERVED:
                 self._call_prefill()
             case Signal.CANCEL:
-                if not self._collects_kv():
+                if not self._start_kv_collection():
                     self._free()
                 self._end()
             case _:
@@ -324,13 +324,14 @@ class GenerationFlow:
         self._trace.migrations += counts
         return error if self._trace.migrations > self._options.migrations else None
 
-    def _collects_kv(self) -> bool:
-        """Have the KV of a cancelled request fetched if nothing else frees it. Return False if there is none."""
+    def _start_kv_collection(self) -> bool:
+        """Let the driver fetch the KV of a cancelled request, if only a fetch frees it. Return True if it does."""
         attempt = self._attempt
         if attempt is None or attempt.has_begun or attempt.prefill is None or not attempt.prefill.keeps_unfetched_kv:
             return False
         if self.state is State.PREFILL:
-            self._free_slot(attempt)  # there may be no KV
+            # The collecting call needs no slot, and there may be nothing to collect.
+            self._free_slot(attempt)
         elif self.state is not State.DECODE:
             return False
         self._driver.collect_kv(attempt.prefill, attempt.decode, attempt.request)

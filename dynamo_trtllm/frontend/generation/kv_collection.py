@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from dynamo_trtllm.errors import MigrationFailed
 from dynamo_trtllm.kv_transfer.base import collecting_call
 from dynamo_trtllm.messages import (
     Chunk,
@@ -30,9 +31,9 @@ from dynamo_trtllm.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 
-# Longest collection, in seconds: as long as a worker waits for the KV of a cancelled decode call.
+# Longest collection, in seconds: equal to KV_WAIT_S in engines/external/runner.py.
 COLLECTION_S = 30.0
-# At the same time. The KV of further requests waits for the library's timeout.
+# At the same time. The KV of further requests stays until the library's timeout.
 MOST_COLLECTIONS = 1024
 _CLOSE_S = 5.0  # for the collections in progress when the frontend stops
 _LAST = 1 << 20  # the priority behind that of every request
@@ -98,7 +99,7 @@ class KvCollector:
         elif call is not None and call.stop():
             self._begin(prefill, decode, request).follow_prefill(call)
         elif call is not None:
-            call.cancel()  # the worker may not even have it
+            call.cancel()  # the worker may not have received the call
 
     def _begin(self, prefill: Instance, decode: Instance, request: GenerateRequest) -> KvCollection:
         collection = KvCollection(self, prefill, decode, request)
@@ -197,8 +198,10 @@ class KvCollection:
         self._call = plane.generate(self._decode.subject, call, self._on_decode_event)
 
     def _on_prefill_event(self, event: StreamEvent) -> None:
-        if not isinstance(event, Chunk):
+        if isinstance(event, MigrationFailed):  # the normal end of a stopped call without KV
             self.end(NOTHING)
+        elif not isinstance(event, Chunk):
+            self.end(event.code)
         elif event.kv_params is not None:
             self._fetch(event.kv_params)
         elif event.finish_reason is not None:

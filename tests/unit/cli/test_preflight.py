@@ -262,3 +262,50 @@ def test_module_when_asked_for_help_then_it_teaches() -> None:
     assert done.returncode == 0
     for word in ("--prefill", "--decode", "--agg", "--gpu", "--isl", "--json", "exit status: 0 without errors"):
         assert word in done.stdout
+
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_batch_size: !!bool x", "quote the value"),
+        ("max_batch_size: !!timestamp x", "quote the value"),
+        ("max_batch_size: !!int ''", "quote the value"),
+        ("pytorch_backend_config: {1: 2}", "key 1 of pytorch_backend_config is not text"),
+        (f"cache_transceiver_config: {{backend: UCX, max_tokens_in_buffer: {HUGE}}}", "has 400 digits"),
+        (f"pipeline_parallel_size: {HUGE}", "has 400 digits"),
+        ("kv_cache_config: {host_cache_size: -5}", "expected 0 or more"),
+        ("cuda_graph_config: {batch_sizes: [0]}", "each 1 or more"),
+        ("{use_cuda_graph: false, cuda_graph_config: {max_batch_size: 8}}", "have different values"),
+        ("moe_backend: cutlass", "moe_config.backend is 'cutlass'"),
+    ],
+)
+def test_main_when_a_value_is_odd_then_a_finding_says_so_and_nothing_crashes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: str
+) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(text + "\n")
+    status, out, err = run(capsys, "--agg", str(path), *KNOWN, "--json")
+    assert (status, err) == (1, "")
+    assert says in json.dumps(json.loads(out)["findings"])
+
+
+def test_main_when_a_value_has_terminal_codes_then_they_are_shown_and_not_sent(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "codes.yaml"
+    path.write_text('attn_backend: "\\e[31mRED"\n')
+    _, out, _ = run(capsys, "--agg", str(path), *KNOWN)
+    assert "\x1b" not in out
+    assert "\\x1b[31mRED" in out
+
+
+def test_main_when_a_flag_has_json_that_is_too_deep_then_an_error_and_no_crash(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    deep = "[" * 100_000
+    status, _, err = run(capsys, *TARGET, "--decode-args", f"--override-engine-args '{deep}'")
+    assert status == 2
+    assert "nested too deep" in err or "expected a JSON object" in err

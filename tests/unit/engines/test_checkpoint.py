@@ -205,3 +205,16 @@ def test_kv_quantization_when_modelopts_file_sets_it_then_read(
     assert read_checkpoint(folder).kv_quantization == found
     (tmp_path / "hf_quant_config.json").unlink()
     assert read_checkpoint(tmp_path).kv_quantization is None
+
+
+def test_checkpoint_when_attention_is_latent_then_its_size_and_the_experts_are_read(tmp_path: Path) -> None:
+    deepseek = {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "n_routed_experts": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(deepseek))
+    model = read_checkpoint(tmp_path)
+    assert (model.latent_kv_dim, model.num_experts) == (576, 256)

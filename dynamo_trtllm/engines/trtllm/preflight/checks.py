@@ -62,5 +62,6 @@ def check_peers(
         if {mine.role, instance.role} == {Role.PREFILL, Role.DECODE}:
             facts = PeerFacts(mine=mine, peer=instance, kv_compat=kv_compat)
             found.append(evaluate(PEER_SECTIONS, facts))
-    severity: Severity = "error" if all(found) else "warning"
+    has_matching_peer = any(not findings for findings in found)
+    severity: Severity = "warning" if has_matching_peer else "error"
     return [replace(finding, severity=severity) for findings in found for finding in findings]

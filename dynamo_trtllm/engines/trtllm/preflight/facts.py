@@ -56,8 +56,8 @@ def links_of(gpu_name: str) -> dict[str, float]:
     return {"NVLink": gpu.nvlink * 1e9, **links}
 
 
-BLOCK_TOKENS = 32  # default of tokens_per_block
-_BLOCK_TOKENS = "kv_cache_config.tokens_per_block"
+DEFAULT_BLOCK_TOKENS = 32
+BLOCK_SIZE = "kv_cache_config.tokens_per_block"
 
 
 class ModelDefaults(NamedTuple):
@@ -133,6 +133,16 @@ class RoleFacts:
         return self.model is not None and self.model.model_type == "gpt_oss"
 
     @property
+    def has_helix(self) -> bool:
+        """True for Helix, the one kind of context parallelism that transfers KV and goes with experts."""
+        return str(self.inside("cp_config").get("cp_type")).upper() == "HELIX"
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks among which experts can be divided: with Helix those of context parallelism, too."""
+        return self.tensor_parallel * (self.size("context_parallel_size") if self.has_helix else 1)
+
+    @property
     def gpu_title(self) -> str:
         """Name and compute capability of the GPU; "" if it is unknown."""
         return f"{self.gpu.name} (sm{self.gpu.sm})" if self.gpu is not None else ""
@@ -159,13 +169,17 @@ class RoleFacts:
 
     def section(self, key: str) -> bool:
         """Return True if a section is given and not null."""
-        given = any(name == key or name.startswith(f"{key}.") for name in self.args.leaves)
-        return given and not (key in self.args.leaves and self.args.leaves[key].value is None)
+        leaf = self.args.leaves.get(key)
+        if leaf is not None:
+            return leaf.value is not None
+        return any(name.startswith(f"{key}.") for name in self.args.leaves)
 
     def inside(self, key: str) -> dict[str, Any]:
         """Return the values that are set in a section."""
-        leaves = self.args.leaves.items()
-        return {name[len(key) + 1 :]: leaf.value for name, leaf in leaves if name.startswith(f"{key}.")}
+        level: Any = self.args.values
+        for part in key.split("."):
+            level = level.get(part) if isinstance(level, Mapping) else None
+        return dict(level) if isinstance(level, Mapping) else {}
 
     def first_section(self, *keys: str) -> str:
         """Return the first of these sections that is given and not null; "" if none is."""
@@ -184,13 +198,20 @@ class RoleFacts:
         leaf = self.args.leaves.get(key)
         if leaf is not None:
             return f"{_text(leaf.value)} ({leaf.source})"
+        if key == BLOCK_SIZE and self.running_block_tokens is not None:
+            return f"{self.running_block_tokens} (of the running engine)"
+        preferred = {"attn_backend": self.preferred.attention, BLOCK_SIZE: self.preferred.block_tokens}.get(key)
+        if preferred is not None and self.model is not None:
+            return f"{preferred} (preferred by {self.model.model_type})"
         value = self.args.get(key)
-        return "unset" if value is None else f"{_text(value)} (default of {self.release})"
+        if value is None:
+            return "unset"
+        return f"{_text(value)} (default of {self.release})"
 
     def variable(self, name: str) -> str:
         """Return an environment variable, with `env_overrides` applied; "" if it is not set."""
-        leaf = self.args.leaves.get(f"env_overrides.{name}")
-        return str(leaf.value) if leaf is not None else self.environment.get(name, "")
+        overrides = self.inside("env_overrides")
+        return str(overrides[name]) if name in overrides else self.environment.get(name, "")
 
     def size(self, key: str) -> int:
         """Return a parallel size; 1 if it is unset or invalid."""
@@ -212,10 +233,10 @@ class RoleFacts:
         """Tokens in a KV block: of the running engine, else as set, else as the model prefers, else the default."""
         if self.running_block_tokens is not None:
             return self.running_block_tokens
-        given = self.args.leaves.get(_BLOCK_TOKENS)
+        given = self.args.leaves.get(BLOCK_SIZE)
         if given is None and self.preferred.block_tokens is not None:
             return self.preferred.block_tokens
-        return self.number(_BLOCK_TOKENS) or BLOCK_TOKENS
+        return self.number(BLOCK_SIZE) or DEFAULT_BLOCK_TOKENS
 
     @property
     def buffer(self) -> int | None:
@@ -224,11 +245,14 @@ class RoleFacts:
 
     @property
     def attention(self) -> str:
-        """Attention backend in capitals: as set, else as the model's class prefers, else TensorRT-LLM's default."""
+        """Attention backend: as set, else as the model's class prefers, else TensorRT-LLM's default.
+
+        TensorRT-LLM compares exact words.
+        """
         given = self.args.leaves.get("attn_backend")
-        if given is None and self.preferred.attention:
-            return self.preferred.attention
-        return str(self.args.get("attn_backend") or "TRTLLM").upper()
+        if given is not None and given.value is not None:
+            return str(given.value)
+        return self.preferred.attention or "TRTLLM"
 
     @property
     def sharding(self) -> str:

@@ -95,9 +95,11 @@ def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
 def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
     """Return the KV bytes of one token on one GPU. Heads are replicated if there are more ranks than heads."""
     ranks = 1 if facts.on("enable_attention_dp") else facts.tensor_parallel
-    heads = -(-model.num_kv_heads // ranks)
     layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
-    return round(2 * layers * heads * model.head_dim * KV_ITEM_BYTES.get(facts.kv_dtype, 2.0))
+    heads = -(-model.num_kv_heads // ranks)
+    # Every rank has latent KV in full.
+    per_layer = model.latent_kv_dim or 2 * heads * model.head_dim
+    return round(layers * per_layer * KV_ITEM_BYTES.get(facts.kv_dtype, 2.0))
 
 
 def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
@@ -109,8 +111,9 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
     if model is None:
         return {}
     sides = [1 if facts.on("enable_attention_dp") else facts.tensor_parallel for facts in (prefill, decode)]
-    lanes = min(*sides, model.num_kv_heads)
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * KV_ITEM_BYTES.get(prefill.kv_dtype, 2.0)
+    lanes = 1 if model.latent_kv_dim else min(*sides, model.num_kv_heads)
+    per_layer = model.latent_kv_dim or 2 * model.num_kv_heads * model.head_dim
+    token_bytes = model.num_layers * per_layer * KV_ITEM_BYTES.get(prefill.kv_dtype, 2.0)
     name = prefill.gpu.name if prefill.gpu else ""
     return {link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()}
 

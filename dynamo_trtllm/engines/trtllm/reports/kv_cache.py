@@ -11,12 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, RoleFacts
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-
-BLOCK_SIZE = "kv_cache_config.tokens_per_block"
 
 
 class KvCacheSize(NamedTuple):

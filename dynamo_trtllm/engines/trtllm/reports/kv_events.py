@@ -1,7 +1,8 @@
 """Poll the events of TensorRT-LLM's prefix cache on a thread, and convert them.
 
-Only the buffer is read (`LLM.get_kv_cache_events`, all releases): builds reject `kv_cache_config.kv_events_config`, the
-ZeroMQ publisher, because it has no implementation (docs/source/features/kvcache.md, main of 2026-11). The form of the
+Only the buffer is read (`LLM.get_kv_cache_events`, all releases). Builds of 2026 reject the ZeroMQ publisher,
+`kv_cache_config.kv_events_config` (docs/source/features/kvcache.md, main of 2026-11), unless the variable
+TLLM_KV_CACHE_MANAGER_V2_BACKEND is "python" (Dynamo 1.7). The form of the
 events is that of `KVCacheEventSerializer` in tensorrt_llm/_utils.py, 1.1 to main, and with the second KV cache manager
 that of runtime/kv_cache_manager_v2/_event_manager.py.
 """
@@ -17,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
-from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.reports.kv_cache import BLOCK_SIZE
+from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, RoleFacts
 from dynamo_trtllm.engines.trtllm.reports.polling import Poller
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.kv_events import BlocksCleared, BlocksRemoved, BlocksStored, KvBlock, KvEvent, OnKvEvents
@@ -190,8 +190,9 @@ class KvEventConverter:
             return
         if place.layer_group is not None:
             holders = self._holders[place.rank, place.window]
-            for each in full:
-                holders[each.hash] = holders.get(each.hash, 0) | 1 << place.layer_group
+            group_bit = 1 << place.layer_group
+            for block in full:
+                holders[block.hash] = holders.get(block.hash, 0) | group_bit
         yield BlocksStored(
             blocks=tuple(full),
             parent=None if parent is None else block_hash(parent),

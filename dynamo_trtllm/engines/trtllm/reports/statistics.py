@@ -42,7 +42,7 @@ class StatsPoller(Poller):
 
     @property
     def has_reported(self) -> bool:
-        """True once statistics came: from then on, requests that wait without any show that the executor stands."""
+        """True once statistics came. From then on, requests that wait without new ones show a stalled executor."""
         return bool(self._rows)
 
     @property

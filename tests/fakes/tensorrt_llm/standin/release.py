@@ -22,6 +22,11 @@ def _more_fields() -> dict[str, dict[str, Any]]:
     return {} if is_before((1, 3), 24) else {"KvCacheConfig": {"kv_cache_event_hash_algo": "auto"}}
 
 
+def _is_lacking(owner: str, name: str) -> bool:
+    """True for fields of the nearest manifest that the played candidate is assumed not to have yet."""
+    return (owner, name) == ("KvCacheConfig", "kv_cache_event_hash_algo") and is_before((1, 3), 24)
+
+
 def is_before(line: tuple[int, int], candidate: int) -> bool:
     """True if the played release is older than this candidate of a line."""
     played = re.search(r"rc(\d+)", VERSION)
@@ -41,7 +46,8 @@ def fields_class(
 
 def field_names(owner: str) -> list[str]:
     """Of a configuration class of the played release."""
-    return [*RELEASE.fields(owner), *_more_fields().get(owner, {})]
+    names = [*RELEASE.fields(owner), *_more_fields().get(owner, {})]
+    return [name for name in names if not _is_lacking(owner, name)]
 
 
 def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -50,11 +56,11 @@ def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> 
     What was read in part takes every key and every word: nothing is known to be refused.
     """
     known, more = RELEASE.fields(owner), _more_fields().get(owner, {})
-    checked = more | {name: field.default for name, field in known.items()}
+    checked = more | {name: field.default for name, field in known.items() if not _is_lacking(owner, name)}
     for name, value in given.items():
-        if name in known:
+        if name in known and not _is_lacking(owner, name):
             checked[name] = _checked(owner, known[name], value, f"{where}{name}")
-        elif name in more or RELEASE.is_in_part(owner):
+        elif name in more or (RELEASE.is_in_part(owner) and not _is_lacking(owner, name)):
             checked[name] = value
         else:
             raise ValueError(f"{where}{name}: Extra inputs are not permitted (TensorRT-LLM {VERSION}, {owner})")

@@ -142,3 +142,10 @@ def test_known_gpu_when_it_is_not_then_the_names_are_listed() -> None:
     with pytest.raises(ConfigError, match="one of a100, b200"):
         known_gpu("z1000")
     assert all(known_gpu(name).memory_bytes > 30 * GIB for name in GPUS)
+
+
+def test_kv_of_a_token_when_attention_is_latent_then_every_rank_has_one_vector_per_layer() -> None:
+    latent = replace(LLAMA, latent_kv_dim=576, num_kv_heads=128, num_layers=61)
+    for parallel in ({"tensor_parallel_size": 8}, {"tensor_parallel_size": 8, "enable_attention_dp": True}):
+        found = table(changes={**parallel, "kv_cache_config.dtype": "auto"}, model=latent)
+        assert found.kv_token_bytes == 61 * 576 * 2

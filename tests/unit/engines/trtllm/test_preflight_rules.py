@@ -83,6 +83,13 @@ ERRORS = [
         known={"release": "1.3.0rc27"},
     ),
     Planted("attention-backend-sinks", "error", both={"attn_backend": "FLASHINFER"}),
+    Planted("attention-backend-sinks", "error", both={"attn_backend": "trtllm"}),
+    Planted("attention-backend-sinks", "error", both={"attn_backend": ""}),
+    Planted(
+        "prefill-retries",
+        "error",
+        known={"environment": {"TRTLLM_ENABLE_CONTEXT_FIRST_NO_RETRY_KV_TRANSFER_RETIREMENT": "1"}},
+    ),
     Planted(
         "chunked-reuse-corruption",
         "error",
@@ -145,7 +152,7 @@ ERRORS = [
     Planted(
         "python-transceiver-timeout",
         "error",
-        both={T + "backend": "NIXL", T + "kv_transfer_timeout_ms": None},
+        both={**PYTHON, T + "kv_transfer_timeout_ms": None},
         known={"release": "1.3.0rc27"},
     ),
     Planted(
@@ -185,6 +192,13 @@ WARNINGS = [
         decode={"speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
     ),
     Planted("draft-tokens-over-num-tokens", "warning", both=SPECULATIVE, decode={"max_num_tokens": 6000}),
+    Planted("attention-backend-spelling", "warning", both={"attn_backend": "flashinfer"}, known={"model": LLAMA}),
+    Planted("kv-dtype-unknown", "warning", both={K + "dtype": "FP8"}),
+    Planted(
+        "kv-dtype-overrides-checkpoint",
+        "warning",
+        known={"model": replace(GPT_OSS, kv_quantization="nvfp4"), "release": "1.3.0rc29"},
+    ),
     Planted("beam-width-python-transceiver", "warning", both=PYTHON, decode=BEAMS, known={"release": "1.3.0rc27"}),
     Planted("runtime-auto-candidate", "warning", both={T + "backend": "NIXL"}, known={"release": "1.3.0rc20"}),
     Planted(
@@ -365,7 +379,44 @@ def test_check_when_a_value_is_the_releases_default_then_its_source_says_so() ->
 
 def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one() -> None:
     (finding,) = [f for f in check_role(facts(P, {T + "max_tokens_in_buffer": 9000})) if f.severity == "error"]
-    assert finding.fix == "set it to 9024"
+    assert finding.fix == "set it to 9024, on both sides"
+
+
+@pytest.mark.parametrize("extra", [{"a.b": "1"}, {5: "1"}], ids=["dotted", "number"])
+def test_variable_when_its_section_has_an_odd_key_then_it_is_seen_all_the_same(extra: dict[Any, str]) -> None:
+    overrides = {"TRTLLM_DISAGG_ENABLE_INFLIGHT_CANCEL": "1", **extra}
+    judged = facts(P, {"env_overrides": overrides}, release="1.3.0rc29")
+    assert "inflight-cancel-transceiver" in {finding.rule for finding in check_role(judged)}
+
+
+def test_parallelism_when_attention_is_data_parallel_then_heads_need_not_be_divided() -> None:
+    model = replace(LLAMA, num_attention_heads=40)
+    judged = facts(A, {"tensor_parallel_size": 16, "enable_attention_dp": True}, model=model)
+    assert "tensor-parallel-heads" not in {finding.rule for finding in check_role(judged)}
+
+
+def test_parallelism_when_context_parallelism_is_helix_then_experts_are_divided_over_it_too() -> None:
+    helix = {"context_parallel_size": 2, "cp_config": {"cp_type": "HELIX"}, "tensor_parallel_size": 1}
+    rules = {finding.rule for finding in check_role(facts(D, {**helix, "moe_expert_parallel_size": 2}))}
+    assert not rules & {"expert-parallel-divides", "experts-with-context-parallel", "moe-split"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [([128], [128, 128]), ([128, 11000], [128, 11000] * 18), ([9000], None)]
+)
+def test_windows_when_they_mean_the_same_then_they_are_equal(prefill: list[int], decode: list[int] | None) -> None:
+    window = K + "max_attention_window"
+    assert check_pair(facts(P, {window: prefill}), facts(D, {window: decode or ..., "max_seq_len": 9000})) == []
+
+
+@pytest.mark.parametrize("drafts", ["3", [3], 3.5, None])
+def test_drafts_when_their_number_is_no_number_then_nothing_crashes(drafts: Any) -> None:
+    check_role(facts(D, {"speculative_config": {"decoding_type": "MTP", "max_draft_len": drafts}}))
+
+
+def test_v2_rule_when_the_manager_is_left_to_the_model_by_the_word_auto_then_as_if_it_was_unset() -> None:
+    judged = facts(P, {**PYTHON, K + V2: "auto"}, release="1.3.0rc24", on="h200")
+    assert "v2-without-fabric" in {finding.rule for finding in check_role(judged)}
 
 
 def test_check_when_several_are_found_then_the_worst_comes_first() -> None:

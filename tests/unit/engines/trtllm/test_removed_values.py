@@ -5,26 +5,25 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.errors import ConfigError
-
-RELEASES = {release.name: release for release in LIBRARY.releases}
 
 
 def check(release: str, backend: str) -> None:
     values = {"moe_config": {"backend": backend}}
-    trtllm_args(WorkerConfig(model_path="m", override_engine_args=values), RELEASES[release], [])
+    trtllm_args(WorkerConfig(model_path="m", override_engine_args=values), release_for(release), [])
 
 
-def test_args_when_experts_are_wideep_then_refused_from_1_3_on_with_its_successors() -> None:
+@pytest.mark.parametrize("version", ["1.3.0rc24", "1.3.0rc27", "1.3.0rc29", "1.4.0rc1", "1.4.0rc4"])
+def test_args_when_experts_are_wideep_then_refused_from_1_3_on_with_its_successors(version: str) -> None:
     check("1.2.1", "WIDEEP")
     with pytest.raises(ConfigError, match=r"backend is 'WIDEEP': expected .*1\.3 removed it.*DEEPGEMM") as caught:
-        check("1.3.0rc", "WIDEEP")
+        check(version, "WIDEEP")
     assert caught.value.field == "moe_config.backend"
 
 
 def test_args_when_another_value_is_wrong_then_no_successor_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        check("1.3.0rc", "TRITTON")
+        check("1.3.0rc29", "TRITTON")
     assert "removed" not in caught.value.message

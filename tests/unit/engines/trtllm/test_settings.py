@@ -348,3 +348,10 @@ def test_transfer_hint_when_candidates_mix_up_the_pools_of_hybrid_models_then_it
     model = checkpoint(has_recurrent_layers=is_recurrent)
     facts = facts_of(version, Role.DECODE, model, cache_transceiver_config=transceiver)
     assert ("pull request 16505" in engine.transfer_hint(facts)) is is_hinted
+
+
+def test_kv_compat_when_the_model_prefers_another_attention_then_it_counts_with_the_number_of_ranks() -> None:
+    gemma = checkpoint(model_type="gemma4")
+    transceiver = {"cache_transceiver_config": {"backend": "NIXL"}}
+    found = engine.kv_compat(facts_of("1.3.0rc29", model=gemma, tensor_parallel_size=2, **transceiver), "1.3.0rc29")
+    assert (found["attn_backend"], found["tensor_parallel_size"]) == ("FLASHINFER", "2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.engines.trtllm.transfers import NO_RETRY, forbids_retries
 from dynamo_trtllm.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Environment")
@@ -165,3 +166,18 @@ def variable_waiting_decode(facts: RoleFacts) -> Violation | None:
     if not facts.first_variable(_WAITING_DECODE):
         return None
     return Violation(value=facts.variable(_WAITING_DECODE))
+
+
+@SECTION.rule(
+    "error",
+    "prefill-retries",
+    roles=_DISAGGREGATED,
+    field=NO_RETRY,
+    why="with this variable prefill calls must not be repeated, but frontends repeat them after a failed KV transfer: "
+    "ranks end their process, and the worker does not start",
+    fix="unset it",
+)
+def prefill_retries(facts: RoleFacts) -> Violation | None:
+    """Find the variable that `check_retries` in engines/trtllm/transfers.py rejects at start."""
+    value = facts.variable(NO_RETRY)
+    return Violation(value=value) if forbids_retries(value) else None

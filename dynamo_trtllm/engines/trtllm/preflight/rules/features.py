@@ -150,7 +150,7 @@ def lora_disaggregated(facts: RoleFacts) -> Violation | None:
     field=_V2,
     why="the C++ transceiver supports KV cache manager v1 only: TensorRT-LLM falls back to it, and "
     "newer builds fail at start",
-    fix="remove it, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON",
+    fix="remove it on both sides, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON there",
 )
 def cache_manager_fallback(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2 with the C++ transceiver.
@@ -158,9 +158,7 @@ def cache_manager_fallback(facts: RoleFacts) -> Violation | None:
     Candidates of 1.3 fall back up to some build (pull request 16942), and fail from then on: in main of 2026-09 no
     fallback for the transceiver is left (_fallback_if_unsupported_kv_cache_manager_v2 in _torch/pyexecutor/_util.py).
     """
-    if not facts.on(_V2) or facts.runtime != "CPP":
-        return None
-    return Violation(other="the C++ transceiver")
+    return _v2_with_cpp(facts)
 
 
 @SECTION.rule(
@@ -170,13 +168,11 @@ def cache_manager_fallback(facts: RoleFacts) -> Violation | None:
     since=(1, 4),
     field=_V2,
     why="the C++ transceiver supports KV cache manager v1 only: TensorRT-LLM fails at start",
-    fix="remove it, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON",
+    fix="remove it on both sides, or set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON there",
 )
 def cache_manager_transceiver(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2 with the C++ transceiver, where no fallback is left."""
-    if not facts.on(_V2) or facts.runtime != "CPP":
-        return None
-    return Violation(other="the C++ transceiver")
+    return _v2_with_cpp(facts)
 
 
 @SECTION.rule(
@@ -201,12 +197,10 @@ def cache_manager_v1_features(facts: RoleFacts) -> Violation | None:
     "warning",
     "v2-without-fabric",
     roles=_DISAGGREGATED,
-    since=(1, 3),
-    before=(1, 4),
     field=_V2,
     why="without NVLink fabric, UCX can't map the blocks of KV cache manager v2 in another process. KV moves through "
     "the memory of the host, measured at 193 ms per transfer instead of 0.4 ms",
-    fix="set use_kv_cache_manager_v2: false on both sides, or use a newer release and measure a transfer",
+    fix="set kv_cache_config.use_kv_cache_manager_v2: false on both sides, or use a newer release and measure",
 )
 def v2_without_fabric(facts: RoleFacts) -> Violation | None:
     """Find cache manager v2, set or chosen for gpt-oss, whose KV moves through the memory of the host.
@@ -218,7 +212,8 @@ def v2_without_fabric(facts: RoleFacts) -> Violation | None:
         return None
     if facts.candidate is None or facts.candidate > 26:
         return None
-    is_chosen = facts.is_gpt_oss and facts.candidate >= 24 and _V2 not in facts.args.leaves
+    is_left_to_model = facts.args.get(_V2) in (None, "auto") or _V2 not in facts.args.leaves
+    is_chosen = facts.is_gpt_oss and facts.candidate >= 24 and is_left_to_model
     if not facts.on(_V2) and not is_chosen:
         return None
     return Violation(
@@ -239,3 +234,9 @@ def events_without_reuse(facts: RoleFacts) -> Violation | None:
     if (facts.number(_EVENTS) or 0) <= 0 or facts.args.get(_REUSE) is not False:
         return None
     return Violation(other=f"{_REUSE} {facts.shown(_REUSE)}")
+
+
+def _v2_with_cpp(facts: RoleFacts) -> Violation | None:
+    if not facts.on(_V2) or facts.runtime != "CPP":
+        return None
+    return Violation(other="the C++ transceiver")

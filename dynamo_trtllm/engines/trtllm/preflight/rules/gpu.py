@@ -20,6 +20,7 @@ _CUTLASS = {
     "W4A8_MXFP4_MXFP8": (100, 103, 120, 121),
 }
 _BIASED_EXPERTS = ("AUTO", "CUTEDSL", "CUTLASS", "TRITON", "TRTLLM")
+_ATTENTION = ("TRTLLM", "FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _KV_TYPES = ("auto", "fp8")
 _KV_TYPES_13 = ("auto", "fp8", "float16", "bfloat16", "float32", "fp8_ds_mla", "nvfp4")
 # The lowest compute capability with this type of KV.
@@ -163,12 +164,13 @@ def gpt_oss_rtx_blackwell(facts: RoleFacts) -> Violation | None:
     "kv-dtype-unknown",
     field=_KV_TYPE,
     why="this release does not know the KV type, and ignores it or fails when it loads the model",
-    fix="set it to auto or fp8",
+    fix="set it to auto or fp8, in small letters, on both sides",
 )
 def kv_dtype_unknown(facts: RoleFacts) -> Violation | None:
     """Find a type of KV that the release does not have."""
     known = _KV_TYPES_13 if facts.line >= (1, 3, 0) else _KV_TYPES
-    if facts.kv_setting in known:
+    # TensorRT-LLM compares exact words.
+    if str(facts.args.get(_KV_TYPE) or "auto") in known:
         return None
     return Violation(other=f"known in {facts.release}: {', '.join(known)}")
 
@@ -176,24 +178,36 @@ def kv_dtype_unknown(facts: RoleFacts) -> Violation | None:
 @SECTION.rule(
     "error",
     "kv-dtype-checkpoint",
+    before=(1, 3),
     field=_KV_TYPE,
     why="a checkpoint with quantized KV can't have another KV type: TensorRT-LLM fails when it loads the model",
     fix="set it to auto",
 )
 def kv_dtype_checkpoint(facts: RoleFacts) -> Violation | None:
     """Find another type of KV than the checkpoint's."""
-    calibrated = facts.model.kv_quantization if facts.model is not None else None
-    if not calibrated or facts.kv_setting in ("auto", calibrated):
-        return None
-    return Violation(other=f"the checkpoint has {calibrated} KV (hf_quant_config.json)")
+    return _other_kv_type(facts)
+
+
+@SECTION.rule(
+    "warning",
+    "kv-dtype-overrides-checkpoint",
+    since=(1, 3),
+    field=_KV_TYPE,
+    why="the checkpoint was calibrated for another KV type. Newer builds override it with a warning, older ones fail "
+    "when they load the model; which candidate is the first is not established",
+    fix="set it to auto, on both sides",
+)
+def kv_dtype_overrides_checkpoint(facts: RoleFacts) -> Violation | None:
+    """Find another type of KV than the checkpoint's, where it may be overridden (_torch/pyexecutor, main of 2026)."""
+    return _other_kv_type(facts)
 
 
 @SECTION.rule(
     "error",
     "kv-dtype-gpu",
     field=_KV_TYPE,
-    why="the GPU does not support this KV type, which is set, or which the checkpoint sets with auto",
-    fix="set it to auto, or use a checkpoint without quantized KV",
+    why="the GPU does not support this KV type; with auto, the checkpoint chooses it",
+    fix="set it to auto on both sides, or use a checkpoint without quantized KV",
 )
 def kv_dtype_gpu(facts: RoleFacts) -> Violation | None:
     """Find a type of KV that the GPU does not have."""
@@ -227,7 +241,22 @@ def attention_backend_sinks(facts: RoleFacts) -> Violation | None:
     """Find another attention backend for gpt-oss (an assertion in _torch/modules/attention.py)."""
     if not facts.is_gpt_oss or facts.attention == "TRTLLM":
         return None
-    return Violation(other="model_type gpt_oss")
+    return Violation(other="model_type gpt_oss", fix="set it to TRTLLM, or remove it, on both sides")
+
+
+@SECTION.rule(
+    "warning",
+    "attention-backend-spelling",
+    field="attn_backend",
+    why="TensorRT-LLM compares exact words, and takes TRTLLM for a word that it does not know",
+    fix="write it in capitals",
+)
+def attention_backend_spelling(facts: RoleFacts) -> Violation | None:
+    """Find a known backend in other letters (`get_attention_backend` in _torch/attention_backend/utils.py)."""
+    word = facts.attention
+    if word in _ATTENTION or word.strip().upper() not in _ATTENTION:
+        return None
+    return Violation(fix=f"set it to {word.strip().upper()}, on both sides")
 
 
 @SECTION.rule(
@@ -244,6 +273,13 @@ def attention_backend_model(facts: RoleFacts) -> Violation | None:
     if wanted is None or facts.attention == wanted or facts.model is None:
         return None
     return Violation(other=f"model_type {facts.model.model_type}, which prefers {wanted}")
+
+
+def _other_kv_type(facts: RoleFacts) -> Violation | None:
+    calibrated = facts.model.kv_quantization if facts.model is not None else None
+    if not calibrated or facts.kv_setting in ("auto", calibrated):
+        return None
+    return Violation(other=f"the checkpoint has {calibrated} KV (hf_quant_config.json)")
 
 
 def _is_mxfp4(facts: RoleFacts) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
-from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.facts import BLOCK_SIZE, BUFFER, RoleFacts
 from dynamo_trtllm.messages import Role
 
 SECTION: RuleSection[RoleFacts] = RuleSection("Lengths and counts")
@@ -11,9 +11,8 @@ _DISAGGREGATED = (Role.PREFILL, Role.DECODE)
 _PREFILLS = (Role.PREFILL, Role.AGGREGATED)  # roles that compute prompts
 _GRAPH = "cuda_graph_config.max_batch_size"
 _GRAPHS = "cuda_graph_config.batch_sizes"
-_BLOCK = "kv_cache_config.tokens_per_block"
-# Names of the number of draft tokens in speculative_config; the second one is that of MTP up to 1.2.
-_DRAFTS = ("max_draft_len", "num_nextn_predict_layers")
+# Names of the number of draft tokens in speculative_config: a chain, MTP up to 1.2, and a tree.
+_DRAFTS = ("max_draft_len", "num_nextn_predict_layers", "max_total_draft_tokens")
 
 
 @SECTION.rule(
@@ -29,7 +28,7 @@ def buffer_block_multiple(facts: RoleFacts) -> Violation | None:
         return None
     return Violation(
         other=f"tokens_per_block {facts.block_tokens}",
-        fix=f"set it to {facts.round_up(facts.buffer)}",
+        fix=f"set it to {facts.round_up(facts.buffer)}, on both sides",
     )
 
 
@@ -51,7 +50,7 @@ def prompt_over_buffer(facts: RoleFacts) -> Violation | None:
         why = "with NIXL such a prompt fails"
     else:
         why = "each such prompt allocates another buffer, until memory runs out or the two sides differ"
-    return Violation(other=f"prompts of {isl} tokens", why=why, fix=f"set it to {facts.round_up(isl)}")
+    return Violation(other=f"prompts of {isl} tokens", why=why, fix=f"set it to {facts.round_up(isl)}, on both sides")
 
 
 @SECTION.rule(
@@ -172,13 +171,13 @@ def graph_over_batch(facts: RoleFacts) -> Violation | None:
 @SECTION.rule(
     "error",
     "block-size-power-of-two",
-    field=_BLOCK,
+    field=BLOCK_SIZE,
     why="the block manager of TensorRT-LLM accepts powers of two only: the engine fails at start",
-    fix="set it to 32, 64 or 128",
+    fix="set it to 32, 64 or 128, on both sides",
 )
 def block_size_power_of_two(facts: RoleFacts) -> Violation | None:
     """Find a block size that the C++ block manager rejects (kvCacheManager.cpp)."""
-    size = facts.number(_BLOCK) if _BLOCK in facts.args.leaves else None
+    size = facts.number(BLOCK_SIZE) if BLOCK_SIZE in facts.args.leaves else None
     if size is None or size.bit_count() == 1:
         return None
     return Violation()
@@ -189,16 +188,17 @@ def block_size_power_of_two(facts: RoleFacts) -> Violation | None:
     "draft-tokens-over-num-tokens",
     roles=(Role.DECODE, Role.AGGREGATED),
     field="max_num_tokens",
-    why="with draft tokens each request takes the drafts and one token more of a step, so a full batch never runs",
+    why="each request uses its draft tokens plus one token of max_num_tokens in a step, so a full batch never runs",
     fix="raise it to max_batch_size times the draft tokens plus one",
 )
 def draft_tokens_over_num_tokens(facts: RoleFacts) -> Violation | None:
     """Find steps that are too short for a batch with draft tokens. Batches above the largest graph are not counted."""
     given = facts.inside("speculative_config")
-    drafts = next((given[key] for key in _DRAFTS if given.get(key)), 0)
+    counts = [given.get(key) for key in _DRAFTS]
+    drafts = max((count for count in counts if isinstance(count, int)), default=0)
     batch = min(facts.max_batch_size, _largest_graph(facts) or facts.max_batch_size)
     needed = batch * (drafts + 1)
-    if not drafts or needed <= facts.max_num_tokens:
+    if drafts <= 0 or needed <= facts.max_num_tokens:
         return None
     return Violation(
         other=f"{batch} requests of {drafts} draft tokens and one",

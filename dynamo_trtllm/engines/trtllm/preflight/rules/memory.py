@@ -39,7 +39,7 @@ def weights_over_memory(facts: RoleFacts) -> Violation | None:
     fix="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
 )
 def no_room_for_kv(facts: RoleFacts) -> Violation | None:
-    """Find too little memory for a single KV block. Weights that do not fit are another rule's."""
+    """Find too little memory for a single KV block. The rule weights-over-memory reports those that do not fit."""
     memory, gpu = memory_table(facts), facts.gpu
     if memory is None or gpu is None or memory.weights_bytes >= gpu.memory_bytes:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ _KV = "kv_cache_config."
 _V2 = f"{_KV}use_kv_cache_manager_v2"
 _WINDOW = f"{_KV}max_attention_window"
 _BOUNCE = "cache_transceiver_config.kv_cache_bounce_size_mb"
+# Backends of TensorRT-LLM whose KV is not resharded. It takes TRTLLM for words that it does not know.
+_OTHER_ATTENTION = ("FLASHINFER", "VANILLA", "FLASHINFER_STAR_ATTENTION")
 _SAME = "set it to the same on both sides"
 _MODEL = ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization")
 
@@ -108,7 +111,7 @@ def strategy_equal(pair: PairFacts) -> Violation | None:
     fix=_SAME,
 )
 def transceiver_equal(pair: PairFacts) -> Violation | None:
-    """Find two backends. A missing one is another rule's."""
+    """Find two backends. The rule transceiver-missing reports a missing one."""
     prefill, decode = pair.prefill.transceiver, pair.decode.transceiver
     if not prefill or not decode or prefill == decode:
         return None
@@ -197,10 +200,10 @@ def attention_backend_equal(pair: PairFacts) -> Violation | None:
 def parallel_needs_trtllm_attention(pair: PairFacts) -> Violation | None:
     """Find two parallel sizes with an attention backend that can't reshard.
 
-    Two backends are another rule's.
+    The rule attention-backend-equal reports two backends.
     """
     prefill, decode = pair.prefill, pair.decode
-    if prefill.attention != decode.attention or prefill.attention == "TRTLLM":
+    if prefill.attention != decode.attention or prefill.attention not in _OTHER_ATTENTION:
         return None
     if prefill.sharding == decode.sharding:
         return None
@@ -232,9 +235,7 @@ def pipeline_to_tensor(pair: PairFacts) -> Violation | None:
 def seq_len_order(pair: PairFacts) -> Violation | None:
     """Find a prefill worker that accepts longer requests than decode."""
     prefill, decode = pair.prefill.max_seq_len, pair.decode.max_seq_len
-    if decode is None:
-        return None
-    if prefill is not None and prefill <= decode:
+    if prefill is None or decode is None or prefill <= decode:
         return None
     return Violation(other=_decode(pair, "max_seq_len"), fix=f"set it to at most {decode} on prefill")
 
@@ -263,7 +264,7 @@ def buffer_differs(pair: PairFacts) -> Violation | None:
 )
 def attention_window_equal(pair: PairFacts) -> Violation | None:
     """Find two attention windows."""
-    if pair.prefill.args.get(_WINDOW) == pair.decode.args.get(_WINDOW):
+    if _windows(pair.prefill) == _windows(pair.decode):
         return None
     return _shown(pair, _WINDOW)
 
@@ -327,8 +328,8 @@ def speculative_differs(pair: PairFacts) -> Violation | None:
     "bounce-buffer-unset",
     since=(1, 3),
     field=_BOUNCE,
-    why="with another number of ranks on each side, a block is cut by KV heads into many small pieces, which took "
-    "seconds per transfer (pull requests 16832 and 17518)",
+    why="if the numbers of ranks differ, each block is split by KV heads into many small pieces, and a transfer took "
+    "seconds (pull requests 16832 and 17518)",
     fix="set cache_transceiver_config.kv_cache_bounce_size_mb on both sides; TensorRT-LLM's own files have 512",
 )
 def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
@@ -350,9 +351,21 @@ def bounce_buffer_unset(pair: PairFacts) -> Violation | None:
     return Violation(value=f"prefill: unset, {prefill.sharding}", other=f"decode: unset, {decode.sharding}")
 
 
+def _windows(facts: RoleFacts) -> list[int] | None:
+    """Return the windows of all layers: a shorter list repeats, and a sequence is never longer than max_seq_len."""
+    given = facts.args.get(_WINDOW)
+    longest = facts.max_seq_len
+    if not isinstance(given, list) or not given:
+        return None
+    windows = [window if longest is None else min(window, longest) for window in given]
+    if longest is not None and set(windows) == {longest}:
+        return None  # as without windows
+    num_layers = facts.model.num_layers if facts.model is not None else math.lcm(*range(1, len(windows) + 1))
+    return [windows[layer % len(windows)] for layer in range(num_layers)]
+
+
 def _speculative(pair: PairFacts) -> tuple[dict[str, Any], dict[str, Any]]:
-    prefill, decode = (facts.inside("speculative_config") for facts in (pair.prefill, pair.decode))
-    return prefill, decode
+    return pair.prefill.inside("speculative_config"), pair.decode.inside("speculative_config")
 
 
 def _speculative_violation(pair: PairFacts) -> Violation:

@@ -23,7 +23,7 @@ _BALANCE = "attention_dp_config.enable_balance"
 )
 def expert_parallel_divides(facts: RoleFacts) -> Violation | None:
     """Find experts that can't be spread evenly over the ranks."""
-    if facts.tensor_parallel % facts.size("moe_expert_parallel_size") == 0:
+    if facts.expert_ranks % facts.size("moe_expert_parallel_size") == 0:
         return None
     return Violation(other=f"tensor_parallel_size {facts.shown('tensor_parallel_size')}")
 
@@ -40,7 +40,7 @@ def moe_split(facts: RoleFacts) -> Violation | None:
     if any((facts.number(key) or 0) < 1 for key in _EXPERTS[:2]):
         return None
     product = math.prod(facts.size(key) for key in _EXPERTS)
-    if product == facts.tensor_parallel:
+    if product == facts.expert_ranks:
         return None
     return Violation(
         other=f"times moe_expert_parallel_size {facts.size('moe_expert_parallel_size')} and "
@@ -57,8 +57,12 @@ def moe_split(facts: RoleFacts) -> Violation | None:
     fix="choose a divisor of the model's attention heads",
 )
 def tensor_parallel_heads(facts: RoleFacts) -> Violation | None:
-    """Find attention heads that can't be spread evenly over the ranks."""
-    if facts.model is None or facts.model.num_attention_heads % facts.tensor_parallel == 0:
+    """Find attention heads that can't be spread evenly over the ranks. With attention DP each rank has all heads."""
+    if (
+        facts.model is None
+        or facts.on("enable_attention_dp")
+        or facts.model.num_attention_heads % facts.tensor_parallel == 0
+    ):
         return None
     return Violation(other=f"{facts.model.num_attention_heads} attention heads of the model")
 
@@ -101,8 +105,8 @@ def gpt_oss_pipeline(facts: RoleFacts) -> Violation | None:
     fix="remove one of the two",
 )
 def experts_with_context_parallel(facts: RoleFacts) -> Violation | None:
-    """Find expert and context parallelism together."""
-    if facts.size("moe_expert_parallel_size") == 1 or facts.size("context_parallel_size") == 1:
+    """Find expert and context parallelism together, other than with Helix."""
+    if facts.has_helix or facts.size("moe_expert_parallel_size") == 1 or facts.size("context_parallel_size") == 1:
         return None
     return Violation(other=f"context_parallel_size {facts.shown('context_parallel_size')}")
 

@@ -57,7 +57,7 @@ def transceiver_idle(facts: RoleFacts) -> Violation | None:
     roles=_DISAGGREGATED,
     field=BACKEND,
     why="DEFAULT depends on environment variables, which may differ between the two sides",
-    fix="set it to NIXL or UCX",
+    fix="set it to NIXL or UCX, on both sides",
 )
 def transceiver_default(facts: RoleFacts) -> Violation | None:
     """Find a backend that environment variables choose."""
@@ -72,7 +72,7 @@ def transceiver_default(facts: RoleFacts) -> Violation | None:
     roles=_DISAGGREGATED,
     field=BACKEND,
     why="MPI is deprecated and needs both sides in one MPI world, but workers are separate",
-    fix="set it to NIXL or UCX",
+    fix="set it to NIXL or UCX, on both sides",
 )
 def transceiver_mpi(facts: RoleFacts) -> Violation | None:
     """Find the MPI backend."""
@@ -207,7 +207,7 @@ def pipelined_transfer(facts: RoleFacts) -> Violation | None:
     "transceiver-runtime-backend",
     field=RUNTIME,
     why="the Python transceiver supports NIXL only: TensorRT-LLM fails at start",
-    fix="set cache_transceiver_config.backend: NIXL, or transceiver_runtime: CPP",
+    fix="set cache_transceiver_config.backend: NIXL, or transceiver_runtime: CPP, on both sides",
 )
 def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
     """Find the Python transceiver with another backend than NIXL."""
@@ -225,8 +225,8 @@ def transceiver_runtime_backend(facts: RoleFacts) -> Violation | None:
     fix="remove it; the worker then sets it to 1.1 times --ticket-ttl-s",
 )
 def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
-    """Find the Python transceiver, set or possible, without a timeout."""
-    if facts.transceiver != "NIXL" or facts.set_runtime == "CPP":
+    """Find the Python transceiver without a timeout. With `auto`, TensorRT-LLM then takes the C++ transceiver."""
+    if facts.transceiver != "NIXL" or facts.set_runtime != "PYTHON":
         return None
     if facts.number(TIMEOUT) is not None:
         return None
@@ -240,7 +240,7 @@ def python_transceiver_timeout(facts: RoleFacts) -> Violation | None:
     since=(1, 3),
     field=RUNTIME,
     why="TensorRT-LLM 1.3 deprecates the C++ transceiver and announces its removal",
-    fix="use cache_transceiver_config.backend: NIXL without transceiver_runtime, on both sides",
+    fix="set cache_transceiver_config.backend: NIXL and transceiver_runtime: PYTHON on both sides",
 )
 def cpp_transceiver_deprecated(facts: RoleFacts) -> Violation | None:
     """Find the C++ transceiver."""
@@ -270,9 +270,9 @@ def beam_width_python_transceiver(facts: RoleFacts) -> Violation | None:
     "runtime-auto-candidate",
     roles=_DISAGGREGATED,
     field=RUNTIME,
-    why="in candidates of this time it depends on the model which transceiver auto means, and for this one it is not "
+    why="1.3.0rc15 to rc25 choose the transceiver for auto by the model, and the choice for this one is not "
     "established. The worker assumes C++, whose buffer limits prompts",
-    fix="set transceiver_runtime: PYTHON or CPP on both sides, or use 1.3.0rc26 or newer",
+    fix="set cache_transceiver_config.transceiver_runtime: PYTHON or CPP on both sides, or use 1.3.0rc26 or newer",
 )
 def runtime_auto_candidate(facts: RoleFacts) -> Violation | None:
     """Find a transceiver that is not established. `RoleFacts.is_runtime_uncertain` has the pull requests."""
@@ -363,7 +363,7 @@ def context_parallel_python_transceiver(facts: RoleFacts) -> Violation | None:
     """
     if facts.size("context_parallel_size") == 1 or facts.runtime != "PYTHON":
         return None
-    if facts.role is Role.DECODE and _has_helix(facts) and facts.is_at_least_candidate(25):
+    if facts.role is Role.DECODE and facts.has_helix and facts.is_at_least_candidate(25):
         return None
     return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
 
@@ -383,7 +383,7 @@ def helix_python_transceiver(facts: RoleFacts) -> Violation | None:
     """Find Helix on decode in candidates that may not have it (pull requests 17794 and 19472)."""
     if facts.size("context_parallel_size") == 1 or facts.runtime != "PYTHON":
         return None
-    if not _has_helix(facts) or not facts.is_at_least_candidate(25):
+    if not facts.has_helix or not facts.is_at_least_candidate(25):
         return None
     return Violation(other=f"release {facts.release}")
 
@@ -401,8 +401,3 @@ def bounce_buffer_cpp(facts: RoleFacts) -> Violation | None:
     if not facts.is_given(_BOUNCE) or not facts.number(_BOUNCE) or facts.runtime != "CPP":
         return None
     return Violation(other=f"{RUNTIME} {facts.shown(RUNTIME)}")
-
-
-def _has_helix(facts: RoleFacts) -> bool:
-    """Return True for the one kind of context parallelism that transfers KV."""
-    return str(facts.inside("cp_config").get("cp_type")).upper() == "HELIX"

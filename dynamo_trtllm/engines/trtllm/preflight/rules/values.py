@@ -76,4 +76,6 @@ def waiting_queue_policy(facts: RoleFacts) -> Violation | None:
     word = str(value).lower()
     longer = next((policy for policy in _QUEUE_POLICIES if policy.startswith(word)), None)
     meant = longer or suggest(word, _QUEUE_POLICIES)
-    return Violation(other=f"did you mean {meant}?", fix=f"set it to {meant}") if meant else None
+    if meant is None:
+        return None
+    return Violation(other=f"did you mean {meant}?", fix=f"set it to {meant}")
