@@ -186,7 +186,7 @@ def _convert(gguf: Path, target: Path) -> None:
             raise ConfigError(
                 "reading .gguf files needs the package gguf; run pip install gguf", field="model_path"
             ) from exc
-        except (ValueError, KeyError, RuntimeError, struct.error) as exc:
+        except (ValueError, LookupError, RuntimeError, struct.error) as exc:
             raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
         shutil.rmtree(target, ignore_errors=True)  # an interrupted removal may have left files
         model_folder.rename(target)
