@@ -100,7 +100,7 @@ PLANTS = (
         "KV that is never fetched",
         "a decode call that is cancelled before its submission leaves no KV behind",
         "dynamo_trtllm.engines.external.runner",
-        "if self.has_ended and not self._collects_kv:",
+        "if self.has_ended and not self._must_fetch_kv:",
         "if self.has_ended:",
         "contract/test_engine_trtllm_cancellation.py::"
         "test_decode_when_cancelled_before_its_submission_then_it_still_frees_the_kv_of_the_prefill_worker[1.2.1-UCX-0]",
