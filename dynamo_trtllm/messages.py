@@ -172,7 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prefill_dp_rank: int | None = None  # the same of the prefill worker
     relax_dp_rank: bool = False  # other ranks may run it if that one is full
     conversation_id: str | None = None  # a hint: an engine may run requests of one conversation on one rank
-    traceparent: str | None = None  # header of the client, if the frontend exports traces: engines may add spans
+    traceparent: str | None = None  # header of the client: engines may add spans to its trace
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -88,8 +88,7 @@ class RequestContext:
         self._wants_stats = request.header(b"x-dynamo-stats") == "1"
         self._body_bytes = app_state.body_budget.body()
         self._num_permits = 0
-        # of the client; None: it is missing or not valid, or no traces are exported
-        self.traceparent = None if app_state.traces is None else valid_traceparent(request.header(b"traceparent"))
+        self.traceparent = valid_traceparent(request.header(b"traceparent"))  # None: it is missing or not valid
         self._arrived_at = time.time()
         self._begun_s = request.arrived_s
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices

@@ -142,12 +142,12 @@ async def test_trace_when_a_client_sends_its_own_then_the_request_and_its_phases
     ("header", "exports", "passed"),
     [
         (f"00-{TRACE}-{PARENT}-01", True, f"00-{TRACE}-{PARENT}-01"),
-        (f"00-{TRACE}-{PARENT}-01", False, None),
+        (f"00-{TRACE}-{PARENT}-01", False, f"00-{TRACE}-{PARENT}-01"),
         (f"00-{'0' * 32}-{PARENT}-01", True, None),  # not valid
         ("x" * 1000, True, None),
     ],
 )
-async def test_traceparent_when_it_is_valid_and_traces_are_exported_then_workers_get_it(
+async def test_traceparent_when_it_is_valid_then_workers_get_it_also_from_a_frontend_that_exports_no_traces(
     collector: Collector, header: str, exports: bool, passed: str | None
 ) -> None:
     served = exporting(collector.url)[0] if exports else front(chunk("ok"), stop())
