@@ -22,7 +22,7 @@ CLAIM = "# releases: "
 # Attributes of results and further methods of LLM that the engine uses. Its start can't check them, because it can't
 # create these objects. tests/contract/test_trtllm_manifest.py checks that the list is complete.
 RESULTS: Mapping[str, tuple[str, ...]] = {
-    "GenerationResult": ("abort", "outputs", "cached_tokens", "request_id"),
+    "GenerationResult": ("abort", "outputs", "cached_tokens"),
     "TokenLogprobs": ("logprob", "rank"),
     "RequestPerfMetrics": ("timing_metrics",),
     "LLM": ("_check_health", "_collective_rpc", "_executor"),

@@ -219,9 +219,11 @@ class TrtllmCall:
             with library.calls.note("generate_async"):
                 result = self._result = library.llm.generate_async(**arguments)
             results = aiter(result) if self._converted.keywords["streaming"] else None
-            _log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, result.request_id)
         except Exception as exc:
             raise library.submit_error(exc) from exc
+        if _log.isEnabledFor(logging.DEBUG):
+            known_as = getattr(result, "request_id", "unknown")  # not read in all releases; no request fails for a log
+            _log.debug("request %s has in TensorRT-LLM's log the id %s", self._request_id, known_as)
         while result.outputs[0].finish_reason is None:
             try:
                 await (result if results is None else anext(results))

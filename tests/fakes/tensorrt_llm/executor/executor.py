@@ -129,10 +129,10 @@ class GenerationExecutor:
             result._put(Response(error=self._error or RuntimeError("Executor is shutting down")))
             return
         served = Served(self, submission, result)
-        self._served[result.request_id] = served
+        self._served[result._id] = served
         task = asyncio.get_running_loop().create_task(served.run())
-        self._tasks[result.request_id] = task
-        task.add_done_callback(lambda _: self._ended(result.request_id))
+        self._tasks[result._id] = task
+        task.add_done_callback(lambda _: self._ended(result._id))
 
     def _ended(self, request_id: int) -> None:
         self._served.pop(request_id, None)

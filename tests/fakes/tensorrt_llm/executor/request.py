@@ -123,7 +123,7 @@ class Served:
         if self._phase is Phase.DECODE:
             kv_params = transfer_params_of(self._call.disaggregated_params, self._executor.transceiver)
         request = GenerateRequest(
-            request_id=str(self._result.request_id),
+            request_id=str(self._result._id),
             model=self._executor.core.engine_model,
             token_ids=token_ids(self._call.prompt_token_ids),
             sampling=sampling,
@@ -142,7 +142,7 @@ class Served:
         if chunk.stats is not None and not self._times.first_token_time:
             self._note_times(chunk.stats)
         if chunk.kv_params is not None:
-            self._executor.held[self._result.request_id] = chunk.kv_params.transfer_id
+            self._executor.held[self._result._id] = chunk.kv_params.transfer_id
             ids, logprobs = chunk.kv_params.first_token_ids, chunk.kv_params.first_logprobs
             chunk = msgspec.structs.replace(chunk, token_ids=ids, logprobs=logprobs)
         for index, token in enumerate(chunk.token_ids):
@@ -173,7 +173,7 @@ class Served:
         return is_last and stop.is_word(token) and traps.is_on("last_stop_word_is_length")
 
     def _stop(self, token: int, stop: Stop) -> bool:
-        self._executor.let_go(self._result.request_id)
+        self._executor.let_go(self._result._id)
         is_word = stop.is_word(token)
         shown = is_word and traps.is_on("stop_words_shown_first") and self._call.streaming
         if not is_word and traps.is_on("end_id_cut"):
@@ -190,7 +190,7 @@ class Served:
             params = context_answer(
                 self._call.disaggregated_params,
                 chunk.kv_params,
-                self._result.request_id,
+                self._result._id,
                 self._held_back,
                 self._executor.transceiver,
             )

@@ -94,7 +94,7 @@ class GenerationResult:
     """Awaited for the last state, or iterated for each. Both need that a loop ran when it was made."""
 
     def __init__(self, executor: Any, request_id: int, prompt_token_ids: list[int], streaming: bool) -> None:
-        self.request_id = request_id
+        self._id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(index=0)]
         self.prompt: str | None = None
@@ -120,6 +120,12 @@ class GenerationResult:
             pass  # then only `result` works
 
     @property
+    def request_id(self) -> int:
+        if traps.is_on("no_request_id"):
+            raise AttributeError("request_id")
+        return self._id
+
+    @property
     def finished(self) -> bool:
         return self._done
 
@@ -128,7 +134,7 @@ class GenerationResult:
         executor = self._executor()
         assert executor is not None, "The executor is not set for this result."
         assert not executor.is_shutdown(), "The executor is shut down."
-        executor.abort_request(self.request_id)
+        executor.abort_request(self._id)
         self._aborted = True
 
     def aborted(self) -> bool:

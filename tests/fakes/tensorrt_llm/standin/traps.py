@@ -78,6 +78,7 @@ TRAPS = {
     "block_size_fixed": Trap(False, "the blocks that a model class prefers, whatever is set"),
     "no_block_size": Trap(False, "statistics have no tokensPerBlock (not established for all candidates of 1.3)"),
     # around requests
+    "no_request_id": Trap(False, "a result has no request_id (not read in 1.1 and in candidates)"),
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises RuntimeError"),
     "stats_rpc_fails": Trap(False, "get_stats is a remote call that fails, with an error of the package"),
