@@ -116,7 +116,9 @@ def page() -> str:
     not_read: dict[tuple[str, str], set[str]] = {}
     for use in unverified_names():
         not_read.setdefault((use.name, use.where), set()).add(use.release)
-    text = _HEAD + "\n" + _row(["name", "used by", *releases]) + _row(["---"] * (2 + len(releases)))
+    head = ["name", "used by", *releases]
+    text = f"{_HEAD}\n{_row(head)}"
+    text += _row(["---"] * len(head))
     for (name, where), found in sorted(not_read.items()):
         text += _row([f"`{name}`", where, *("not read" if release in found else "" for release in releases)])
     text += "\n## What each manifest says that it did not read\n\n"

@@ -45,7 +45,8 @@ def planted(folder: Path, requirement: str) -> Path:
 
 def wanted(release: Mapping[str, Any]) -> tuple[str, str]:
     """Return the arguments of `pip install` for a release, as docs/trtllm.md has them."""
-    return f"{OURS}[{EXTRA_OF[release['name']]},local]", f"{release['name']}=={release['version']}"
+    library, version = release["name"], release["version"]
+    return f"{OURS}[{EXTRA_OF[library]},local]", f"{library}=={version}"
 
 
 def test_releases_when_listed_then_those_that_are_supported() -> None:

@@ -17,7 +17,8 @@ from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCal
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.parser_helpers import fold
 
-IDS: dict[str, list[int]] = json.loads((Path(__file__).parents[2] / "data" / "harmony_ids.json").read_text())
+_DATA = Path(__file__).parents[2] / "data"
+IDS: dict[str, list[int]] = json.loads((_DATA / "harmony_ids.json").read_text())
 PLACE = {"type": "string", "description": "City, e.g. “Zürich”", "minLength": 1, "examples": ["Bern"]}
 WEATHER = Tool(
     name="get_weather",

@@ -402,7 +402,12 @@ def test_parallelism_when_context_parallelism_is_helix_then_experts_are_divided_
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [([128], [128, 128]), ([128, 11000], [128, 11000] * 18), ([9000], None)]
+    ("prefill", "decode"),
+    [
+        ([128], [128, 128]),
+        ([128, 11000], [128, 11000] * 18),
+        ([9000], None),
+    ],
 )
 def test_windows_when_they_mean_the_same_then_they_are_equal(prefill: list[int], decode: list[int] | None) -> None:
     window = K + "max_attention_window"

@@ -99,7 +99,8 @@ def test_convert_when_layer_groups_have_one_window_then_a_block_is_removed_with_
     def of_group(group: int, data: dict[str, Any], number: int, window: int = 4096) -> dict[str, Any]:
         return event(data, number, window_size=window, layer_group_id=group)
 
-    both, gone = stored(block(1, 5, 6), block(2, 7, 8)), {"type": "removed", "block_hashes": [1]}
+    both = stored(block(1, 5, 6), block(2, 7, 8))
+    gone = {"type": "removed", "block_hashes": [1]}
     found = converted(
         of_group(0, both, 0),
         of_group(1, both, 1),
@@ -155,10 +156,12 @@ def test_convert_when_consecutive_blocks_have_another_size_then_it_is_taken_over
     reader = KvEventConverter(2)
     with caplog.at_level(logging.WARNING):
         assert reader.convert([event(stored(block(1, 5, 6, 7)), 0)]) == []  # may be a part of a larger block
-        found = reader.convert([event(stored(block(1, 5, 6, 7, 8), block(2, 5)), 1)])
+        of_four = stored(block(1, 5, 6, 7, 8), block(2, 5))
+        found = reader.convert([event(of_four, 1)])
         assert found == [BlocksStored(blocks=(kv(1, 5, 6, 7, 8),))]
         assert "blocks of 4 tokens and not 2; set kv_cache_config.tokens_per_block to 4" in caplog.text
-        assert reader.convert([event(stored(block(1, 5, 6), block(2, 7, 8)), 2)]) == [BlocksCleared()]
+        of_two = stored(block(1, 5, 6), block(2, 7, 8))
+        assert reader.convert([event(of_two, 2)]) == [BlocksCleared()]
     assert reader.num_unreadable == 1
 
 

@@ -150,7 +150,13 @@ def test_look_when_somebody_debugs_the_loops_thread_then_no_reason(watched: Watc
 
 
 @pytest.mark.parametrize(
-    ("seconds", "counted"), [(0.0, 0.0), (PERIOD_S, PERIOD_S), (2 * PERIOD_S, 2 * PERIOD_S), (3600.0, 2 * PERIOD_S)]
+    ("seconds", "counted"),
+    [
+        (0.0, 0.0),
+        (PERIOD_S, PERIOD_S),
+        (2 * PERIOD_S, 2 * PERIOD_S),
+        (3600.0, 2 * PERIOD_S),
+    ],
 )
 def test_time_when_the_process_was_suspended_then_it_does_not_count(seconds: float, counted: float) -> None:
     assert seconds_of_running(100.0, 100.0 + seconds) == counted
