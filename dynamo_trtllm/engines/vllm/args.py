@@ -22,7 +22,7 @@ from dynamo_trtllm.messages import Role
 _ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
 CONNECTOR = "dynamo_trtllm.engines.vllm.connector"
-SCHEDULER = "dynamo_trtllm.engines.vllm.bindings.MeasuredScheduler"
+SCHEDULER = "dynamo_trtllm.engines.vllm.steps.MeasuredScheduler"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
 
 

@@ -29,8 +29,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.vllm.bindings import PACKAGE, measure_steps
+from dynamo_trtllm.engines.vllm.bindings import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES, num_remote_tokens
+from dynamo_trtllm.engines.vllm.steps import measure_steps
 from dynamo_trtllm.engines.vllm.transfers import listen_there
 
 _log = logging.getLogger(__name__)

@@ -22,11 +22,12 @@ from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
 from dynamo_trtllm.engines.vllm import compilation, transfers
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.engines.vllm.bindings import PACKAGE, VllmBindings, installed_version, step_of
+from dynamo_trtllm.engines.vllm.bindings import PACKAGE, VllmBindings, installed_version
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.preflight import VllmFacts, findings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
+from dynamo_trtllm.engines.vllm.steps import step_of
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import Instance, KvLayout, Limits, Role
 from dynamo_trtllm.network.addresses import LOOPBACK

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo_trtllm.cost_model import StepSample
-from dynamo_trtllm.engines.vllm import bindings
+from dynamo_trtllm.engines.vllm import steps
 
 # This process stands for the worker, its child for the engine process, its grandchild for a rank.
 SCRIPT = """
@@ -72,9 +72,9 @@ class PlannedScheduler:
 
 def planned(monkeypatch: pytest.MonkeyPatch, clock: list[float], **prompts: int) -> PlannedScheduler:
     """Return a measured scheduler with requests of so many prompt tokens, and set what the clock shows."""
-    bindings.measure_steps(PlannedScheduler)
+    steps.measure_steps(PlannedScheduler)
     scheduler, times = PlannedScheduler(), iter(clock)
-    monkeypatch.setattr(bindings.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(steps.time, "monotonic", lambda: next(times))
     for name, prompt in prompts.items():
         scheduler.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=0)
     return scheduler
@@ -83,11 +83,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, clock: list[float], **prompts: int)
 def test_steps_when_vllm_schedules_then_its_statistics_have_what_they_computed_and_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bindings.measure_steps(PlannedScheduler)
+    steps.measure_steps(PlannedScheduler)
     scheduler = planned(monkeypatch, [1.0, 2.0, 2.5, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], a=100, b=30)
     first, second = scheduler.schedule(a=60), scheduler.schedule(a=40, b=30)  # the second while the first one runs
-    seen = [bindings.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
-    seen += [bindings.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
+    seen = [steps.step_of(scheduler.update_from_output(output, None)) for output in (first, second)]
+    seen += [steps.step_of(scheduler.update_from_output(scheduler.schedule(a=1, b=1), None)) for _ in range(2)]
     assert seen == [
         StepSample(1.5, 0, 0, 60, 1800.0),
         StepSample(0.5, 0, 0, 70, 40 * 80 + 450.0),
@@ -111,11 +111,11 @@ def test_steps_when_the_launch_of_a_prompt_takes_longer_than_the_step_before_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decode steps take 1 s. The launch of the prompts takes 4 s, and the end of the step before is seen after it."""
-    bindings.note_late_results(ResultsOfStep)
+    steps.note_late_results(ResultsOfStep)
     scheduler = planned(monkeypatch, [0.0, 1.0, 1.0, 1.1, 5.1, 5.2, 6.5, 7.5], a=1, b=50)
 
     def seen(output: SimpleNamespace, *, is_there: bool) -> StepSample | None:
-        return bindings.step_of(scheduler.update_from_output(output, ResultsOfStep(is_there=is_there).result()))
+        return steps.step_of(scheduler.update_from_output(output, ResultsOfStep(is_there=is_there).result()))
 
     assert seen(scheduler.schedule(a=1), is_there=False) == StepSample(1.0, 1, 0, 0, 0.0)
     decode, prompt = scheduler.schedule(a=1), scheduler.schedule(a=1, b=50)
