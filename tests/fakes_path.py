@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-_CONNECTOR = "dynamo_trtllm.engines.vllm.connector"  # modifies vLLM when it is imported
+# Modules that bind names of vLLM, or change it, when they are imported.
+_ADAPTER = ("dynamo_trtllm.engines.vllm.connector", "dynamo_trtllm.engines.vllm.patches.late_reads")
+VLLM_RELEASES = ("0.24.0", "0.32.0")  # of the two forms that the stand-in has
 FAKES = Path(__file__).parent / "fakes"
 RELEASES = ("1.1.0", "1.2.1", "1.3.0rc29", "1.4.0rc1")
 
@@ -60,22 +62,26 @@ def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def fake_vllm() -> Iterator[Any]:
-    """Import the fake `vllm` for the context."""
+def fake_vllm(release: str = VLLM_RELEASES[0]) -> Iterator[Any]:
+    """Import the fake `vllm` of a release for the context. Engines started in it keep it."""
     sys.path.insert(0, str(FAKES))
     _forget("vllm")
     before = dict(os.environ)
+    os.environ["STANDIN_VLLM"] = release
     try:
         yield importlib.import_module("vllm")
     finally:
         _forget("vllm")
         sys.path.remove(str(FAKES))
         for name in set(os.environ) - set(before):
-            del os.environ[name]  # set by the engine
+            del os.environ[name]  # set here and by the engine
 
 
 def _forget(package: str = "tensorrt_llm") -> None:
     """Remove the package from the imported modules, because it chooses its release at import."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == _CONNECTOR]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name in _ADAPTER]:
         del sys.modules[name]
+        above, _, last = name.rpartition(".")
+        if name in _ADAPTER and hasattr(sys.modules.get(above), last):
+            delattr(sys.modules[above], last)  # else `from package import module` finds the old one
     importlib.invalidate_caches()

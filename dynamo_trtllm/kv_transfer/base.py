@@ -220,6 +220,9 @@ TRANSFER_PARAMS_VERSION = 1  # of KvTransferParams
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
 
+_FLAGS = {"layout.block_tokens": "--kv-block-size"}  # field -> flag of the worker that sets it
+
+
 class TransferIdentity(NamedTuple):
     """What the parameters of all KV transfers of one engine have in common."""
 
@@ -253,9 +256,10 @@ def check_params(kv_params: KvTransferParams, identity: TransferIdentity, *, now
     pairs += [(name, kv_params.kv_compat.get(name), identity.kv_compat.get(name)) for name in names]
     for name, at_prefill, at_decode in pairs:
         if at_prefill != at_decode:
+            flag = f" ({_FLAGS[name]})" if name in _FLAGS else ""
             raise TransferMismatch(
                 f"KV transfer {kv_params.transfer_id}: {name} is {at_prefill!r} at prefill and {at_decode!r} at "
-                "decode; start both workers with the same model and settings",
+                f"decode; start both workers with the same model and settings{flag}",
                 field=name,
             )
     if kv_params.expires_at <= now:

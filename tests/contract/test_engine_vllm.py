@@ -51,7 +51,7 @@ from tests.engines import (
     stats,
     tokens,
 )
-from tests.fakes_path import fake_vllm
+from tests.fakes_path import VLLM_RELEASES, fake_vllm
 
 PROMPT = prompt_of(70)
 FULL = prompt_of(64)  # fills its last KV block
@@ -84,9 +84,9 @@ class Engines(NamedTuple):
     decode: Engine
 
 
-@pytest.fixture
-async def engines(folder: Path) -> AsyncIterator[Engines]:
-    with fake_vllm():
+@pytest.fixture(params=VLLM_RELEASES)
+async def engines(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
+    with fake_vllm(request.param):
         made = Engines(*(make("vllm", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)))
         async with started(*made):
             yield made
@@ -211,7 +211,7 @@ async def test_decode_when_its_kv_comes_after_the_transfer_expired_then_it_is_no
     """Only the engine process knows: what ends late reads in the worker's process may be late, too."""
     kv_params = await prefill_params(engines.prefill, PROMPT)
     clock = SimpleNamespace(time=lambda: kv_params.expires_at, monotonic=time.monotonic)
-    monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.patches.late_reads.time", clock)
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, kv_params=kv_params))
     again = (await collect(engines.decode, ask(PROMPT)))[-1]

@@ -26,7 +26,7 @@ import pytest_asyncio
 from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.engines.vllm.api_manifests import VERSION
+from dynamo_trtllm.engines.vllm import releases
 from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.engines.warm_up import WarmUp, variants
 from dynamo_trtllm.errors import EngineFailed
@@ -327,8 +327,9 @@ async def collect_rest(stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
 
 async def test_manifest_when_compared_with_the_package_then_equal() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "vllm_manifest"))["manifest"]()
-    read = json.loads((ROOT / f"dynamo_trtllm/engines/vllm/api_manifests/{VERSION}.json").read_text())
-    assert made == read
+    name = releases.installed().manifest.name
+    read = json.loads((ROOT / f"dynamo_trtllm/engines/vllm/api_manifests/{name}.json").read_text())
+    assert made["classes"] == read["classes"]
 
 
 async def test_handshakes_when_a_port_was_chosen_then_transfers_name_it_and_the_key_of_compiled_code_does_not(

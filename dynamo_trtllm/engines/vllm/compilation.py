@@ -5,25 +5,21 @@ One engine of a host compiles for all that have the same model and arguments.
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo_trtllm.engines import warm_up
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 
 _log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
 _TRITON = "TRITON_CACHE_DIR"
-NEVER_DECODES = "dynamo_never_decodes"  # in `kv_connector_extra_config`, which is no part of the key of compiled code
 _LOCK_POLL_S = 0.25
 
 
@@ -41,23 +37,6 @@ def cache_folders(compile_cache: Path | None, environment: Mapping[str, str]) ->
         return {"VLLM_CACHE_ROOT": str(compile_cache / "vllm"), **warm_up.cache_folders(compile_cache)}
     root = environment.get("VLLM_CACHE_ROOT") or str(Path("~/.cache/vllm").expanduser())
     return {} if environment.get(_TRITON) else {_TRITON: str(Path(root) / "triton")}
-
-
-def hash_without_path() -> None:
-    """Make vLLM find compiled code of the same model in another folder: its cache's key has the folder's path.
-
-    The key also has the whole config.json. Weights are no part of compiled code.
-    """
-    model_config: Any = importlib.import_module("vllm.config").ModelConfig
-    compute_hash = model_config.compute_hash
-
-    def compute_hash_without_path(self: Any) -> str:
-        anywhere = copy.copy(self)
-        anywhere.model = ""
-        key: str = compute_hash(anywhere)
-        return key
-
-    model_config.compute_hash = compute_hash_without_path
 
 
 class CompileLock:
@@ -138,39 +117,6 @@ def _lock_before_profiling(worker_class: Any) -> None:
     worker_class.determine_available_memory = determine_available_memory
 
 
-def skip_decode_graphs() -> None:
-    """Make vLLM's workers of prefill engines in this process capture no CUDA graphs of decode steps."""
-    loaded = sys.modules.get("vllm.v1.worker.gpu_worker")
-    if loaded is not None:
-        _skip_before_capture(loaded.Worker)
-
-
-def _skip_before_capture(worker_class: Any) -> None:
-    """Remove the keys of these graphs before capture. Then vLLM uses a graph of mixed steps, if a step needs one.
-
-    Captured sizes and modes in the configuration would change the key of compiled code, so that prefill and decode
-    engines could not use the same.
-    """
-    capture = worker_class.compile_or_warm_up_model
-
-    @functools.wraps(capture)
-    def compile_or_warm_up_model(self: Any) -> Any:
-        transfer = self.vllm_config.kv_transfer_config
-        dispatcher = getattr(self.model_runner, "cudagraph_dispatcher", None)  # not in vLLM's second model runner
-        if (
-            dispatcher is not None
-            and transfer is not None
-            and transfer.kv_connector_extra_config.get(NEVER_DECODES)
-            and dispatcher.cudagraph_mode.separate_routine()  # else graphs of mixed steps have the same mode
-        ):
-            for mode, keys in dispatcher.cudagraph_keys.items():
-                if mode.name == "FULL":
-                    keys.clear()
-        return capture(self)
-
-    worker_class.compile_or_warm_up_model = compile_or_warm_up_model
-
-
 def _compile_lock(config: Any) -> CompileLock:
     envs: Any = importlib.import_module("vllm.envs")
     platform = importlib.import_module("vllm.platforms").current_platform
@@ -236,69 +182,6 @@ def _kernels(tokens: int, experts: int, top_k: int) -> set[tuple[object, ...]]:
         ("sort", divisible(tokens)),
         ("multiply", block, divisible(tokens), divisible(rows), divisible(tiles)),
     }
-
-
-class FixedArgument(NamedTuple):
-    """An argument of a Triton kernel that is a constant, so that each of its values is compiled anew."""
-
-    user: str  # module whose launches use the kernel
-    kernel: str
-    constant: str
-    unspecialized: tuple[str, ...]  # arguments whose divisibility by 16 changes nothing in the code
-
-
-# Of triton_kernels 3.5.1, which vLLM 0.24.0 contains. Both constants are the number of tokens, rounded up to 32.
-FIXED = (
-    FixedArgument("triton_kernels.topk", "_topk_forward", "stride_rn", ("n_rows", "n_rows_pad")),
-    FixedArgument(
-        "triton_kernels.reduction_details.reduce_bitmatrix",
-        "_sum_bitmatrix_rows",
-        "stride_bn",
-        ("shape_bm", "stride_pn", "shape_pn"),
-    ),
-)
-
-
-def loosen(fixed: FixedArgument) -> bool:
-    """Replace a Triton kernel by the same one with an ordinary argument in place of the constant.
-
-    Returns:
-        False if the kernel has no such constant: then its library does not need this.
-
-    Raises:
-        ImportError: there is no such module.
-        AttributeError: it has no such kernel.
-    """
-    user = importlib.import_module(fixed.user)
-    kernel = getattr(user, fixed.kernel)
-    constant = f"{fixed.constant}: tl.constexpr"
-    source = inspect.getsource(kernel.fn)
-    if source.count(constant) != 1:
-        return False
-    define = importlib.import_module("triton_kernels.specialize").define_kernel
-    names = inspect.signature(kernel.fn).parameters
-    attributes = {"do_not_specialize": [name for name in fixed.unspecialized if name in names]}
-    scope = {name: value for name, value in kernel.fn.__globals__.items() if not name.startswith("__")}
-    loosened = define(source.replace(constant, fixed.constant), user, attributes, **scope)
-    setattr(user, fixed.kernel, loosened)
-    return True
-
-
-def loosen_kernels() -> None:
-    """Compile the two kernels with a constant per 32 tokens once instead, if this build of vLLM has them."""
-    if not importlib.import_module("vllm.utils.import_utils").has_triton_kernels():
-        return
-    for fixed in FIXED:
-        try:
-            if not loosen(fixed):
-                _log.info("%s has no constant %s: nothing to replace", fixed.kernel, fixed.constant)
-        except (ImportError, AttributeError, OSError, TypeError, ValueError, SyntaxError) as exc:
-            _log.warning(
-                "can't replace %s of %s, so it is compiled for every 32 tokens of a step: %s",
-                fixed.kernel,
-                fixed.user,
-                exc,
-            )
 
 
 _counting: list[Callable[[], int]] = []  # at most one: ends the counting, and returns the count

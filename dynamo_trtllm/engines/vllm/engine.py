@@ -20,11 +20,12 @@ from dynamo_trtllm.engines.base import MOST_STEPS, EngineInfo, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.external.engine import ExternalEngine
 from dynamo_trtllm.engines.external.library import Counts, end_ids
-from dynamo_trtllm.engines.vllm import compilation, transfers
+from dynamo_trtllm.engines.vllm import compilation, releases, transfers
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.engines.vllm.bindings import PACKAGE, VllmBindings, installed_version
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings
 from dynamo_trtllm.engines.vllm.kv_events import KvEventSubscriber
 from dynamo_trtllm.engines.vllm.library import VllmLibrary
+from dynamo_trtllm.engines.vllm.patches import decode_graphs
 from dynamo_trtllm.engines.vllm.preflight import VllmFacts, findings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.engines.vllm.steps import step_of
@@ -59,6 +60,7 @@ class StepStats:
 
 _log = logging.getLogger(__name__)
 
+KV_CACHE_LAYOUT = "VLLM_KV_CACHE_LAYOUT"  # from 0.29 on: the order of blocks, heads, layers, tokens and channels
 _WANTED_BY = "the vllm engine"
 # Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a FlashInfer without its
 # matching cubin package.
@@ -82,8 +84,10 @@ class VllmEngine(ExternalEngine):
             ConfigError: vLLM is not installed, an argument is invalid, or the folder has no model.
         """
         super().__init__(config, engine="vllm", library="vLLM", instance_id=instance_id)
-        self._release = installed_version()
-        self._args = vllm_args(config)
+        self._release = releases.installed()
+        if self._release.note:
+            _log.warning("%s", self._release.note)
+        self._args = vllm_args(config, self._release.manifest)
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
@@ -110,7 +114,7 @@ class VllmEngine(ExternalEngine):
     async def start(self) -> EngineInfo:
         """Load the engine and run one request, see `Engine.start`."""
         if self._publishes_kv_events:
-            self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), PACKAGE.load("zmq"))
+            self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), releases.PACKAGE.load("zmq"))
             self._readers.append(self._kv_events.close)
         info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
         await library.bind_lifetime()
@@ -142,11 +146,11 @@ class VllmEngine(ExternalEngine):
             _log.info("NixlConnector: listening for handshakes at %s port %d", *channel.values())
             transfer = values["kv_transfer_config"]
             extra = transfer["kv_connector_extra_config"] | channel
-            extra[compilation.NEVER_DECODES] = self._role is Role.PREFILL
+            extra[decode_graphs.NEVER_DECODES] = self._role is Role.PREFILL
             values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
         if self._kv_events is not None:
             values["kv_events_config"] = values["kv_events_config"] | self._kv_events.config
-        bindings = VllmBindings()
+        bindings = VllmBindings(self._release.manifest)
         return bindings, bindings.build(values, self._steps.record)
 
     def _serve(self, bindings: VllmBindings) -> tuple[EngineInfo, VllmLibrary]:
@@ -166,7 +170,7 @@ class VllmEngine(ExternalEngine):
                 max_num_tokens=int(config.scheduler_config.max_num_batched_tokens),
                 kv_blocks=num_blocks,
             ),
-            kv_compat=_kv_compat(self._role, checkpoint, config, self._release),
+            kv_compat=_kv_compat(self._role, checkpoint, config, self._release.version),
             # vLLM would treat resumed tokens as prompt
             unsupported_features=("resumed_tokens",) if self._has_tokenizer else ("guided", "resumed_tokens"),
             supported_features=("priority",) if str(config.scheduler_config.policy) == "priority" else (),
@@ -200,10 +204,13 @@ def _kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) ->
     """Return further values that must be equal at prefill and decode. NixlConnector's handshake compares them."""
     if role is Role.AGGREGATED:
         return {}
+    layout = process_environment().get(KV_CACHE_LAYOUT)
     return {
         "release": release,
         "model_folder": str(checkpoint.folder),
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "attention_backend": str(config.attention_config.backend),
         "hybrid_kv_cache": str(not config.scheduler_config.disable_hybrid_kv_cache_manager),
+        # Only where it is set: workers of earlier releases of this package have no such value.
+        **({"kv_cache_layout": layout} if layout else {}),
     }

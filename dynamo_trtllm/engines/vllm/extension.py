@@ -19,6 +19,7 @@ import zlib
 from typing import Any
 
 from dynamo_trtllm.engines.vllm import compilation
+from dynamo_trtllm.engines.vllm.patches import compile_key, decode_graphs, triton_constants
 
 _SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
 # MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is 2.9 if all values are
@@ -113,10 +114,8 @@ class WorkerExtension:
         ours = {leased: name for leased in worker._reqs_to_send if (name := leased.rpartition("-")[0]) in wanted}
         if ours:
             rest = {leased: expiry for leased, expiry in worker._reqs_to_send.items() if leased not in ours}
-            worker._reqs_to_send = {
-                **dict.fromkeys(ours, 0.0),
-                **rest,
-            }  # vLLM stops at the first lease that has not expired
+            # Up to 0.30 vLLM stops at the first lease that has not expired, so those that end come first.
+            worker._reqs_to_send = {**dict.fromkeys(ours, 0.0), **rest}
         return sorted(ours.values())
 
     def dynamo_bind_lifetime(self, pid: int) -> bool:
@@ -148,7 +147,7 @@ def _die_after(watched: int, pid: int) -> None:
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this module before any weight
     install()
-    compilation.loosen_kernels()
-    compilation.hash_without_path()
+    triton_constants.install()
+    compile_key.install()
     compilation.compile_once()
-    compilation.skip_decode_graphs()
+    decode_graphs.install()

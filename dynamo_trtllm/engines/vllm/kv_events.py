@@ -1,6 +1,6 @@
 """Read the events of vLLM's prefix cache: subscribe to its publisher on a thread, and convert what it sends.
 
-vLLM's engine process publishes the changes of each step over ZeroMQ (vllm/distributed/kv_events.py of 0.24.0), with one
+vLLM's engine process publishes the changes of each step over ZeroMQ (vllm/distributed/kv_events.py), with one
 publisher per data-parallel rank. Its sockets are files in a folder that only this user can enter.
 """
 
@@ -269,7 +269,7 @@ class KvEventSubscriber:
                 for rank in self._ranks:
                     post([*converter.catch_up(rank)])
                 while True:
-                    _, number, payload = subscription.recv_multipart()
+                    number, payload = subscription.recv_multipart()[-2:]
                     post([*converter.read(int.from_bytes(number, "big"), payload)])
         except self._zmq.ContextTerminated:
             return
@@ -287,7 +287,7 @@ class KvEventSubscriber:
             question.send_multipart((b"", first.to_bytes(8, "big")))
             try:
                 while True:
-                    _, number, payload = question.recv_multipart()
+                    number, payload = question.recv_multipart()[-2:]  # from 0.26 on, the topic is before them
                     if (found := int.from_bytes(number, "big")) == _END_OF_REPLAY:
                         return
                     yield found, payload

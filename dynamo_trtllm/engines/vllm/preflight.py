@@ -10,6 +10,7 @@ from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.preflight_rules import PeerFacts, RuleSection, Violation, evaluate
+from dynamo_trtllm.engines.vllm.args import TRANSFER_BLOCK_TOKENS
 from dynamo_trtllm.messages import Instance, KvLayout, Role
 
 
@@ -25,7 +26,7 @@ class VllmFacts:
 
     @property
     def line(self) -> tuple[int, ...]:
-        """The release whose manifest checked the arguments: (0, 24, 0)."""
+        """The release whose manifest checked the arguments: (0, 32, 0)."""
         return tuple(int(part) for part in self.args.release.name.split("."))
 
     @property
@@ -197,6 +198,54 @@ def dummy_weights(facts: VllmFacts) -> Violation | None:
     return Violation() if facts.args.get("load_format") == "dummy" else None
 
 
+_CROSS_LAYERS = "kv_transfer_config.kv_connector_extra_config.enable_cross_layers_blocks"
+
+
+def _wants_cross_layers(facts: VllmFacts) -> bool:
+    """Return whether the option is on, as vLLM reads it: true, or this word."""
+    return str(facts.args.get(_CROSS_LAYERS)).lower() == "true"
+
+
+@WORKER.rule(
+    "error",
+    "vllm-half-kv",
+    roles=_DISAGGREGATED,
+    field=_CROSS_LAYERS,
+    why="vLLM 0.24 and 0.25 then transfer half of the KV of models with several kinds of layers, without an error",
+    fix="remove it, or install vLLM 0.26 to 0.28, which read whole rows with it",
+)
+def half_kv(facts: VllmFacts) -> Violation | None:
+    """Find the option in the releases that transfer half of each row."""
+    return Violation() if facts.line < (0, 26) and _wants_cross_layers(facts) else None
+
+
+@WORKER.rule(
+    "warning",
+    "vllm-cross-layers-ignored",
+    roles=_DISAGGREGATED,
+    field=_CROSS_LAYERS,
+    why="vLLM ignores this option from 0.29 on",
+    fix="remove it; to transfer whole rows of all layers, set the environment variable VLLM_KV_CACHE_LAYOUT=BHLNC",
+)
+def cross_layers_ignored(facts: VllmFacts) -> Violation | None:
+    """Find the option in the releases that no longer read it."""
+    return Violation() if facts.line >= (0, 29) and _wants_cross_layers(facts) else None
+
+
+@WORKER.rule(
+    "note",
+    "vllm-small-blocks",
+    roles=_DISAGGREGATED,
+    field="block_size",
+    why="NixlConnector reads each block of each layer as a piece of its own, and all running streams wait meanwhile",
+    fix=f"remove it, or set --kv-block-size {TRANSFER_BLOCK_TOKENS}, except where shorter prefixes must be reused",
+)
+def small_blocks(facts: VllmFacts) -> Violation | None:
+    """Find KV blocks that make transfers slow."""
+    size = facts.args.get("block_size")
+    return Violation() if size is not None and size < TRANSFER_BLOCK_TOKENS // 2 else None
+
+
 def _layout(facts: PeerFacts[VllmFacts]) -> KvLayout | None:
     """Return the peer's layout; None for a worker of another engine, which one rule reports."""
     return facts.peer.layout if facts.peer.engine == "vllm" else None
@@ -239,10 +288,10 @@ def tp_ratio(facts: PeerFacts[VllmFacts]) -> Violation | None:
     "vllm-block-size-differs",
     field="block_size",
     why=_NO_TRANSFER,
-    fix="set the same --kv-block-size for both workers",
+    fix="set the same --kv-block-size for both workers (docs/updates.md says how to change it while they serve)",
 )
 def block_size_differs(facts: PeerFacts[VllmFacts]) -> Violation | None:
-    """Find another block size. It is not compared if vLLM chooses it."""
+    """Find another block size."""
     layout, mine = _layout(facts), facts.mine.args.get("block_size")
     if layout is None or mine is None or mine == layout.block_tokens:
         return None

@@ -112,24 +112,6 @@ def resamples_first_token(request: GenerateRequest) -> bool:
     return counted or seeded or sampling.guided is not None
 
 
-def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
-    """Return how many tokens of KV a decode engine reads from the prefill engine.
-
-    The last token of the prompt is computed, not read, because it may be in a block of its own that the prefill engine
-    does not have. It is read if the number of blocks would be less than `held_tokens` need: the connector pairs blocks
-    from the end.
-
-    Args:
-        prompt_tokens: The length of the decode call's prompt.
-        held_tokens: The tokens whose KV the prefill engine has.
-        block_tokens: The tokens per KV block.
-    """
-    wanted = min(prompt_tokens - 1, held_tokens)
-    if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):
-        return wanted
-    return min(prompt_tokens, held_tokens)
-
-
 def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
     context = model_limits.info.context_length
     check_request(

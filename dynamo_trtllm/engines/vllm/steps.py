@@ -11,7 +11,7 @@ import time
 from typing import Any, Final
 
 from dynamo_trtllm.cost_model import StepSample
-from dynamo_trtllm.engines.vllm.bindings import PACKAGE
+from dynamo_trtllm.engines.vllm.releases import PACKAGE
 
 _KEY: Final = "dynamo_step"  # in `SchedulerStats.kv_connector_stats`, which is free-form
 _SCHED = "vllm.v1.core.sched"

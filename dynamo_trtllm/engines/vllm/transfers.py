@@ -20,8 +20,11 @@ _log = logging.getLogger(__name__)
 ENGINE_STATE_VERSION = 1
 
 
-class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of NixlConnector's `request_finished` (connector version 4 of vLLM 0.24.0)."""
+class RequiredParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What every release's NixlConnector returns from `request_finished`, and the decode engine can't do without.
+
+    Newer releases add keys, such as the generation of the registered memory. They are passed on as they are.
+    """
 
     do_remote_prefill: bool
     do_remote_decode: bool
@@ -30,12 +33,10 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_request_id: str
     remote_host: str
     remote_port: int
-    tp_size: int
-    remote_num_tokens: int = 0
 
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
-    params: TransferParams
+    params: dict[str, Any]  # with the keys of `RequiredParams`
     seed: int | None = None  # for a request without a seed, if both engines sample the first token
 
 
@@ -50,12 +51,12 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
             "vLLM's connector has no KV to transfer; see NixlConnector's lines in its log", field="kv_transfer_config"
         )
     try:
-        typed = msgspec.convert(params, TransferParams, strict=False)
+        msgspec.convert(params, RequiredParams, strict=False)
     except msgspec.ValidationError as exc:
         raise RequestRejected(
             f"vLLM {release} returned unknown kv_transfer_params: {exc}", field="kv_transfer_config"
         ) from exc
-    return encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=typed, seed=seed))
+    return encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=dict(params), seed=seed))
 
 
 def unpack(kv_params: KvTransferParams) -> FetchedKv:
@@ -65,7 +66,7 @@ def unpack(kv_params: KvTransferParams) -> FetchedKv:
         TransferMismatch: It is from another engine or version. The error names the field.
     """
     engine_state = decode_state(kv_params, _VllmState, ENGINE_STATE_VERSION)
-    params = msgspec.structs.asdict(engine_state.params) | {EXPIRES_AT: kv_params.expires_at}
+    params = engine_state.params | {EXPIRES_AT: kv_params.expires_at}
     return FetchedKv(first_token=kv_params.first_token_ids[0], seed=engine_state.seed, kv_transfer_params=params)
 
 

@@ -1,3 +1,5 @@
-"""A stand-in for vLLM 0.24.0: its names, its connector's book-keeping, fake tokens. Nothing of vLLM runs."""
+"""A stand-in for vLLM 0.24 and 0.32: its names, its connector's book-keeping, fake tokens. Nothing of vLLM runs."""
 
-__version__ = "0.24.0+standin"
+from vllm.standin.release import VERSION
+
+__version__ = f"{VERSION}+standin"

@@ -1,6 +1,5 @@
-"""Describe the arguments of the supported release of vLLM. scripts/vllm_manifest generates its manifest."""
+"""Describe the arguments of each supported release of vLLM. scripts/vllm_manifest generates a manifest."""
 
 from dynamo_trtllm.engines.manifests import LibraryReleases
 
 LIBRARY = LibraryReleases.load(__name__)
-VERSION = next(iter(LIBRARY.manifests))

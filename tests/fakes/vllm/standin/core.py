@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.standin.release import REPORTS_FAILED_READS
 from vllm.standin.tokens import logprobs, next_token
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -124,8 +125,15 @@ class Core:
         """Pass what the workers report of the last step to the scheduler."""
         if self.worker_half is None:
             return
+        failed: set[str] = set()
+        if REPORTS_FAILED_READS:
+            results = self.worker_half.get_transfer_results(set())
+            received, failed = results.finished_recving, results.failed_recving
+        else:
+            received = self.worker_half.get_finished(set())[1]
         report = SimpleNamespace(
-            finished_recving=self.worker_half.get_finished(set())[1] & set(self.scheduler.requests),
+            finished_recving=received & set(self.scheduler.requests),
+            failed_recving=failed & set(self.scheduler.requests),
             kv_connector_worker_meta=self.worker_half.build_connector_worker_meta(),
         )
         jobs = dict(self.scheduler.requests)
@@ -194,7 +202,7 @@ class Core:
             or max(job.kv_transfer_params["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks
         ):
             job.context, job.is_garbled = job.prompt, True
-            self.connector_worker._handle_failed_transfer(job.id, None)
+            self.connector_worker.read_failed(job.id)
             return
         expiry = other.connector_worker._reqs_to_send
         if job.kv_transfer_params["remote_request_id"] in expiry:

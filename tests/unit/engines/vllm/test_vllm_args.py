@@ -11,7 +11,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.arguments import LibraryArgs
-from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY, VERSION
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.main import table
@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
 def merged(line: str = "", environ: dict[str, str] | None = None, **settings: Any) -> LibraryArgs:
     words = ["--model", "m", "--engine", "vllm", *line.split()]
     config = load(WorkerConfig, prog="p", argv=words, environ=environ or {})
-    return vllm_args(config.model_copy(update=settings) if settings else config)
+    return vllm_args(config.model_copy(update=settings) if settings else config, LIBRARY.newest)
 
 
 def refused(line: str = "", **settings: Any) -> str:
@@ -59,7 +59,8 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
 def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_transfers_time(mode: str) -> None:
     args = merged(f"--disaggregation-mode {mode} --ticket-ttl-s 12.5")
     transfer = args.values["kv_transfer_config"]
-    assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", "kv_both")
+    role = {"prefill": "kv_producer", "decode": "kv_consumer"}[mode]
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
     assert transfer["kv_load_failure_policy"] == "fail"
     assert transfer["kv_connector_extra_config"]["kv_lease_duration"] > 12.5
     assert args.get("enable_prefix_caching") is True
@@ -113,12 +114,12 @@ def test_experts_when_two_places_disagree_then_refused() -> None:
     ("given", "wanted"),
     [
         ({"max_model_length": 4}, "unknown key 'max_model_length'; did you mean 'max_model_len'?"),
-        ({"kv_transfer_config": {"kv_buffer_sise": 1}}, "did you mean 'kv_transfer_config.kv_buffer_size'?"),
+        ({"kv_transfer_config": {"kv_buffer_devise": 1}}, "did you mean 'kv_transfer_config.kv_buffer_device'?"),
         ({"max_num_seqs": "many"}, "max_num_seqs is 'many': expected a whole number or null"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0: expected 1 or more"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5: expected 0.01 to 1"),
         ({"enforce_eager": 1}, "enforce_eager is 1: expected true or false"),
-        ({"kv_cache_dtype": "fp9"}, "kv_cache_dtype is 'fp9': expected one of"),
+        ({"moe_backend": "fp9"}, "moe_backend is 'fp9': expected one of"),
     ],
 )
 def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[str, Any], wanted: str) -> None:
@@ -128,9 +129,9 @@ def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[
 
 
 def test_args_when_a_key_is_dotted_then_it_is_the_nested_one() -> None:
-    args = merged(override_engine_args={"kv_transfer_config.kv_buffer_size": 5})
-    assert args.values["kv_transfer_config"]["kv_buffer_size"] == 5
-    assert "it is kv_both" in refused(override_engine_args={"kv_transfer_config.kv_role": "x"})
+    args = merged(override_engine_args={"kv_transfer_config.kv_buffer_device": "cpu"})
+    assert args.values["kv_transfer_config"]["kv_buffer_device"] == "cpu"
+    assert "set --disaggregation-mode" in refused(override_engine_args={"kv_transfer_config.kv_role": "x"})
 
 
 @pytest.mark.parametrize("name", sorted(LIBRARY.foreign))
@@ -184,7 +185,7 @@ def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert rows["tensor_parallel_size"].endswith("flag --tensor-parallel-size")
     assert rows["enable_prefix_caching"].endswith("the vllm engine")
-    assert rows["gpu_memory_utilization"].endswith(f"default (vLLM {VERSION})")
+    assert rows["gpu_memory_utilization"].endswith(f"default (vLLM {LIBRARY.newest.name})")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
@@ -192,3 +193,28 @@ def test_shipped_file_when_merged_then_taken_with_no_contradiction(path: Path) -
     role = {"agg": "prefill_and_decode"}.get(path.stem, path.stem)
     args = merged(f"--disaggregation-mode {role} --extra-engine-args {path}")
     assert args.notes == ()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_blocks_when_nothing_is_set_then_large_ones_and_the_source_says_why(mode: str) -> None:
+    args = merged(f"--disaggregation-mode {mode}")
+    value, source = args.leaves["block_size"]
+    assert value == 128
+    assert "so that KV is transferred in large pieces" in source
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "expected"),
+    [
+        ("--disaggregation-mode prefill_and_decode", {}, None),  # vLLM's own default
+        ("--disaggregation-mode prefill --kv-block-size 16", {}, 16),
+        ("--disaggregation-mode decode", {"override_engine_args": {"block_size": 32}}, 32),
+    ],
+)
+def test_blocks_when_set_or_not_transferred_then_the_users_or_vllms(
+    command: str, settings: dict[str, Any], expected: int | None
+) -> None:
+    args = merged(command, **settings)
+    assert args.values.get("block_size") == expected
+    notes = [note for note in args.notes if "block_size 128" in note]
+    assert len(notes) == (expected is not None)  # says what the smaller blocks cost

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.bindings import VllmBindings, explain_oom
 from dynamo_trtllm.errors import EngineFailed
 from tests.fakes_path import fake_vllm
@@ -19,7 +20,7 @@ HALF = {"gpu_memory_utilization": 0.5}
 
 
 def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> None:
-    said = explain_oom({"gpu_memory_utilization": 0.85}, [TAKEN], [TAKEN])
+    said = explain_oom({"gpu_memory_utilization": 0.85}, LIBRARY.newest, [TAKEN], [TAKEN])
     assert said is not None
     assert "GPU 0 has 31.0 of 140.0 GiB free" in said
     assert "gpu_memory_utilization 0.85 needs 119.0 GiB" in said
@@ -48,7 +49,7 @@ def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_memory
     after: Sequence[tuple[int, int]],
     gpu_at_fault: int | None,
 ) -> None:
-    said = explain_oom(values, before, after)
+    said = explain_oom(values, LIBRARY.newest, before, after)
     if gpu_at_fault is None:
         assert said is None
     else:
@@ -57,7 +58,7 @@ def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_memory
 
 
 def test_lack_when_the_gpu_is_full_then_no_share_is_offered() -> None:
-    said = explain_oom(HALF, [(GIB, 140 * GIB)], [(GIB, 140 * GIB)])
+    said = explain_oom(HALF, LIBRARY.newest, [(GIB, 140 * GIB)], [(GIB, 140 * GIB)])
     assert said is not None
     assert "--free-gpu-memory-fraction" not in said
 
@@ -69,7 +70,7 @@ def vendor() -> VllmBindings:
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 
     with fake_vllm():
-        bindings = VllmBindings()
+        bindings = VllmBindings(LIBRARY.newest)
     bindings.engine_args = lambda **_: SimpleNamespace(create_engine_config=lambda: None)
     bindings.async_llm = SimpleNamespace(from_vllm_config=fail)
     return bindings

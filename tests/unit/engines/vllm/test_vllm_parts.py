@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import socket
 import time
 from dataclasses import replace
@@ -18,7 +17,7 @@ from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint
 from dynamo_trtllm.engines.external.library import LibraryPackage
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, compilation, transfers
+from dynamo_trtllm.engines.vllm import bindings, compilation, releases, transfers
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.engine import StepStats
@@ -233,12 +232,14 @@ MODEL = Checkpoint(
 HOPPER = Gpu(name="NVIDIA H200", sm=90, memory_bytes=143771 << 20)
 
 
-def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> VllmFacts:
+def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, vllm: str = "0.33.0", **args: Any) -> VllmFacts:
     config = WorkerConfig(model_path="/m", engine="vllm", disaggregation_mode=role, override_engine_args=args)
-    return VllmFacts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
+    return VllmFacts(
+        role=role, args=vllm_args(config, releases.describe(vllm).manifest), model=MODEL, gpu=HOPPER, num_gpus=num_gpus
+    )
 
 
-def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m") -> Instance:
+def peer(engine: str = "vllm", tp: int = 1, block: int = 128, folder: str = "/m") -> Instance:
     card = ModelDeploymentCard(name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony")
     return Instance(
         id=2,
@@ -256,6 +257,7 @@ def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m")
     )
 
 
+CROSS_LAYERS = {"kv_transfer_config.kv_connector_extra_config.enable_cross_layers_blocks": True}
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 16}, "vllm-too-few-gpus"),
     ({"tensor_parallel_size": 3}, "vllm-heads-not-divisible"),
@@ -269,6 +271,8 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"load_format": "dummy"}, "vllm-dummy-weights"),
     ({"moe_backend": "flashinfer_trtllm"}, "vllm-mxfp4-backend"),
     ({"dtype": "float16"}, "vllm-mxfp4-dtype"),
+    ({"block_size": 32}, "vllm-small-blocks"),
+    (CROSS_LAYERS, "vllm-cross-layers-ignored"),
 ]
 WRONG_PEERS = [
     (peer(engine="torch"), "vllm-engine-differs"),
@@ -292,14 +296,50 @@ def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: di
 
 @pytest.mark.parametrize(("other", "rule"), WRONG_PEERS)
 def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(other: Instance, rule: str) -> None:
-    (found,) = findings(facts(tensor_parallel_size=2, block_size=16), [other])
+    (found,) = findings(facts(tensor_parallel_size=2), [other])
     assert (found.rule, found.severity) == (rule, "error")
     assert "decode worker 2" in found.other
 
 
 def test_rules_when_listed_then_each_is_found_by_a_test_above() -> None:
     names = {rule.name for section in (WORKER, PEERS) for rule in section.rules}
-    assert names == {rule for _, rule in (*WRONG_ARGUMENTS, *WRONG_PEERS)}
+    assert names == {rule for _, rule in (*WRONG_ARGUMENTS, *WRONG_PEERS)} | {"vllm-half-kv"}
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize(
+    ("vllm", "rules"),
+    [
+        ("0.24.0", ["vllm-half-kv"]),
+        ("0.25.1", ["vllm-half-kv"]),
+        ("0.26.0", []),
+        ("0.28.0", []),
+        ("0.29.0", ["vllm-cross-layers-ignored"]),
+        ("0.34.0", ["vllm-cross-layers-ignored"]),
+    ],
+)
+@pytest.mark.parametrize("word", [True, "True", "true"])  # as vLLM reads it
+def test_preflight_when_blocks_span_layers_then_refused_where_half_of_the_kv_is_lost_and_named_where_ignored(
+    vllm: str, rules: list[str], role: Role, word: object
+) -> None:
+    found = findings(facts(role, vllm=vllm, **dict.fromkeys(CROSS_LAYERS, word)), [])
+    assert [each.rule for each in found] == rules
+    off = findings(facts(role, vllm=vllm, **dict.fromkeys(CROSS_LAYERS, False)), [])
+    assert off == []
+
+
+def test_preflight_when_an_aggregated_worker_has_small_blocks_then_nothing_is_found() -> None:
+    assert findings(facts(Role.AGGREGATED, block_size=16), []) == []
+
+
+def test_preflight_when_a_worker_of_an_earlier_release_has_its_default_then_the_error_has_both_sizes_and_the_flag() -> (
+    None
+):
+    (found,) = findings(facts(), [peer(block=16)])
+    text = str(found)
+    assert "128" in text
+    assert "16 at" in found.other
+    assert "--kv-block-size" in found.fix
 
 
 # --- reclaiming --------------------------------------------------------------------------------------------
@@ -354,12 +394,55 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
 
 def test_version_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: False)
-    with pytest.raises(ConfigError, match=r"needs vLLM 0.24.0; run pip install -e '\.\[vllm\]' in a checkout"):
-        bindings.installed_version()
+    with pytest.raises(ConfigError, match=r"needs vLLM 0.24 to 0.33; run pip install -e '\.\[vllm\]' in a checkout"):
+        releases.installed()
 
 
-def test_version_when_another_line_is_installed_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LibraryPackage, "is_installed", lambda _: True)
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.25.1+cpu")
-    with pytest.raises(ConfigError, match=r"vLLM 0.25.1 is installed, but .* supports 0.24.0"):
-        bindings.installed_version()
+@pytest.mark.parametrize(
+    ("version", "manifest"),
+    [("0.24.0", "0.24.0"), ("0.25.0+cpu", "0.25.1"), ("0.27.9", "0.27.1"), ("0.33.0.post1", "0.33.0")],
+)
+def test_version_when_its_minor_was_tested_then_its_manifest_and_no_note(version: str, manifest: str) -> None:
+    found = releases.describe(version)
+    assert (found.manifest.name, found.note) == (manifest, "")
+    assert not found.manifest.is_in_part("AsyncEngineArgs")
+
+
+@pytest.mark.parametrize(
+    ("version", "nearest"),
+    [
+        ("0.34.0", "0.33.0"),
+        ("1.2.0", "0.33.0"),
+        ("0.34.1rc1.dev12+gabc", "0.33.0"),
+        ("0.33.1rc1.dev5+g12", "0.33.0"),
+        ("0.28.1.dev3", "0.28.0"),
+        ("0.1.dev1+g0d8bb30.precompiled", "0.33.0"),  # a checkout without tags
+        ("nightly", "0.33.0"),
+    ],
+)
+def test_version_when_it_was_not_tested_then_it_works_with_a_note_and_takes_unknown_arguments(
+    version: str, nearest: str
+) -> None:
+    found = releases.describe(version)
+    assert found.manifest.name == nearest
+    assert version.partition("+")[0] in found.note
+    config = WorkerConfig(model_path="m", engine="vllm", override_engine_args={"an_argument_of_tomorrow": 1})
+    args = vllm_args(config, found.manifest)
+    assert args.values["an_argument_of_tomorrow"] == 1
+    assert any("an_argument_of_tomorrow" in note for note in args.notes)
+
+
+@pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.8.5.post1"])
+def test_version_when_it_is_too_old_then_refused_with_what_to_install(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"vLLM {version} is installed, .* supports 0.24 to 0.33; run pip"):
+        releases.describe(version)
+
+
+@pytest.mark.parametrize(("release", "works"), [("0.24.0", True), ("0.32.0", False)])
+def test_argument_when_a_release_has_dropped_it_then_it_is_refused_there(release: str, works: bool) -> None:
+    config = WorkerConfig(model_path="m", engine="vllm", override_engine_args={"max_num_partial_prefills": 2})
+    if works:
+        assert vllm_args(config, releases.describe(release).manifest).values["max_num_partial_prefills"] == 2
+    else:
+        with pytest.raises(ConfigError, match=rf"vLLM {release} has no max_num_partial_prefills"):
+            vllm_args(config, releases.describe(release).manifest)

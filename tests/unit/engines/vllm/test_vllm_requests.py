@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.engines.vllm.patches.last_token import num_remote_tokens
 from dynamo_trtllm.engines.vllm.requests import (
     FetchedKv,
     VllmModelLimits,
     VllmRequest,
-    num_remote_tokens,
     resamples_first_token,
 )
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 
@@ -24,11 +24,23 @@ class Scheduler:
         """Is not called either."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """As with several KV groups: no block is marked invalid, so a read that failed counts as received."""
-        for request_id in model_runner_output.kv_connector_output.finished_recving:
+        """As with several KV groups: no block is marked invalid, so a read that failed counts as received.
+
+        From 0.30 on its request ends.
+        """
+        report = model_runner_output.kv_connector_output
+        outputs: dict[int, EngineCoreOutputs] = {}
+        for request_id in report.failed_recving:
+            request = self.requests[request_id]
+            self.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+            ended = EngineCoreOutput(
+                request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason()
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
+        for request_id in report.finished_recving - report.failed_recving:
             if self.requests[request_id].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.finished_recving_kv_req_ids.add(request_id)
-        return {}
+        return outputs
 
     def finish_requests(self, request_id: str, finished_status: RequestStatus) -> None:
         request = self.requests.pop(request_id)

@@ -1,0 +1,61 @@
+"""Report failed reads of KV to the scheduler, which ends their requests.
+
+A failed read does not end its request if layers are in several KV groups (sliding window and full attention, as in
+gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as received, is answered from memory
+that was never written, and that memory enters the prefix cache.
+
+From 0.30 on vLLM reports them itself, and keeps the blocks of a read whose handle it could not release, because the
+device may still write to them. Ending such a request early would free these blocks, so this patch must be absent there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
+from dynamo_trtllm.engines.vllm.releases import PACKAGE
+
+PATCH = Patch(
+    name="failed_reads",
+    fault="a request whose KV could not be read is answered from memory that was never written",
+    upstream="https://github.com/vllm-project/vllm/issues/52234",
+    needed_in="0.24 to 0.29",
+    detection="`KVConnectorBase_V1` has no `get_transfer_results`",
+    goes="with 0.29",
+    is_vital=True,
+)
+
+
+def is_needed() -> bool:
+    """Return whether vLLM itself does not report failed reads."""
+    connector = PACKAGE.find("KVConnectorBase_V1", "vllm.distributed.kv_transfer.kv_connector.v1.base")
+    return not hasattr(connector, "get_transfer_results")
+
+
+def watch(worker: Any, note: Callable[[str], None]) -> bool:
+    """Call `note` with the id of each request whose read has failed, before vLLM counts it as received.
+
+    Args:
+        worker: The worker half of vLLM's NixlConnector.
+        note: Is called on any thread.
+
+    Returns:
+        False if vLLM reports them itself.
+
+    Raises:
+        EngineFailed: vLLM does not report them, and has no place to hook in.
+    """
+
+    def install() -> None:
+        handle = worker._handle_failed_transfer
+
+        @functools.wraps(handle)
+        def recording(req_id: str, *args: Any, **keywords: Any) -> Any:
+            note(req_id)
+            return handle(req_id, *args, **keywords)
+
+        worker._handle_failed_transfer = recording
+
+    return apply(PATCH, is_needed, install)

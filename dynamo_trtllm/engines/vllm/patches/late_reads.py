@@ -1,0 +1,111 @@
+"""End requests whose KV was read after its transfer had expired, and those that `failed_reads` reports.
+
+The prefill engine may use the blocks of an expired transfer for another request. The worker half of the connector
+reports with each step which reads have ended, and the scheduler ends such requests before anything is computed or
+cached from their blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
+from dynamo_trtllm.engines.vllm.releases import PACKAGE
+from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
+
+PATCH = Patch(
+    name="late_reads",
+    fault="a request whose KV was read too late may be answered from another request's KV",
+    upstream="none known",
+    needed_in="all",
+    detection="always on; the expiry is this project's own",
+    goes="when vLLM checks the expiry of what it has read",
+    is_vital=True,
+)
+
+_log = logging.getLogger(__name__)
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_WorkerMetadata: Any = PACKAGE.find("KVConnectorWorkerMetadata", f"{_V1}.base")  # from workers to the scheduler
+_RequestStatus = PACKAGE.find("RequestStatus", "vllm.v1.request")
+_Output = PACKAGE.find("EngineCoreOutput", "vllm.v1.engine")  # of one request in one step
+_Outputs = PACKAGE.find("EngineCoreOutputs", "vllm.v1.engine")  # of one client in one step
+
+
+@dataclass
+class EndedReads(_WorkerMetadata):  # type: ignore[misc]
+    """The requests whose reads of KV have ended since the last step, of one rank or of all ranks."""
+
+    failed: frozenset[str]  # ids
+    times: dict[str, tuple[float, float]]  # by id: when the read was posted, and when its end was seen
+
+    def aggregate(self, other: EndedReads) -> EndedReads:
+        """Return the reads of both ranks. The last rank counts."""
+        times = self.times | other.times
+        for request_id in self.times.keys() & other.times.keys():
+            (posted, seen), (posted_too, seen_too) = self.times[request_id], other.times[request_id]
+            times[request_id] = max(posted, posted_too), max(seen, seen_too)
+        return EndedReads(self.failed | other.failed, times)
+
+
+def install() -> None:
+    """Make vLLM's scheduler in this process end such requests. Raises EngineFailed if it has another form."""
+    apply(PATCH, lambda: True, lambda: _end_failed_reads(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")))
+
+
+def _end_failed_reads(scheduler: Any) -> None:
+    """Make a scheduler end requests with `FINISHED_ERROR` whose KV could not be read in time.
+
+    This matches `kv_load_failure_policy: fail`. It happens in the step that reports the requests as received: their
+    blocks are freed and were not cached. Requests that vLLM has ended or aborted are skipped.
+    """
+    update = scheduler.update_from_output
+
+    @functools.wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = update(self, scheduler_output, model_runner_output)
+        _note_times(self.requests, model_runner_output.kv_connector_output)
+        for request_id in _failed_reads(self.requests, model_runner_output.kv_connector_output):
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            _log.warning(
+                "request %s: ending it, because its KV could not be read before the KV transfer expired", request_id
+            )
+            self.finish_requests(request_id, _RequestStatus.FINISHED_ERROR)
+            ended = _Output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
+            outputs.setdefault(request.client_index, _Outputs()).outputs.append(ended)
+        return outputs
+
+    scheduler.update_from_output = update_from_output
+
+
+def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
+    """Return the ids of requests whose reads failed or ended too late.
+
+    `requests`: vLLM's requests by id. `report`: vLLM's KVConnectorOutput, or None.
+    """
+    if report is None:
+        return ()
+    now = time.time()
+    known = [(each, requests[each]) for each in report.finished_recving or () if each in requests]
+    late = {each for each, request in known if (request.kv_transfer_params or {}).get(EXPIRES_AT, math.inf) <= now}
+    meta = report.kv_connector_worker_meta
+    return late | meta.failed if isinstance(meta, EndedReads) else late
+
+
+def _note_times(requests: Any, report: Any) -> None:
+    """Note the times of each request whose read has ended. See `_failed_reads` for the arguments.
+
+    Ranks may report in different steps: the last one counts.
+    """
+    meta = None if report is None else report.kv_connector_worker_meta
+    for request_id, times in meta.times.items() if isinstance(meta, EndedReads) else ():
+        if request_id in requests:
+            noted = (requests[request_id].kv_transfer_params or {}).get(READ_TIMES, [])
+            noted[1:] = (*times, time.monotonic())

