@@ -146,15 +146,22 @@ class HarmonyRenderer:
     def _make_header(
         self, role: oh.Role, author: str | None, recipient: str | None, channel: str | None, content_type: str | None
     ) -> TokenIds:
-        """Return what precedes the text of a message, as openai-harmony renders it."""
+        """Return what precedes the text of a message, in the order of OpenAI's guide to Harmony.
+
+        A call has its recipient after the channel, as gpt-oss writes it: so the next prompt repeats the tokens of the
+        call. All other messages have it before. openai-harmony and its fork oss-harmony differ here, from the guide
+        and from each other, so neither may decide.
+        """
         sender = role.value
         if author is not None:
             sender = author if role == oh.Role.TOOL else f"{sender}:{author}"
-        if recipient is not None:
-            sender += f" to={recipient}"
+        address = "" if recipient is None else f" to={recipient}"
+        if role != oh.Role.ASSISTANT or channel is None:
+            sender, address = sender + address, ""
         ids = token_ids([harmony_parser.START, *self.encode(sender)])
         if channel is not None:
-            ids.extend([harmony_parser.CHANNEL, *self.encode(channel if content_type is None else f"{channel} ")])
+            blank = "" if content_type is None else " "
+            ids.extend([harmony_parser.CHANNEL, *self.encode(f"{channel}{address}{blank}")])
         if content_type is not None:
             ids.extend([harmony_parser.CONSTRAIN, *self.encode(content_type)])
         ids.append(harmony_parser.MESSAGE)

@@ -1,4 +1,4 @@
-"""What the model reads must be what openai-harmony itself would render."""
+"""What the model reads must be what openai-harmony would render, with recipients where OpenAI's guide has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
-from dynamo_trtllm.tokenization.harmony import HarmonyMessage, HarmonyRenderer, conversation_messages, system_message
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from tests.unit.tokenization.harmony_library import in_our_order, rendered
 
 TEXTS = (
     "",
@@ -48,6 +49,7 @@ WEATHER = Tool(
     },
 )
 TODAY = date(2026, 1, 2)
+USER = Message(role="user", content="q")
 
 
 @pytest.fixture(scope="module")
@@ -55,26 +57,8 @@ def renderer() -> HarmonyRenderer:
     return HarmonyRenderer(today=lambda: TODAY)
 
 
-def for_library(message: HarmonyMessage) -> oh.Message:
-    content: str | oh.DeveloperContent = message.text
-    if message.role == oh.Role.DEVELOPER:
-        content = oh.DeveloperContent.new()
-        content = content.with_instructions(message.text) if message.text else content
-        tools = [oh.ToolDescription.new(each.name, each.description, each.parameters or None) for each in message.tools]
-        content = content.with_function_tools(tools) if tools else content
-    made = oh.Message.from_author_and_content(oh.Author(role=message.role, name=message.author), content)
-    made.recipient, made.channel = message.recipient, message.channel
-    made.content_type = message.content_type and f"<|constrain|>{message.content_type}"
-    return made
-
-
 def reference(conversation: Conversation) -> list[int]:
-    encoding = vocabulary.load_tokenizer().harmony
-    first = system_message(conversation.reasoning_effort, TODAY)
-    messages = [first, *map(for_library, conversation_messages(conversation))]
-    config = oh.RenderConversationConfig(auto_drop_analysis=False)
-    conversation_of_library = oh.Conversation.from_messages(messages)
-    return encoding.render_conversation_for_completion(conversation_of_library, oh.Role.ASSISTANT, config)
+    return in_our_order(rendered(conversation, TODAY))
 
 
 def full_conversation(text: str) -> Conversation:
@@ -124,11 +108,33 @@ def test_render_when_tools_are_given_then_prompt_is_the_one_gpt_oss_expects(rend
         "<|start|>user:Al-ice_3<|message|>and T<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>T<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>T<|end|>"
-        "<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>T<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>T<|call|>"
         "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>T<|end|>"
         "<|start|>developer<|message|># Instructions\n\nT<|end|>"
         "<|start|>assistant"
     )
+
+
+def test_render_when_a_call_has_a_result_then_prompt_begins_with_the_tokens_of_the_call(
+    renderer: HarmonyRenderer,
+) -> None:
+    """The prefix cache then has them: gpt-oss writes the recipient of a call after the channel."""
+    asked = Conversation(messages=(USER,), tools=(WEATHER,))
+    written = (
+        "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.get_weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>'
+    )
+    call = ToolCall(id="c1", name="get_weather", arguments='{"place":"Rome"}')
+    answered = Conversation(
+        messages=(
+            USER,
+            Message(role="assistant", reasoning="Need the weather.", tool_calls=(call,)),
+            Message(role="tool", tool_call_id="c1", content="12"),
+        ),
+        tools=(WEATHER,),
+    )
+    ids = [*renderer.render(asked), *renderer._control_text(written)]
+    assert renderer.render(answered).tolist()[: len(ids)] == ids
 
 
 def test_render_when_tool_call_was_answered_by_a_text_then_its_reasoning_is_dropped(renderer: HarmonyRenderer) -> None:
@@ -166,9 +172,6 @@ def test_render_when_day_changes_then_date_follows() -> None:
     conversation = Conversation(messages=(Message(role="user", content="q"),))
     assert "2026-01-02" in renderer.decode(renderer.render(conversation))
     assert "2026-01-03" in renderer.decode(renderer.render(conversation))
-
-
-USER = Message(role="user", content="q")
 
 
 @pytest.mark.parametrize(

@@ -54,21 +54,22 @@ STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 def completion(turn: Sequence[oh.Message], *, addressed_late: bool) -> list[int]:
     """The ids a model writes for these messages: all but `<|start|>assistant` of the first."""
-    encoding, ids = harmony(), list[int]()
-    for message in turn:
-        ids += written_late(message) if addressed_late and message.recipient else encoding.render(message)
+    ids = [token_id for message in turn for token_id in written(message, addressed_late=addressed_late)]
     ids[-1] = CALL if turn[-1].recipient else RETURN
     return ids[2:]
 
 
-def written_late(message: oh.Message) -> list[int]:
-    """The recipient after the channel, which openai-harmony reads and does not write."""
+def written(message: oh.Message, *, addressed_late: bool) -> list[int]:
+    """The recipient before or after the channel. The library reads both and writes one, and which depends on it."""
     encoding = harmony()
+    address = f" to={message.recipient}" if message.recipient else ""
+    before, behind = ("", address) if addressed_late else (address, "")
     kind = f" {message.content_type}" if message.content_type else ""
-    head = f"<|start|>assistant<|channel|>{message.channel} to={message.recipient}{kind}<|message|>"
+    head = f"<|start|>assistant{before}<|channel|>{message.channel}{behind}{kind}<|message|>"
     body = message.content[0]
     assert isinstance(body, oh.TextContent)
-    return [*encoding.encode(head, allowed_special="all"), *encoding.encode(body.text, disallowed_special=()), CALL]
+    end = CALL if message.recipient else END
+    return [*encoding.encode(head, allowed_special="all"), *encoding.encode(body.text, disallowed_special=()), end]
 
 
 def reference(ids: list[int]) -> Seen:
