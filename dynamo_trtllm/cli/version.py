@@ -46,6 +46,7 @@ _SHARED = (
     "numpy",
     "nvidia-ml-py",
     "openai-harmony",
+    "oss-harmony",  # a fork with the same files: whichever was installed last is imported
     "prometheus-client",
     "protobuf",
     "pydantic",

@@ -104,6 +104,19 @@ def test_version_when_a_library_is_outside_the_pins_of_an_engine_then_the_pin_is
     assert rows["transformers"] == "4.57.3"
 
 
+def test_version_when_both_libraries_of_harmony_are_installed_then_both_are_shown_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM 0.31 requires the fork, this package the original."""
+    image = {"openai-harmony": "0.0.8", "oss-harmony": "0.0.9"}
+    requires = ["oss-harmony>=0.0.11"]
+    write_image(tmp_path, {"name": "vllm", "version": "0.31.0", "image": image, "requires_dist": requires})
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = dict(line.split(None, 1) for line in shown(capsys).splitlines())
+    assert rows["openai-harmony"] == "0.0.8"
+    assert rows["oss-harmony"] == "0.0.9 (but vllm 0.31.0 requires >=0.0.11)"
+
+
 def test_version_when_a_pin_is_of_an_extra_or_can_not_be_read_then_it_is_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
