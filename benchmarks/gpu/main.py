@@ -184,7 +184,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eager", action="store_true", help="disable CUDA graphs: faster start, slower tokens")
     add("--gpus", help="comma-separated GPU numbers; default: all that nvidia-smi lists")
     add("--prefix-caching", action="store_true", help="enable prefix caching")
-    add("--ready-s", type=float, default=300.0, help="longest wait for engines to become ready (default: 300)")
+    add("--ready-s", type=float, default=900.0, help="longest wait for engines to become ready (default: 900)")
     add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
     add("--compile-cache", type=Path, help="folder for compiled kernels, which a later run uses")
 

@@ -48,7 +48,7 @@ class Plan:
     max_batch_size: int = 256
     gpu_memory_utilization: float = 0.85
     prefix_caching: bool = False
-    ready_s: float = 420.0
+    ready_s: float = 900.0  # a first start compiles
     compile_cache: str | None = None  # folder
     extra: dict[str, Any] = field(default_factory=dict)  # further engine arguments
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,17 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
         return present
     os.environ[name] = value
     return value
+
+
+def prefer(values: Mapping[str, str]) -> None:
+    """Set each variable unless the user has set it, to whatever value."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def replace(values: Mapping[str, str]) -> None:
+    """Set each variable. For those that this program made up, which no user sets."""
+    os.environ.update(values)
 
 
 def command_line() -> list[str]:

@@ -20,6 +20,7 @@ from dynamo_trtllm.streams import Generator, run_stream
 _log = logging.getLogger(__name__)
 
 _DEADLINE_S = 600.0
+_SLOWEST = 5  # steps in the log
 _BATCH = 8  # vLLM 0.24.0 samples top-k and top-p with kernels of its own from this number of requests on
 _SAMPLED = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)
 _JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
@@ -69,14 +70,17 @@ class WarmUp:
         began = time.monotonic()
         self._done, self._total = 0, len(steps)
         failed: list[str] = []
+        times: dict[str, float] = {}
         for step in steps:
-            if time.monotonic() - began >= self._budget_s:
+            step_began = time.monotonic()
+            if step_began - began >= self._budget_s:
                 break
             try:
                 await step.run()
             except DynamoError as exc:
                 _log.warning("warm-up with %s failed: %s", step.name, exc.message)
                 failed.append(step.name)
+            times[step.name] = time.monotonic() - step_began
             self._done += 1
         missing = tuple(step.name for step in steps[self._done :])
         self._done = self._total
@@ -88,7 +92,13 @@ class WarmUp:
                 ", ".join(missing),
             )
         if steps:
-            _log.info("warm-up: %d steps in %.1f s", len(steps) - len(missing), time.monotonic() - began)
+            slowest = sorted(times, key=times.__getitem__, reverse=True)[:_SLOWEST]
+            _log.info(
+                "warm-up: %d steps in %.1f s; the slowest: %s",
+                len(times),
+                time.monotonic() - began,
+                ", ".join(f"{name} {times[name]:.1f} s" for name in slowest) or "none ran",
+            )
         return (*failed, *missing)
 
 

@@ -18,7 +18,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from dynamo_trtllm.engines.vllm import releases
+from dynamo_trtllm.engines.vllm.args import TRANSFER_BLOCK_TOKENS
 from dynamo_trtllm.engines.vllm.kv_events import VllmEventConverter
+from dynamo_trtllm.engines.vllm.patches import failed_reads
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.messages import Phase, token_ids
 from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
@@ -56,13 +59,19 @@ async def test_dummy_weights_when_prompts_end_alike_then_answers_differ_and_kv_c
             assert tokens(await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16)) == wanted
 
 
+def save_windowed(folder: Path, *, window: int) -> Path:
+    """Save a model in which every other layer sees so many tokens only, as in gpt-oss."""
+    save_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    """Every other layer sees a window only, as in gpt-oss: vLLM lets go of KV blocks behind it."""
-    folder = save_model(tmp_path_factory.mktemp("models") / "windowed")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
-    (folder / "config.json").write_text(json.dumps(config))
+    """vLLM lets go of KV blocks behind the window."""
+    folder = save_windowed(tmp_path_factory.mktemp("models") / "windowed", window=48)
     async with started(folder, block_size=32, num_gpu_blocks_override=2000, publish_kv_events=True) as engines:
         yield engines
 
@@ -148,11 +157,15 @@ async def test_two_calls_when_reads_fail_under_load_then_every_answer_is_right_o
         await check_nothing_left(engine)
 
 
-async def test_failed_read_when_in_several_kv_groups_then_vllm_still_marks_no_block() -> None:
-    """When this fails, vLLM ends such requests itself: take the report of failed reads out of the connector."""
+async def test_failed_read_when_in_several_kv_groups_then_vllm_marks_no_block_where_our_report_is_on() -> None:
+    """From 0.30 on, vLLM ends such requests itself: the tests above then run without the report."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    assert failed_reads.is_needed() is (releases.installed().manifest.name < "0.30")
+    if not failed_reads.is_needed():
+        assert "failed_recving" in inspect.getsource(Scheduler)
+        return
     worker = SimpleNamespace(
         _is_hma_required=True,
         _recving_metadata={"r": SimpleNamespace(local_block_ids=([1, 2], [3]))},
@@ -164,6 +177,17 @@ async def test_failed_read_when_in_several_kv_groups_then_vllm_still_marks_no_bl
     assert worker._failed_recv_reqs.get_nowait() == "r"
     assert worker._invalid_block_ids.empty()
     assert "(req_block_ids,) =" in inspect.getsource(Scheduler._update_requests_with_invalid_blocks)
+
+
+async def test_two_calls_when_blocks_are_as_large_as_the_window_then_no_prompt_length_loses_a_key(
+    tmp_path: Path,
+) -> None:
+    """The default blocks of 128 tokens, and gpt-oss's window of 128."""
+    edges = [127, 128, 129, 255, 256, 257, 383, 384, 385, 511, 512, 513]
+    async with started(save_windowed(tmp_path / "windowed", window=128)) as pair:
+        assert pair.decode._llm.vllm_config.cache_config.block_size == TRANSFER_BLOCK_TOKENS  # type: ignore[attr-defined]
+        for sampling in SAMPLINGS:
+            assert await parted(pair, [1, 2, *edges, 142, 270], sampling) == []
 
 
 async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_one(tmp_path: Path) -> None:

@@ -66,27 +66,39 @@ async def run_in_daemon_thread(call: Callable[[], T], *, name: str, unwanted: Ca
         raise
 
 
+LOADING_WEIGHTS = "loading weights"
+
+
 class LoadProgress:
     """How far the loading of one engine is."""
 
-    def __init__(self, weight_bytes: int) -> None:
-        """Note the memory in use. `weight_bytes`: of one GPU. Until so much more is used, weights are being loaded."""
+    def __init__(self, weight_bytes: int, reported: Callable[[], str] = str) -> None:
+        """Note the memory in use.
+
+        Args:
+            weight_bytes: of one GPU. Until so much more memory is used, weights are being loaded.
+            reported: returns the phase that the library's processes have reported; "" if they report none.
+        """
         self._weight_bytes = weight_bytes
+        self._reported = reported
         self._bytes_before = self._bytes_now = gpu.memory_used_bytes()
         self._looked_at = time.monotonic()
 
     def progress(self) -> str:
-        """Describe the loading phase, derived from the GPU memory in use. Libraries do not report it."""
+        """Describe the loading phase. If the library does not report it, it is derived from the GPU memory in use."""
         if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._bytes_now = gpu.memory_used_bytes()
+        phase = self._reported()
         if self._bytes_now is None or self._bytes_before is None:
-            return "building the engine"
+            return phase or "building the engine"
         own = max(0, self._bytes_now - self._bytes_before)
-        if own < self._weight_bytes:
-            phase = f"loading weights {100 * own // self._weight_bytes}%"
-        else:
-            phase = "capturing CUDA graphs and warming up"
+        share = 100 * own // self._weight_bytes
+        if not phase:
+            phase = "importing the library" if share == 0 else LOADING_WEIGHTS
+            phase = "capturing CUDA graphs and warming up" if share >= 100 else phase
+        if phase == LOADING_WEIGHTS:
+            phase = f"{phase} {min(share, 100)}%"
         return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
 
 
@@ -136,7 +148,13 @@ class ExternalEngine(Engine):
         loading = self._loading
         return self._warming.progress() if loading is None else loading.progress()
 
-    async def _load(self, build: Callable[[], tuple[V, Any]], args: LibraryArgs, checkpoint: Checkpoint) -> V:
+    async def _load(
+        self,
+        build: Callable[[], tuple[V, Any]],
+        args: LibraryArgs,
+        checkpoint: Checkpoint,
+        reported: Callable[[], str] = str,
+    ) -> V:
         """Return the library's bindings and store its engine object. Raises the exceptions of the builder.
 
         A cancelled call returns at once; an engine that is built later is shut down.
@@ -145,10 +163,11 @@ class ExternalEngine(Engine):
             build: blocking function that returns both.
             args: the arguments, whose notes are logged.
             checkpoint: the model.
+            reported: see `LoadProgress`.
         """
         for note in args.notes:
             _log.info("%s", note)
-        self._loading = LoadProgress(weight_bytes(checkpoint).total // args.count("tensor_parallel_size"))
+        self._loading = LoadProgress(weight_bytes(checkpoint).total // args.count("tensor_parallel_size"), reported)
         try:
             bindings, self._llm = await run_in_daemon_thread(build, name="engine-load", unwanted=self._discard)
         finally:

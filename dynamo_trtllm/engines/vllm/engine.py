@@ -28,6 +28,7 @@ from dynamo_trtllm.engines.vllm.library import VllmLibrary
 from dynamo_trtllm.engines.vllm.patches import decode_graphs
 from dynamo_trtllm.engines.vllm.preflight import VllmFacts, findings
 from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
+from dynamo_trtllm.engines.vllm.start_progress import StartProgress
 from dynamo_trtllm.engines.vllm.steps import step_of
 from dynamo_trtllm.kv_events import OnKvEvents
 from dynamo_trtllm.messages import Instance, KvLayout, Limits, Role
@@ -69,6 +70,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "FLASHINFER_DISABLE_VERSION_CHECK": "1",
 }
+# Unless the user has set it. FlashInfer compiles its sampler with nvcc for 136 s on the first start with a type of GPU.
+_PREFERRED = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 class VllmEngine(ExternalEngine):
@@ -102,6 +105,7 @@ class VllmEngine(ExternalEngine):
             num_gpus=len(gpus),
         )
         self._steps = StepStats()
+        self._start_progress: StartProgress | None = None
         self._publishes_kv_events = config.publish_kv_events
         self._kv_events: KvEventSubscriber | None = None
 
@@ -113,10 +117,14 @@ class VllmEngine(ExternalEngine):
 
     async def start(self) -> EngineInfo:
         """Load the engine and run one request, see `Engine.start`."""
+        self._start_progress = StartProgress()
+        self._readers.append(self._start_progress.close)
         if self._publishes_kv_events:
             self._kv_events = KvEventSubscriber(self._args.count("data_parallel_size"), releases.PACKAGE.load("zmq"))
             self._readers.append(self._kv_events.close)
-        info, library = self._serve(await self._load(self._build, self._args, self._checkpoint))
+        info, library = self._serve(
+            await self._load(self._build, self._args, self._checkpoint, self._start_progress.phase)
+        )
         await library.bind_lifetime()
         counts = compilation.token_counts(self._checkpoint, self._llm.vllm_config)
         async with library.compiling():
@@ -135,9 +143,13 @@ class VllmEngine(ExternalEngine):
 
     def _build(self) -> tuple[VllmBindings, Any]:
         """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
+        progress = self._start_progress
+        assert progress is not None
         folders = compilation.cache_folders(self._compile_cache, process_environment())
         for name, value in (_ENVIRONMENT | folders).items():
             environ.export(name, value, wanted_by=_WANTED_BY)
+        environ.prefer(_PREFERRED)
+        environ.replace(progress.environment)
         values = {**self._args.values, "model": str(self._checkpoint.folder), "disable_log_stats": True}
         values["skip_tokenizer_init"] = not self._has_tokenizer  # vLLM needs it for structured output only
         if self._role is not Role.AGGREGATED:

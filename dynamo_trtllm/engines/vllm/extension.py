@@ -18,7 +18,7 @@ import threading
 import zlib
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import compilation
+from dynamo_trtllm.engines.vllm import compilation, compile_lock, start_progress
 from dynamo_trtllm.engines.vllm.patches import compile_key, decode_graphs, triton_constants
 
 _SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
@@ -85,13 +85,11 @@ class WorkerExtension:
         self.model_runner._dummy_run(tokens, skip_eplb=True)
 
     def dynamo_count_compilations(self, begins: bool) -> int:
-        """Begin or end counting the kernels that Triton compiles; the end lets engines go on that wait for them.
+        """Begin or end counting the kernels that Triton compiles.
 
         Returns:
             The count, 0 at the beginning and without Triton.
         """
-        if not begins:
-            compilation.end_compiling()
         return compilation.count_compilations(begins=begins)
 
     def dynamo_release_kv(self, request_ids: list[str]) -> list[str]:
@@ -149,5 +147,8 @@ if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this modu
     install()
     triton_constants.install()
     compile_key.install()
-    compilation.compile_once()
+    for _module, _name in (("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker")):
+        if (_loaded := sys.modules.get(f"vllm.v1.worker.{_module}")) is not None:
+            start_progress.note_phases(getattr(_loaded, _name), start_progress.runner_of_flashinfer())
+            compile_lock.lock_first_pass(getattr(_loaded, _name))
     decode_graphs.install()

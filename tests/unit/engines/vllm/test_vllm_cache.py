@@ -11,7 +11,8 @@ import pytest
 from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
-from dynamo_trtllm.engines.vllm.compilation import CompileLock, cache_folders
+from dynamo_trtllm.engines.vllm.compilation import cache_folders
+from dynamo_trtllm.engines.vllm.compile_lock import CompileLock
 from dynamo_trtllm.errors import ConfigError
 from tests.waiting import SOON_S
 
@@ -43,21 +44,21 @@ def test_lock_when_another_engine_compiles_then_waits_with_a_word_and_has_nothin
         while "waiting for another engine" not in caplog.text:
             waiting.join(0.01)
             assert waiting.is_alive()
-        first.release(is_filled=True)
+        first.release(is_compiled=True)
         waiting.join(SOON_S)
     assert result == [False]
     assert not CompileLock(tmp_path / "new", "key").acquire()
     other = CompileLock(tmp_path / "new", "another")
     assert other.acquire()
-    other.release(is_filled=False)
+    other.release(is_compiled=False)
 
 
 def test_lock_when_the_other_engine_fails_then_the_next_one_compiles(tmp_path: Path) -> None:
     first, second = CompileLock(tmp_path, "key"), CompileLock(tmp_path, "key")
     assert first.acquire()
-    first.release(is_filled=False)
+    first.release(is_compiled=False)
     assert second.acquire()
-    second.release(is_filled=False)
+    second.release(is_compiled=False)
 
 
 def test_lock_when_the_other_engine_takes_too_long_then_both_compile(
@@ -67,5 +68,5 @@ def test_lock_when_the_other_engine_takes_too_long_then_both_compile(
     assert first.acquire()
     assert not second.acquire(longest_s=0.0)
     assert "compiling, too" in caplog.text
-    second.release(is_filled=True)  # it holds nothing
-    first.release(is_filled=True)
+    second.release(is_compiled=True)  # it holds nothing
+    first.release(is_compiled=True)

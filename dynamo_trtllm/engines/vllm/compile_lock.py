@@ -1,0 +1,113 @@
+"""Let one engine of a host run torch.compile, while others with the same model and arguments wait for its result.
+
+The lock covers the first pass of the model only, in which torch.compile runs. An engine whose code was compiled by an
+earlier start does not take it. What follows, CUDA graphs and the warm-up, each engine does by itself at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from dynamo_trtllm.engines.vllm import start_progress
+
+_log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+_POLL_S = 0.25
+_LONGEST_S = 120.0  # torch.compile takes 18 to 47 s for gpt-oss-120b
+
+
+class CompileLock:
+    """A lock of this host. The operating system releases it if its process is killed."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        """Initialize a lock that is not held.
+
+        Args:
+            folder: the folder of the lock's files, in the cache.
+            key: what the compiled code depends on.
+        """
+        from filelock import FileLock  # comes with vLLM
+
+        self._lock = FileLock(folder / f"{key}.lock", thread_local=False)
+        self._compiled = folder / f"{key}.compiled"
+
+    def acquire(self, longest_s: float = _LONGEST_S) -> bool:
+        """Wait for another process that compiles. Hold the lock unless the code is there now.
+
+        Args:
+            longest_s: longest wait. After it, this process compiles, too.
+
+        Returns:
+            True if this process holds the lock.
+        """
+        if self._compiled.exists():
+            return False
+        self._compiled.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(blocking=False)
+        except TimeoutError:
+            start_progress.note(start_progress.WAITING)
+            _log.info(
+                "waiting for another engine of this host, which compiles the same code (%s)", self._lock.lock_file
+            )
+            try:
+                self._lock.acquire(timeout=longest_s, poll_interval=_POLL_S)
+            except TimeoutError:
+                _log.warning(
+                    "waited %g s for the engine that holds %s; compiling, too", longest_s, self._lock.lock_file
+                )
+                return False
+        if self._compiled.exists():
+            self._lock.release()
+        return self._lock.is_locked
+
+    def release(self, *, is_compiled: bool) -> None:
+        """Let the others go on. Does nothing if the lock is not held.
+
+        Args:
+            is_compiled: the code is stored, so that no later engine needs to wait.
+        """
+        if is_compiled and self._lock.is_locked:
+            self._compiled.touch()
+        self._lock.release()
+
+
+def lock_first_pass(worker_class: Any) -> None:
+    """Make a class of vLLM's workers hold a `CompileLock` while it runs the model for the first time."""
+    profile = worker_class.determine_available_memory  # the first method that runs the model
+
+    @functools.wraps(profile)
+    def determine_available_memory(self: Any) -> int:
+        # Another rank of the same engine would wait for this one, which may wait for that rank's lock.
+        is_alone = self.rank == 0 and self.vllm_config.parallel_config.data_parallel_size == 1
+        lock = _acquired(self.vllm_config) if is_alone else None
+        is_compiled = False
+        start_progress.note(start_progress.COMPILING)
+        try:
+            found: int = profile(self)
+            is_compiled = True
+        finally:
+            if lock is not None:
+                lock.release(is_compiled=is_compiled)
+        return found
+
+    worker_class.determine_available_memory = determine_available_memory
+
+
+def _acquired(config: Any) -> CompileLock | None:
+    """Return the lock of an engine's compiled code, held if it must be compiled; None if there can be no lock."""
+    envs: Any = importlib.import_module("vllm.envs")
+    platform = importlib.import_module("vllm.platforms").current_platform
+    parts = (config.compute_hash(), sorted(envs.compile_factors().items(), key=str), platform.get_device_name())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()
+    lock = CompileLock(Path(envs.VLLM_CACHE_ROOT) / "dynamo_trtllm", key)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as exc:  # a read-only cache, or a file system without locks
+        _log.warning("can't wait for other engines that compile the same code: %s", exc)
+        return None
+    return lock
