@@ -1,35 +1,29 @@
 """Keep the KV that a window or chunk of attention needs for the last token of a prompt.
 
-vLLM steps back by one token after it has read the KV of a prompt (see `last_token`). By then, layers with a sliding
-window have freed a key that this token still sees, if a KV block ends just there. Without an error, prompts of one
-length in `block_size` lose a key in each such layer. Layers with chunked attention lose a whole chunk if it ends with
-the prompt, and the two engines hold different numbers of blocks.
+A decode engine computes the last token of a prompt again, with KV that it has read (see `last_token`). By then, both
+engines have freed what only earlier tokens saw. Layers with a sliding window lose a key that this token still sees, if
+a KV block ends just there: without an error, prompts of one length in `block_size` lose a key in each such layer. Layers
+with chunked attention lose a whole chunk if it ends with the prompt, and the two engines hold different numbers of
+blocks.
+
+From 0.26 on vLLM frees by the tokens that were computed, not by those in flight. Requests whose first token comes with
+the decode call's prompt then lose nothing, but those whose first token is sampled again, with a seed for example, do.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 from dynamo_trtllm.engines.vllm.releases import PACKAGE
 
-SLIDING = Patch(
-    name="retained_windows, sliding",
-    fault="layers with a sliding window lose a key for one length of prompts in `block_size`, without an error",
+PATCH = Patch(
+    name="retained_windows",
+    fault="a key is lost in layers with a sliding window, or a decode engine with chunked attention dies",
     upstream="none known",
-    needed_in="0.24, 0.25",
-    detection="`SingleTypeKVCacheManager.remove_skipped_blocks` has no parameter `processed_computed_tokens`",
-    goes="with 0.25",
-    is_vital=True,
-)
-CHUNKED = Patch(
-    name="retained_windows, chunked",
-    fault="a decode engine with chunked attention (Llama 4) dies on prompts that end with a chunk",
-    upstream="none known",
-    needed_in="all",
-    detection="always on",
-    goes="when vLLM keeps the chunk of the token that it computes again",
+    needed_in="all; from 0.26 on, sliding windows only for requests whose first token is sampled again",
+    detection="always on; `get_num_skipped_tokens` of both managers exists in all releases",
+    goes="when vLLM keeps what the token sees that it computes again",
     is_vital=True,
 )
 _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
@@ -37,14 +31,8 @@ _MODULE = "vllm.v1.core.single_type_kv_cache_manager"
 
 def install() -> None:
     """Make vLLM's managers of such layers in this process free blocks one token later. Raises EngineFailed."""
-    apply(SLIDING, _frees_tokens_in_flight, lambda: _retain(PACKAGE.find("SlidingWindowManager", _MODULE)))
-    apply(CHUNKED, lambda: True, lambda: _retain(PACKAGE.find("ChunkedLocalAttentionManager", _MODULE)))
-
-
-def _frees_tokens_in_flight() -> bool:
-    """Return whether windows move on with tokens that were scheduled, and not only with those that were computed."""
-    manager = PACKAGE.find("SingleTypeKVCacheManager", _MODULE)
-    return "processed_computed_tokens" not in inspect.signature(manager.remove_skipped_blocks).parameters
+    for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager"):
+        apply(PATCH, lambda: True, lambda name=name: _retain(PACKAGE.find(name, _MODULE)))  # type: ignore[misc]
 
 
 def _retain(manager: Any) -> None:

@@ -5,4 +5,3 @@ import os
 VERSION = os.environ.get("STANDIN_VLLM", "0.24.0")
 LINE = tuple(int(part) for part in VERSION.split(".")[:2])  # (0, 32) of 0.32.0
 REPORTS_FAILED_READS = LINE >= (0, 30)
-FREES_COMPUTED_TOKENS = LINE >= (0, 26)  # windows move on with tokens that were computed, not with those in flight

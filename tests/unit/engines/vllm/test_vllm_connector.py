@@ -45,12 +45,6 @@ SEEN_FROM = {  # by the token at a place
 }
 
 
-def lags_behind(name: str) -> bool:
-    """Return whether this kind of layers frees by tokens that were scheduled, or keeps one more for another reason."""
-    release = importlib.import_module("vllm.standin.release")
-    return name == "ChunkedLocalAttentionManager" or not release.FREES_COMPUTED_TOKENS
-
-
 @pytest.mark.parametrize("name", SEEN_FROM)
 @pytest.mark.parametrize("behind", [0, 1])  # tokens behind what the prefill engine computed
 @pytest.mark.parametrize("block", [16, 32, 128])
@@ -64,9 +58,7 @@ def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_w
         assert between_steps
         assert -(-read // block) == -(-held // block)
         computed = min(read, held + behind - 1)  # vLLM steps back where all was read
-        # From 0.26 on, vLLM frees what is behind the tokens that were computed.
-        sides = (held, read) if lags_behind(name) else (computed,)
-        for side in sides:
+        for side in (held, read):
             assert manager.get_num_skipped_tokens(side) // block * block <= SEEN_FROM[name](computed), (held, side)
 
 

@@ -1,21 +1,7 @@
 """What layers with a sliding window, and those that see by chunks, no longer need."""
 
-from vllm.standin.release import FREES_COMPUTED_TOKENS
 
-
-class SingleTypeKVCacheManager:
-    if FREES_COMPUTED_TOKENS:
-
-        def remove_skipped_blocks(
-            self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int
-        ) -> None: ...
-
-    else:
-
-        def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None: ...
-
-
-class SlidingWindowManager(SingleTypeKVCacheManager):
+class SlidingWindowManager:
     def __init__(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
 
@@ -23,7 +9,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return max(0, num_computed_tokens - self.sliding_window + 1)
 
 
-class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
+class ChunkedLocalAttentionManager:
     def __init__(self, attention_chunk_size: int) -> None:
         self.attention_chunk_size = attention_chunk_size
 
