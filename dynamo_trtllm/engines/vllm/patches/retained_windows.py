@@ -1,8 +1,8 @@
 """Keep the KV that a window or chunk of attention needs for the last token of a prompt.
 
 A decode engine computes the last token of a prompt again, with KV that it has read (see `last_token`). By then, both
-engines have freed what only earlier tokens saw. Layers with a sliding window lose a key that this token still sees, if
-a KV block ends just there: without an error, prompts of one length in `block_size` lose a key in each such layer. Layers
+engines have freed what only earlier tokens saw. Layers with a sliding window lose a key that this token still sees if a
+KV block ends just there: prompts of one length in `block_size` lose one in each such layer, without an error. Layers
 with chunked attention lose a whole chunk if it ends with the prompt, and the two engines hold different numbers of
 blocks.
 
