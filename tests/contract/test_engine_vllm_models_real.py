@@ -198,6 +198,19 @@ async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_o
             assert await parted(pair, lengths, sampling) == []
 
 
+async def test_two_calls_when_scheduler_and_worker_are_one_process_then_early_notice_changes_no_answer(
+    tmp_path: Path,
+) -> None:
+    """As on one GPU: on CPUs vLLM starts a process for the worker, unless told otherwise."""
+    folder = save_windowed(tmp_path / "windowed", window=48)
+    async with started(folder, block_size=32, distributed_executor_backend="uni") as pair:
+        assert await parted(pair, [30, 63, 64, 65, 79, 206, 559], SAMPLINGS[1]) == []
+        chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt_of(300, 1), max_tokens=4)
+        assert "handoff.notice" in chunks[-1].stats.more  # type: ignore[union-attr]
+        for how in SPOILED:
+            assert await all_failed_reads(pair, 6, how) == []
+
+
 async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> list[int]:
     """Return the lengths of prompts whose disaggregated answer differs from the aggregated one."""
     found = []

@@ -14,13 +14,15 @@ output of the request returns it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo_trtllm.engines.vllm import early_notice
 from dynamo_trtllm.engines.vllm.patches import failed_reads, late_reads, retained_windows
 from dynamo_trtllm.engines.vllm.patches.last_token import num_remote_tokens
 from dynamo_trtllm.engines.vllm.patches.late_reads import EndedReads
@@ -34,6 +36,21 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _Base: Any = PACKAGE.find("NixlPullConnector", f"{_V1}.nixl.connector")  # of the engine that reads KV
 
 
+@dataclass
+class EndedTransfers:
+    """Requests whose transfers have ended."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # also in `received`; vLLM reports them from 0.30 on
+
+    def add(self, sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> None:
+        """Add the transfers of one report."""
+        self.sent.update(sent)
+        self.received.update(received)
+        self.failed.update(failed)
+
+
 class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     """vLLM's connector with these hooks.
 
@@ -44,12 +61,14 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             listen_there(self.connector_scheduler, vllm_config)
-        self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes run on another thread
+        self._failed: set[str] = set()  # reads; handshakes add to it on another thread, before the read counts as ended
         self._posted: dict[str, float] = {}  # when, by request
         self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended since the last step
+        self._ended = EndedTransfers()  # that no step has reported yet
         if self.connector_worker is not None:
-            failed_reads.watch(self.connector_worker, self._failed.put)
+            failed_reads.watch(self.connector_worker, self._failed.add)
             self._note_posts(self.connector_worker)
+            early_notice.found_worker_half(self, vllm_config)
 
     def _note_posts(self, worker: Any) -> None:
         """Note when each read was posted. A release without this method only loses the parts of `handoff`."""
@@ -68,25 +87,53 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in each step."""
-        sent, received = super().get_finished(finished_req_ids)
-        self._note_ends(received)
-        return sent, received
+        self._look(lambda: super(NixlConnector, self).get_finished(finished_req_ids))
+        ended, self._ended = self._ended, EndedTransfers()
+        return ended.sent, ended.received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the same and the failed reads. From 0.30 on vLLM calls it in place of `get_finished`."""
-        results = super().get_transfer_results(finished_req_ids)
-        self._note_ends(results.finished_recving)
+        results = self._look(lambda: super(NixlConnector, self).get_transfer_results(finished_req_ids))
+        ended, self._ended = self._ended, EndedTransfers()
+        return dataclasses.replace(
+            results, finished_sending=ended.sent, finished_recving=ended.received, failed_recving=ended.failed
+        )
+
+    def _look(self, ask: Callable[[], Any]) -> Any:
+        """Ask vLLM's connector which transfers have ended, and add them to those that no step has reported yet."""
+        results = ask()
+        now = time.monotonic()
+        if isinstance(results, tuple):
+            sent, received = results
+            failed: set[str] = set()
+        else:
+            sent, received, failed = results.finished_sending, results.finished_recving, results.failed_recving
+        self._ended.add(sent, received, failed)
+        self._times |= {request_id: (self._posted.pop(request_id, now), now) for request_id in received}
         return results
 
-    def _note_ends(self, received: Iterable[str]) -> None:
-        now = time.monotonic()
-        self._times |= {request_id: (self._posted.pop(request_id, now), now) for request_id in received}
+    def take_received(self) -> dict[str, tuple[float, float]]:
+        """Return the reads that have ended well and that no step has reported, and when; no step will report them.
+
+        vLLM's connector is asked only while a read is under way.
+        """
+        if self._posted:
+            base: Any = super()
+            ask = base.get_finished if failed_reads.is_needed() else base.get_transfer_results
+            self._look(lambda: ask(set()))
+        well = self._ended.received - self._ended.failed - self._failed
+        self._ended.received -= well
+        return {request_id: self._times.pop(request_id) for request_id in well}
+
+    def keep_received(self, request_id: str, times: tuple[float, float]) -> None:
+        """Let the next step report a read that was taken."""
+        self._ended.received.add(request_id)
+        self._times[request_id] = times
 
     def build_connector_worker_meta(self) -> EndedReads | None:
         """Return the reads that ended since the last call. vLLM calls it after each step, in each rank."""
-        failed = set()
-        while not self._failed.empty():
-            failed.add(self._failed.get())
+        failed = {request_id for request_id in list(self._failed) if request_id not in self._ended.received}
+        self._failed -= failed
         times, self._times = self._times, {}
         return EndedReads(frozenset(failed), times) if failed or times else None
 
@@ -118,4 +165,5 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
 retained_windows.install()
 late_reads.install()
+early_notice.install()
 measure_steps(PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler"))

@@ -38,6 +38,7 @@ class AsyncEngineArgs:
                 cache_dtype=get("kv_cache_dtype") or "auto",
             ),
             parallel_config=SimpleNamespace(
+                world_size=get("tensor_parallel_size") or 1,
                 tensor_parallel_size=get("tensor_parallel_size") or 1,
                 data_parallel_index=0,
                 data_parallel_size=get("data_parallel_size") or 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -94,3 +95,96 @@ def test_reads_when_ranks_end_them_in_different_steps_then_the_last_one_counts()
         reads = module.EndedReads(frozenset(), {"a": times, "gone": times})
         module._note_times(known, SimpleNamespace(kv_connector_worker_meta=reads))
     assert (noted[:3], len(noted)) == ([1.0, 2.5, 4.0], 4)
+
+
+class Scheduler:
+    """The part of vLLM's scheduler that learns of ended reads."""
+
+    def __init__(self, requests: dict[str, Any]) -> None:
+        self.requests = requests
+        self.told: list[set[str]] = []
+        self.scheduled = 0
+
+    def schedule(self) -> None:
+        self.scheduled += 1
+
+    def _update_from_kv_xfer_finished(self, output: Any) -> None:
+        self.told.append(output.finished_recving)
+
+
+def reading(expires_at: float = math.inf) -> Any:
+    return SimpleNamespace(kv_transfer_params={"dynamo_expires_at": expires_at, "dynamo_read_times": [1.0]})
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The worker half of an engine with one rank, and a scheduler that looks at it."""
+    notice = importlib.import_module("dynamo_trtllm.engines.vllm.early_notice")
+    monkeypatch.setattr(notice, "_halves", [])
+    made = worker_half(world_size=1)
+    monkeypatch.setattr(Scheduler, "schedule", Scheduler.schedule)
+    output = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
+    notice._look_before(Scheduler, output)
+    return made
+
+
+def worker_half(world_size: int) -> Any:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=world_size))
+    return sys.modules[MODULE].NixlConnector(config, "worker", None)
+
+
+def reported(half: Any) -> set[str]:
+    """Return what the next step reports as received."""
+    if hasattr(half.connector_worker, "get_transfer_results") and hasattr(
+        type(half).__mro__[1], "get_transfer_results"
+    ):
+        return set(half.get_transfer_results(set()).finished_recving)
+    return set(half.get_finished(set())[1])
+
+
+def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and_no_step_reports_it(half: Any) -> None:
+    request = reading()
+    scheduler = Scheduler({"a": request, "b": reading()})
+    for name in "ab":
+        half.connector_worker._read_blocks_for_req(name, None)
+    half.connector_worker.received("a")
+    scheduler.schedule()
+    assert (scheduler.told, scheduler.scheduled) == ([{"a"}], 1)
+    assert len(request.kv_transfer_params["dynamo_read_times"]) == 4
+    assert reported(half) == set()
+    half.connector_worker.received("b")
+    assert reported(half) == {"b"}, "a step may see it first"
+    scheduler.schedule()
+    assert scheduler.told == [{"a"}]
+
+
+def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_its_request_is_ended_there(
+    half: Any,
+) -> None:
+    scheduler = Scheduler({"failed": reading(), "late": reading(expires_at=1.0), "good": reading()})
+    for name in scheduler.requests:
+        half.connector_worker._read_blocks_for_req(name, None)
+    half.connector_worker.read_failed("failed")
+    for name in ("late", "good"):
+        half.connector_worker.received(name)
+    scheduler.schedule()
+    assert scheduler.told == [{"good"}]
+    scheduler.schedule()
+    assert scheduler.told == [{"good"}]
+    assert reported(half) == {"failed", "late"}
+    meta = half.build_connector_worker_meta()
+    assert set(meta.times) == {"failed", "late"}
+
+
+def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
+    half: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half.connector_worker, "get_finished", lambda: pytest.fail("asked"))
+    Scheduler({}).schedule()
+
+
+def test_notice_when_there_are_several_ranks_then_only_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice = importlib.import_module("dynamo_trtllm.engines.vllm.early_notice")
+    monkeypatch.setattr(notice, "_halves", [])
+    worker_half(world_size=2)
+    assert notice._halves == []

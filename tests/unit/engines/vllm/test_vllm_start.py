@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,6 +90,31 @@ def test_first_pass_when_another_engine_compiles_then_let_go_with_its_end(folder
     assert done == [7, 7]
 
 
+def test_first_pass_when_its_code_is_stored_then_others_are_let_go_before_the_pass_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decorators = ModuleType("vllm.compilation.decorators")
+    decorators.monitor_torch_compile = contextlib.nullcontext  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, decorators.__name__, decorators)
+    seen: list[bool] = []
+
+    class Worker:
+        rank = 0
+        vllm_config = SimpleNamespace(parallel_config=PARALLEL)
+
+        def determine_available_memory(self) -> int:
+            seen.append(CompileLock(folder, "key")._compiled.exists())
+            with decorators.monitor_torch_compile():  # type: ignore[attr-defined]
+                pass
+            seen.append(CompileLock(folder, "key")._compiled.exists())
+            return 7
+
+    lock_first_pass(Worker)
+    assert Worker().determine_available_memory() == 7
+    assert seen == [False, True]
+    assert decorators.monitor_torch_compile is contextlib.nullcontext  # type: ignore[attr-defined]
+
+
 def test_first_pass_when_a_start_ended_early_then_the_next_one_compiles_and_later_ones_do_not_wait(
     folder: Path,
 ) -> None:
@@ -126,7 +153,7 @@ def test_phase_when_flashinfers_sampler_is_on_then_its_compilation_is_shown(
 ) -> None:
     runner = ModuleType("vllm.v1.worker.gpu_model_runner")
     runner.GPUModelRunner = type("GPUModelRunner", (), {"_dummy_sampler_run": lambda _: None})  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, runner.__name__, runner)
+    monkeypatch.setitem(sys.modules, runner.__name__, runner)
     if value is None:
         monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     else:

@@ -37,10 +37,14 @@ class Scheduler:
                 request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason()
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
-        for request_id in report.finished_recving - report.failed_recving:
+        report.finished_recving -= report.failed_recving
+        self._update_from_kv_xfer_finished(report)
+        return outputs
+
+    def _update_from_kv_xfer_finished(self, kv_connector_output: Any) -> None:
+        for request_id in kv_connector_output.finished_recving:
             if self.requests[request_id].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self.finished_recving_kv_req_ids.add(request_id)
-        return outputs
 
     def finish_requests(self, request_id: str, finished_status: RequestStatus) -> None:
         request = self.requests.pop(request_id)

@@ -1,0 +1,78 @@
+"""Tell vLLM's scheduler that the KV of a request was read, before it schedules the next step.
+
+vLLM looks for ended reads after it has launched a step, and its scheduler learns of them with that step's results, one
+to two steps later. Where worker and scheduler are one process (no tensor parallelism), the scheduler can look itself.
+On two H200 with gpt-oss-120b's shape, `handoff.notice` was 10 of the 19 ms of a transfer of 8,192 tokens.
+
+With several ranks a read has ended when it has ended in all of them, and vLLM's own way stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from typing import Any
+
+from dynamo_trtllm.engines.vllm.patches.patch import MISFITS
+from dynamo_trtllm.engines.vllm.releases import PACKAGE
+from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, READ_TIMES
+
+_log = logging.getLogger("vllm.dynamo_trtllm")  # below vLLM's logger, which its processes configure
+_halves: list[Any] = []  # the worker half of the connector in this process, if it is the engine's only one
+
+
+def found_worker_half(connector: Any, vllm_config: Any) -> None:
+    """Note the worker half that this process has created."""
+    if vllm_config.parallel_config.world_size == 1:
+        _halves[:] = [connector]
+
+
+def install() -> None:
+    """Make vLLM's scheduler in this process look for ended reads before each step."""
+    try:
+        scheduler = PACKAGE.find("Scheduler", "vllm.v1.core.sched.scheduler")
+        output = PACKAGE.find("KVConnectorOutput", "vllm.v1.outputs")
+        _look_before(scheduler, output)
+    except MISFITS as exc:
+        _log.warning("ended reads of KV are noticed a step later, because this vLLM has another scheduler (%s)", exc)
+
+
+def _look_before(scheduler: Any, output: Any) -> None:
+    """Wrap `schedule`.
+
+    Args:
+        scheduler: vLLM's class.
+        output: its class of what workers report of transfers.
+    """
+    schedule, report = scheduler.schedule, scheduler._update_from_kv_xfer_finished
+
+    @functools.wraps(schedule)
+    def schedule_what_was_read(self: Any, *args: Any, **keywords: Any) -> Any:
+        if _halves:
+            received = _received_in_time(self.requests, _halves[0])
+            if received:
+                report(self, output(finished_recving=received))
+        return schedule(self, *args, **keywords)
+
+    scheduler.schedule = schedule_what_was_read
+
+
+def _received_in_time(requests: Any, half: Any) -> set[str]:
+    """Return the requests whose KV has been read before the KV transfer expired. A step reports the others.
+
+    Args:
+        requests: vLLM's requests by id.
+        half: the worker half of the connector.
+    """
+    now, found = time.time(), set()
+    for request_id, times in half.take_received().items():
+        params = None if request_id not in requests else requests[request_id].kv_transfer_params
+        if params is None or params.get(EXPIRES_AT, math.inf) <= now:
+            half.keep_received(request_id, times)
+            continue
+        noted = params.get(READ_TIMES, [])
+        noted[1:] = (*times, time.monotonic())
+        found.add(request_id)
+    return found

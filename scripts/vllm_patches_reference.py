@@ -1,0 +1,51 @@
+"""Writes the table of patches in docs/vllm-internals.md: `python -m scripts.vllm_patches_reference`.
+
+A test compares the page with this output.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+from dynamo_trtllm.engines.vllm import patches
+from dynamo_trtllm.engines.vllm.patches.patch import Patch
+from scripts.config_reference import table
+
+PAGE = Path(__file__).parents[1] / "docs" / "vllm-internals.md"
+HEADING = "Patches"
+
+
+def every_patch() -> list[Patch]:
+    """Return the patches, by the name of their module. Modules that bind names of vLLM need it, or its stand-in."""
+    names = [module.name for module in pkgutil.iter_modules(patches.__path__) if module.name != "patch"]
+    return sorted(importlib.import_module(f"{patches.__name__}.{name}").PATCH for name in names)
+
+
+def page() -> str:
+    """Return the page with one row for each patch.
+
+    Raises:
+        ValueError: the page has no table under the heading.
+    """
+    text = PAGE.read_text(encoding="utf-8")
+    rows = []
+    for each in every_patch():
+        upstream = each.upstream if " " in each.upstream else f"[{each.upstream.rpartition('/')[2]}]({each.upstream})"
+        rows.append((f"`{each.name}`", each.fault, upstream, each.needed_in, each.detection, each.otherwise, each.goes))
+    head = ("`patches/`", "fault of vLLM", "upstream", "needed in", "how that is found", "if it does not fit", "goes")
+    found = re.search(rf"^#+ {HEADING}\n(?:(?![#|]).*\n)*((?:\|.*\n)+)", text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{PAGE.name} has no table under a heading {HEADING!r}")
+    return text[: found.start(1)] + table(head, rows) + text[found.end(1) :]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.fakes_path import fake_vllm
+
+    with fake_vllm():
+        PAGE.write_text(page(), encoding="utf-8")
