@@ -6,6 +6,7 @@ Run with `pytest -m vllm`. Each pair of engines is gone before the next one come
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import queue
@@ -199,16 +200,29 @@ async def test_two_calls_when_layers_see_by_chunks_then_no_prompt_length_loses_o
 
 
 async def test_two_calls_when_scheduler_and_worker_are_one_process_then_early_notice_changes_no_answer(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on one GPU: on CPUs vLLM starts a process for the worker, unless told otherwise."""
+    """As on one GPU: on CPUs vLLM would start a process for the worker."""
+    in_one_process(monkeypatch)
     folder = save_windowed(tmp_path / "windowed", window=48)
-    async with started(folder, block_size=32, distributed_executor_backend="uni") as pair:
+    async with started(folder, block_size=32) as pair:
         assert await parted(pair, [30, 63, 64, 65, 79, 206, 559], SAMPLINGS[1]) == []
         chunks = await prefill_then_decode(pair.prefill, pair.decode, prompt_of(300, 1), max_tokens=4)
         assert "handoff.notice" in chunks[-1].stats.more  # type: ignore[union-attr]
         for how in SPOILED:
             assert await all_failed_reads(pair, 6, how) == []
+
+
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make vLLM run the worker in its engine process on a CPU, too."""
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    check = platform.check_and_update_config
+
+    def check_then_unite(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.parallel_config.distributed_executor_backend = "uni"
+
+    monkeypatch.setattr(type(platform), "check_and_update_config", staticmethod(check_then_unite))
 
 
 async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> list[int]:
