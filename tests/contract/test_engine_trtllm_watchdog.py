@@ -19,7 +19,8 @@ from tests.waiting import SOON_S
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0  # of a process that imports PyTorch and loads the model
-RECORDING = ("1.2.1", "1.3.0rc29")  # they record the death of a rank in different places
+# They record the death of a rank in different places.
+RECORDING = (pytest.param("1.2.1", marks=pytest.mark.long), "1.3.0rc29")
 
 
 @pytest.mark.parametrize("version", RECORDING)
