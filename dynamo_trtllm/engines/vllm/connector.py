@@ -61,10 +61,15 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             listen_there(self.connector_scheduler, vllm_config)
-        self._failed: set[str] = set()  # reads; handshakes add to it on another thread, before the read counts as ended
+        # Reads that have failed, until a step has reported their end; handshakes add to it on another thread. A step
+        # may say that a read has failed before vLLM counts it as ended.
+        self._failed: set[str] = set()
+        self._told: set[str] = set()  # of those, the ones that the scheduler was told about
+        self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
         self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended since the last step
         self._ended = EndedTransfers()  # that no step has reported yet
+        self._reported: frozenset[str] = frozenset()  # reads whose end the last step has reported
         if self.connector_worker is not None:
             failed_reads.watch(self.connector_worker, self._failed.add)
             self._note_posts(self.connector_worker)
@@ -88,16 +93,22 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose KV was sent, and those whose read has ended. vLLM calls it in each step."""
         self._look(lambda: super(NixlConnector, self).get_finished(finished_req_ids))
-        ended, self._ended = self._ended, EndedTransfers()
+        ended = self._take_ended()
         return ended.sent, ended.received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the same and the failed reads. From 0.30 on vLLM calls it in place of `get_finished`."""
         results = self._look(lambda: super(NixlConnector, self).get_transfer_results(finished_req_ids))
-        ended, self._ended = self._ended, EndedTransfers()
+        ended = self._take_ended()
         return dataclasses.replace(
             results, finished_sending=ended.sent, finished_recving=ended.received, failed_recving=ended.failed
         )
+
+    def _take_ended(self) -> EndedTransfers:
+        """Return the transfers that this step reports."""
+        ended, self._ended = self._ended, EndedTransfers()
+        self._reported = frozenset(ended.received)
+        return ended
 
     def _look(self, ask: Callable[[], Any]) -> Any:
         """Ask vLLM's connector which transfers have ended, and add them to those that no step has reported yet."""
@@ -119,7 +130,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         """
         if self._posted:
             base: Any = super()
-            ask = base.get_finished if failed_reads.is_needed() else base.get_transfer_results
+            ask = base.get_transfer_results if self._asks_for_results else base.get_finished
             self._look(lambda: ask(set()))
         well = self._ended.received - self._ended.failed - self._failed
         self._ended.received -= well
@@ -132,8 +143,11 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
     def build_connector_worker_meta(self) -> EndedReads | None:
         """Return the reads that ended since the last call. vLLM calls it after each step, in each rank."""
-        failed = {request_id for request_id in list(self._failed) if request_id not in self._ended.received}
-        self._failed -= failed
+        failed = set(self._failed) - self._told
+        self._told |= failed
+        ended = self._told & self._reported
+        self._failed -= ended
+        self._told -= ended
         times, self._times = self._times, {}
         return EndedReads(frozenset(failed), times) if failed or times else None
 

@@ -176,6 +176,21 @@ def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_i
     assert set(meta.times) == {"failed", "late"}
 
 
+def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_then_it_is_never_good(half: Any) -> None:
+    """As when a handshake fails on its thread, between two looks at the transfers (0.24 to 0.29)."""
+    scheduler = Scheduler({"a": reading()})
+    half.connector_worker._read_blocks_for_req("a", None)
+    half._failed.add("a")
+    assert reported(half) == set()
+    assert half.build_connector_worker_meta().failed == {"a"}
+    half.connector_worker.received("a")
+    scheduler.schedule()
+    assert scheduler.told == []
+    assert reported(half) == {"a"}
+    half.build_connector_worker_meta()
+    assert (half._failed, half._told) == (set(), set()), "nothing is left of it"
+
+
 def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
     half: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
