@@ -74,9 +74,12 @@ class CompileLock:
         Args:
             is_compiled: the code is stored, so that no later engine needs to wait.
         """
-        if is_compiled and self._lock.is_locked:
-            self._compiled.touch()
-        self._lock.release()
+        try:
+            if is_compiled and self._lock.is_locked:
+                self._compiled.touch()
+            self._lock.release()
+        except OSError as exc:  # such as a full disk: the start goes on
+            _log.warning("can't note that code was compiled: %s", exc)
 
 
 def lock_first_pass(worker_class: Any) -> None:
@@ -85,10 +88,12 @@ def lock_first_pass(worker_class: Any) -> None:
 
     @functools.wraps(profile)
     def determine_available_memory(self: Any) -> int:
-        # Another rank of the same engine would wait for this one, which may wait for that rank's lock.
+        # Another rank of the same engine would wait for this one, which may wait for that rank's lock. So with tensor
+        # parallelism the other ranks compile, too.
         is_alone = self.rank == 0 and self.vllm_config.parallel_config.data_parallel_size == 1
         lock = _acquired(self.vllm_config) if is_alone else None
-        start_progress.note(start_progress.COMPILING)
+        if self.rank == 0:
+            start_progress.note(start_progress.COMPILING)
         if lock is None:
             return int(profile(self))
         try:
@@ -118,7 +123,8 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
     def monitor_then_release(*args: Any, **keywords: Any) -> Iterator[Any]:
         with monitor(*args, **keywords) as value:
             yield value
-        lock.release(is_compiled=True)
+        if not keywords.get("is_encoder"):  # the language model comes after it
+            lock.release(is_compiled=True)
 
     decorators.monitor_torch_compile = monitor_then_release
     try:
@@ -128,7 +134,12 @@ def _released_after_compilation(lock: CompileLock) -> Iterator[None]:
 
 
 def _acquired(config: Any) -> CompileLock | None:
-    """Return the lock of an engine's compiled code, held if it must be compiled; None if there can be no lock."""
+    """Return the lock of an engine's compiled code, held if it must be compiled; None if there can be no lock.
+
+    An engine that compiles nothing, as with `enforce_eager`, has none.
+    """
+    if config.compilation_config.mode.name != "VLLM_COMPILE":
+        return None
     envs: Any = importlib.import_module("vllm.envs")
     platform = importlib.import_module("vllm.platforms").current_platform
     parts = (config.compute_hash(), sorted(envs.compile_factors().items(), key=str), platform.get_device_name())

@@ -76,16 +76,20 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
             early_notice.found_worker_half(self, vllm_config)
 
     def _note_posts(self, worker: Any) -> None:
-        """Note when each read was posted. A release without this method only loses the parts of `handoff`."""
+        """Note when each read was posted.
+
+        With a release that lacks this method, `handoff.read` is 0, and ended reads are noticed a step later.
+        """
         read = getattr(worker, "_read_blocks_for_req", None)
         if read is None:
-            _log.warning("this vLLM has no _read_blocks_for_req: the times of reads are not known")
+            _log.warning("this vLLM has no _read_blocks_for_req: reads are noticed later, and their times not known")
             return
 
         @functools.wraps(read)
-        def posting(req_id: str, *args: Any, **keywords: Any) -> Any:
-            result = read(req_id, *args, **keywords)
-            self._posted[req_id] = time.monotonic()
+        def posting(req_id: str, meta: Any, *args: Any, **keywords: Any) -> Any:
+            result = read(req_id, meta, *args, **keywords)
+            if any(meta.local_block_ids):  # else the request was aborted, and only frees the KV at the prefill engine
+                self._posted[req_id] = time.monotonic()
             return result
 
         worker._read_blocks_for_req = posting
@@ -123,8 +127,8 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._times |= {request_id: (self._posted.pop(request_id, now), now) for request_id in received}
         return results
 
-    def take_received(self) -> dict[str, tuple[float, float]]:
-        """Return the reads that have ended well and that no step has reported, and when; no step will report them.
+    def take_well_received(self) -> dict[str, tuple[float, float]]:
+        """Ask vLLM's connector, and take the reads that have ended well, with their times. No step will report them.
 
         vLLM's connector is asked only while a read is under way.
         """
@@ -136,7 +140,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         self._ended.received -= well
         return {request_id: self._times.pop(request_id) for request_id in well}
 
-    def keep_received(self, request_id: str, times: tuple[float, float]) -> None:
+    def put_back(self, request_id: str, times: tuple[float, float]) -> None:
         """Let the next step report a read that was taken."""
         self._ended.received.add(request_id)
         self._times[request_id] = times

@@ -216,7 +216,11 @@ def _wants_cross_layers(facts: VllmFacts) -> bool:
 )
 def half_kv(facts: VllmFacts) -> Violation | None:
     """Find the option in the releases that transfer half of each row."""
-    return Violation() if facts.line < (0, 26) and _wants_cross_layers(facts) else None
+    sliding = facts.model.num_sliding_layers
+    has_one_kind = sliding in (0, facts.model.num_layers) and not facts.model.has_recurrent_layers
+    if facts.line >= (0, 26) or has_one_kind or not _wants_cross_layers(facts):
+        return None
+    return Violation(other=f"{sliding} of {facts.model.num_layers} layers with a sliding window")
 
 
 @WORKER.rule(
@@ -225,7 +229,8 @@ def half_kv(facts: VllmFacts) -> Violation | None:
     roles=_DISAGGREGATED,
     field=_CROSS_LAYERS,
     why="vLLM ignores this option from 0.29 on",
-    fix="remove it; to transfer whole rows of all layers, set the environment variable VLLM_KV_CACHE_LAYOUT=BHLNC",
+    fix="remove it; the environment variable VLLM_KV_CACHE_LAYOUT=BHLNC does the same with attention backends that "
+    "have this layout, such as FlashAttention",
 )
 def cross_layers_ignored(facts: VllmFacts) -> Violation | None:
     """Find the option in the releases that no longer read it."""

@@ -42,7 +42,7 @@ class InstalledRelease(NamedTuple):
 
     version: str  # without its local part: 0.32.0
     manifest: ApiManifest
-    note: str = ""  # why the manifest may not fit; empty if this minor release was tested
+    note: str = ""  # why the manifest may not fit; empty for supported releases
 
 
 def installed() -> InstalledRelease:
@@ -72,7 +72,8 @@ def describe(version: str) -> InstalledRelease:
         # A build between two releases may have what the next one brings.
         is_exact = not parsed.is_prerelease
         return InstalledRelease(public, _MANIFESTS[minor]) if is_exact else _unproved(public, _MANIFESTS[minor])
-    if minor > NEWEST or parsed.is_devrelease:
+    is_untagged = parsed.is_devrelease and minor == (0, 1)
+    if minor > NEWEST or is_untagged:
         return _unproved(public, LIBRARY.newest)
     raise ConfigError(
         f"vLLM {public} is installed, but this version of dynamo_trtllm supports {RANGE}; run "
@@ -82,10 +83,10 @@ def describe(version: str) -> InstalledRelease:
 
 
 def _unproved(version: str, nearest: ApiManifest) -> InstalledRelease:
-    """Return a release that was not tested, with the manifest of the nearest one."""
+    """Return a release that is not a supported one, with the manifest of the nearest one."""
     note = (
-        f"vLLM {version} was not tested with this version of dynamo_trtllm ({RANGE} were). It is treated as "
-        f"{nearest.name}: unknown arguments are passed on unchecked, and the log names each hook that it lacks"
+        f"vLLM {version} is not among the releases that this version of dynamo_trtllm supports ({RANGE}). It is "
+        f"treated as {nearest.name}, and unknown arguments are passed on unchecked"
     )
     return InstalledRelease(version, nearest.as_nearest(), note)
 

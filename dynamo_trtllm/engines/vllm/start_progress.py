@@ -17,7 +17,7 @@ from typing import Any
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.engines.external.engine import LOADING_WEIGHTS
 
-FILE = "DYN_TRTLLM_VLLM_PROGRESS"  # environment variable with the file's path, for vLLM's processes
+FILE = "DYNAMO_VLLM_START_FILE"  # environment variable with the file's path, for vLLM's processes
 IMPORTING = "importing vLLM"
 COMPILING = "running the model once: compiling"
 WAITING = "waiting for another engine, which compiles the same code"
@@ -74,20 +74,26 @@ def note_phases(worker_class: Any, runner_class: Any = None) -> None:
         runner_class: class of its model runner, if FlashInfer's sampler is on.
     """
     for name, phase in _WORKER_METHODS.items():
-        _note_before(worker_class, name, phase)
+        _note_during(worker_class, name, phase)
     if runner_class is not None:
-        _note_before(runner_class, "_dummy_sampler_run", SAMPLING)
+        _note_during(runner_class, "_dummy_sampler_run", SAMPLING, after=COMPILING)
 
 
-def _note_before(owner: Any, name: str, phase: str) -> None:
+def _note_during(owner: Any, name: str, phase: str, after: str | None = None) -> None:
+    """Note a phase when a method begins, and, unless it is None, the one after it. Only the first rank does."""
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
         return
 
     @functools.wraps(method)
     def noted(self: Any, *args: Any, **keywords: Any) -> Any:
-        note(phase)
-        return method(self, *args, **keywords)
+        is_first = getattr(self, "rank", 0) == 0
+        if is_first:
+            note(phase)
+        result = method(self, *args, **keywords)
+        if is_first and after is not None:
+            note(after)
+        return result
 
     setattr(owner, name, noted)
 

@@ -2,7 +2,8 @@
 
 A failed read does not end its request if layers are in several KV groups (sliding window and full attention, as in
 gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as received, is answered from memory
-that was never written, and that memory enters the prefix cache.
+that was never written, and that memory enters the prefix cache. A handshake that fails for a request which was aborted
+in the queue even ends the engine: its scheduler is told of an ended read of a request that it no longer has.
 
 From 0.30 on vLLM reports them itself, and keeps the blocks of a read whose handle it could not release, because the
 device may still write to them. Ending such a request early would free these blocks, so this patch must be absent there.
@@ -53,6 +54,12 @@ def watch(worker: Any, note: Callable[[str], None]) -> bool:
 
         @functools.wraps(handle)
         def recording(req_id: str, *args: Any, **keywords: Any) -> Any:
+            meta = worker._recving_metadata.get(req_id)
+            if meta is not None and not any(meta.local_block_ids):
+                # The request was aborted before it had blocks, and only frees the KV at the prefill engine. Counted as
+                # an ended read, it would end the engine: the scheduler no longer knows it.
+                worker._recving_metadata.pop(req_id)
+                return None
             note(req_id)
             return handle(req_id, *args, **keywords)
 

@@ -75,7 +75,8 @@ def _end_failed_reads(scheduler: Any) -> None:
             if request is None or request.is_finished():
                 continue
             _log.warning(
-                "request %s: ending it, because its KV could not be read before the KV transfer expired", request_id
+                "request %s: ending it, because its KV could not be read, or only after the KV transfer had expired",
+                request_id,
             )
             self.finish_requests(request_id, _RequestStatus.FINISHED_ERROR)
             ended = _Output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())

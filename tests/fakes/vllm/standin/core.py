@@ -196,7 +196,7 @@ class Core:
         count, _ = self.connector.get_num_new_matched_tokens(request, 0)
         assert -(-count // size) == theirs, "blocks of both sides are paired from the end"
         self.connector.update_state_after_alloc(request, None, count)
-        self.connector_worker._read_blocks_for_req(job.id, None)
+        self.connector_worker._read_blocks_for_req(job.id, SimpleNamespace(local_block_ids=([1],)))
         if (
             other is None
             or max(job.kv_transfer_params["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks

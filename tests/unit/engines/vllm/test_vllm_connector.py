@@ -120,12 +120,16 @@ def reading(expires_at: float = math.inf) -> Any:
 def half(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker half of an engine with one rank, and a scheduler that looks at it."""
     notice = importlib.import_module("dynamo_trtllm.engines.vllm.early_notice")
-    monkeypatch.setattr(notice, "_halves", [])
+    monkeypatch.setattr(notice, "_worker_half", [])
     made = worker_half(world_size=1)
     monkeypatch.setattr(Scheduler, "schedule", Scheduler.schedule)
     output = importlib.import_module("vllm.v1.outputs").KVConnectorOutput
     notice._look_before(Scheduler, output)
     return made
+
+
+WITH_BLOCKS = SimpleNamespace(local_block_ids=([1, 2], [3]))
+WITHOUT_BLOCKS = SimpleNamespace(local_block_ids=[])  # of a request that was aborted in the queue
 
 
 def worker_half(world_size: int) -> Any:
@@ -146,7 +150,7 @@ def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and
     request = reading()
     scheduler = Scheduler({"a": request, "b": reading()})
     for name in "ab":
-        half.connector_worker._read_blocks_for_req(name, None)
+        half.connector_worker._read_blocks_for_req(name, WITH_BLOCKS)
     half.connector_worker.received("a")
     scheduler.schedule()
     assert (scheduler.told, scheduler.scheduled) == ([{"a"}], 1)
@@ -163,7 +167,7 @@ def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_i
 ) -> None:
     scheduler = Scheduler({"failed": reading(), "late": reading(expires_at=1.0), "good": reading()})
     for name in scheduler.requests:
-        half.connector_worker._read_blocks_for_req(name, None)
+        half.connector_worker._read_blocks_for_req(name, WITH_BLOCKS)
     half.connector_worker.read_failed("failed")
     for name in ("late", "good"):
         half.connector_worker.received(name)
@@ -179,7 +183,7 @@ def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_i
 def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_then_it_is_never_good(half: Any) -> None:
     """As when a handshake fails on its thread, between two looks at the transfers (0.24 to 0.29)."""
     scheduler = Scheduler({"a": reading()})
-    half.connector_worker._read_blocks_for_req("a", None)
+    half.connector_worker._read_blocks_for_req("a", WITH_BLOCKS)
     half._failed.add("a")
     assert reported(half) == set()
     assert half.build_connector_worker_meta().failed == {"a"}
@@ -191,6 +195,23 @@ def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_th
     assert (half._failed, half._told) == (set(), set()), "nothing is left of it"
 
 
+def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_read(half: Any) -> None:
+    """Its read only frees the KV at the prefill engine, and nothing is reported of it."""
+    half.connector_worker._read_blocks_for_req("aborted", WITHOUT_BLOCKS)
+    assert half._posted == {}
+
+
+def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_scheduler_is_not_told(half: Any) -> None:
+    """It no longer has the request: an assertion would end the engine (0.24 to 0.29)."""
+    if half._asks_for_results:
+        pytest.skip("vLLM itself does this from 0.30 on")
+    half.connector_worker._recving_metadata["aborted"] = WITHOUT_BLOCKS
+    half.connector_worker.read_failed("aborted")
+    assert reported(half) == set()
+    assert half.build_connector_worker_meta() is None
+    assert half.connector_worker._recving_metadata == {}
+
+
 def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
     half: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +221,6 @@ def test_notice_when_no_read_is_under_way_then_vllms_connector_is_not_asked(
 
 def test_notice_when_there_are_several_ranks_then_only_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     notice = importlib.import_module("dynamo_trtllm.engines.vllm.early_notice")
-    monkeypatch.setattr(notice, "_halves", [])
+    monkeypatch.setattr(notice, "_worker_half", [])
     worker_half(world_size=2)
-    assert notice._halves == []
+    assert notice._worker_half == []

@@ -228,6 +228,8 @@ MODEL = Checkpoint(
     vocab_size=201088,
     context_length=131072,
     quantization="mxfp4",
+    sliding_window=128,
+    num_sliding_layers=18,
 )
 HOPPER = Gpu(name="NVIDIA H200", sm=90, memory_bytes=143771 << 20)
 
@@ -432,7 +434,7 @@ def test_version_when_it_was_not_tested_then_it_works_with_a_note_and_takes_unkn
     assert any("an_argument_of_tomorrow" in note for note in args.notes)
 
 
-@pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.8.5.post1"])
+@pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.8.5.post1", "0.23.0.dev1"])
 def test_version_when_it_is_too_old_then_refused_with_what_to_install(version: str) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM {version} is installed, .* supports 0.24 to 0.33; run pip"):
         releases.describe(version)
@@ -446,3 +448,8 @@ def test_argument_when_a_release_has_dropped_it_then_it_is_refused_there(release
     else:
         with pytest.raises(ConfigError, match=rf"vLLM {release} has no max_num_partial_prefills"):
             vllm_args(config, releases.describe(release).manifest)
+
+
+def test_preflight_when_a_model_has_one_kind_of_layers_then_blocks_may_span_them() -> None:
+    uniform = replace(facts(vllm="0.24.0", **CROSS_LAYERS), model=replace(MODEL, num_sliding_layers=0))
+    assert [each.rule for each in findings(uniform, [])] == []

@@ -152,7 +152,9 @@ def test_phase_when_flashinfers_sampler_is_on_then_its_compilation_is_shown(
     monkeypatch: pytest.MonkeyPatch, value: str | None, is_shown: bool
 ) -> None:
     runner = ModuleType("vllm.v1.worker.gpu_model_runner")
-    runner.GPUModelRunner = type("GPUModelRunner", (), {"_dummy_sampler_run": lambda _: None})  # type: ignore[attr-defined]
+    seen: list[str] = []
+    methods = {"_dummy_sampler_run": lambda _: seen.append(progress.phase())}
+    runner.GPUModelRunner = type("GPUModelRunner", (), methods)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, runner.__name__, runner)
     if value is None:
         monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
@@ -163,5 +165,6 @@ def test_phase_when_flashinfers_sampler_is_on_then_its_compilation_is_shown(
         monkeypatch.setenv(name, path)
     start_progress.note_phases(type("Worker", (), {}), start_progress.runner_of_flashinfer())
     runner.GPUModelRunner()._dummy_sampler_run()  # type: ignore[attr-defined]
-    assert (progress.phase() == start_progress.SAMPLING) is is_shown
+    assert (seen == [start_progress.SAMPLING]) is is_shown
+    assert progress.phase() == (start_progress.COMPILING if is_shown else start_progress.IMPORTING)
     progress.close()

@@ -17,6 +17,7 @@ class Worker:
         self._reqs_to_send: dict[str, float] = {}
         self._ended: set[str] = set()
         self._failed: set[str] = set()
+        self._recving_metadata: dict[str, Any] = {}
 
     def received(self, req_id: str) -> None:
         self._ended.add(req_id)
