@@ -123,7 +123,7 @@ def open_loop_table() -> str:
     }
     head = ["topology", "tokens in/out", "requests/s", "TTFT p50 / p90", "TPOT p50 / p90", "worst gap p50 / p99"]
     lines = [[*head, *titles.values()], ["---"] * (len(head) + len(titles))]
-    for cell in results("open-loop", "open-loop")[0]["cells"]:
+    for cell in on_four_gpus()["cells"]:
         shape = f"{cell['input_tokens']:,}/{cell['output_tokens']:,}"
         line = [cell["topology"], shape, f"{cell['requests_per_s']:g}"]
         for name, low, high in (("ttft_ms", "p50", "p90"), ("tpot_ms", "p50", "p90"), ("worst_gap_ms", "p50", "p99")):
