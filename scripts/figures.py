@@ -43,7 +43,21 @@ THEMES = {
     },
 }
 POINTS = {"paced-32": "32 streams", "paced-128": "128 streams", "paced-256": "256 streams"}
-TOPOLOGIES = {"4A": "4 aggregated", "2P2D": "2 prefill, 2 decode", "1P3D": "1 prefill, 3 decode"}
+# The open-loop runs on two GPUs, in the order of the tables: name of the row, end of the file's name, topology in it.
+TWO_GPUS = (
+    ("2A", "2A-and-vllm-router", "2A"),
+    ("vLLM's servers and vllm-router, blocks of 16", "2A-and-vllm-router", "vllm-router:1P1D"),
+    ("1P1D, blocks of 16", "1P1D-block16", "1P1D"),
+    ("1P1D, blocks of 128", "1P1D-block128", "1P1D"),
+    ("1P1D, blocks of 128", "vllm026", "1P1D"),
+    ("1P1D, blocks of 128, whole rows", "vllm026-rows", "1P1D"),
+    ("**1P1D, the defaults: blocks of 128, early notice**", "vllm026-early-notice", "1P1D"),
+)
+BARS_OF_GOODPUT = {
+    "2 aggregated": ("2A-and-vllm-router", "2A"),
+    "1P1D, blocks of 16": ("1P1D-block16", "1P1D"),
+    "1P1D, blocks of 128": ("1P1D-block128", "1P1D"),
+}
 Colors = dict[str, str]
 
 
@@ -89,46 +103,74 @@ def readme_figures() -> dict[str, str]:
     days = beside_dynamo()
     pairs = [comparable(run["runs"], point) for run in days for point in POINTS]
     ratios = [ours / theirs for ours, theirs in (pair.values() for pair in pairs if pair)]
-    failover, loop = results("failover", "failover")[0], on_four_gpus()
-    split, together = (goodput(loop, topology, 8192, 8.0) for topology in ("2P2D", "4A"))
+    failover = results("failover", "failover")[0]
+    split = open_loop_cell("1P1D-block128", "1P1D", 4.0)
+    together = open_loop_cell("2A-and-vllm-router", "2A", 4.0)
     return {
         "cpu": f"{min(ratios):.2f} to {max(ratios):.2f}",
         "cpu-run": f"{len(days)} runs of {days[0]['at'][:10]}" if len(days) > 1 else f"run of {days[0]['at'][:10]}",
         "pause": f"{failover['pause_s']:.1f} s",
-        "goodput": f"{split:.0f} %",
-        "goodput-aggregated": f"{together:.0f} %",
+        "goodput": f"{goodput(split):.0f} %",
+        "goodput-aggregated": f"{goodput(together):.0f} %",
+        "ttft": f"{split['ttft_ms']['p50']:.0f} ms",
+        "ttft-aggregated": f"{together['ttft_ms']['p50']:.0f} ms",
     }
 
 
-def on_four_gpus() -> dict[str, Any]:
-    """Return the newest open-loop run that has all topologies of the chart."""
-    runs = results("open-loop", "open-loop")
-    return next(run for run in runs if {cell["topology"] for cell in run["cells"]} >= set(TOPOLOGIES))
+def open_loop_run(name: str) -> dict[str, Any]:
+    """Return an open-loop run on two GPUs."""
+    text = (RESULTS / f"open-loop-2026-11-28-2gpu-{name}.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
-def goodput(loop: dict[str, Any], topology: str, input_tokens: int, rate: float) -> float:
+def open_loop_cell(name: str, topology: str, rate: float) -> dict[str, Any]:
+    """Return what a run measured with prompts of 8,192 tokens and answers of 256."""
+    for cell in open_loop_run(name)["cells"]:
+        shape = cell["input_tokens"], cell["output_tokens"]
+        if (cell["topology"], *shape, cell["requests_per_s"]) == (topology, 8192, 256, rate):
+            return dict(cell)
+    raise KeyError((name, topology, rate))
+
+
+def goodput(cell: dict[str, Any]) -> float:
     """Return the percentage of requests with a first token within 2 s and no gap above 100 ms."""
-    for cell in loop["cells"]:
-        if (cell["topology"], cell["input_tokens"], cell["requests_per_s"]) == (topology, input_tokens, rate):
-            return float(cell["goodput_percent"]["ttft_2s_gap_100ms"])
-    raise KeyError((topology, input_tokens, rate))
+    return float(cell["goodput_percent"]["ttft_2s_gap_100ms"])
+
+
+def open_loop_rows() -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the first columns of each row of the open-loop tables, and its measurements."""
+    for rate in (2.0, 4.0):
+        for row, name, topology in TWO_GPUS:
+            release = open_loop_run(name)["versions"]["vllm"].rpartition(".")[0]
+            yield [f"{rate:g}", row, release], open_loop_cell(name, topology, rate)
 
 
 def open_loop_table() -> str:
-    """Return a table of the open-loop runs on GPUs."""
-    titles = {
-        "ttft_2s_tpot_20ms": "TTFT ≤ 2 s, TPOT ≤ 20",
-        "ttft_2s_tpot_40ms": "TTFT ≤ 2 s, TPOT ≤ 40",
-        "ttft_2s_gap_100ms": "TTFT ≤ 2 s, gap ≤ 100",
-    }
-    head = ["topology", "tokens in/out", "requests/s", "TTFT p50 / p90", "TPOT p50 / p90", "worst gap p50 / p99"]
-    lines = [[*head, *titles.values()], ["---"] * (len(head) + len(titles))]
-    for cell in on_four_gpus()["cells"]:
-        shape = f"{cell['input_tokens']:,}/{cell['output_tokens']:,}"
-        line = [cell["topology"], shape, f"{cell['requests_per_s']:g}"]
-        for name, low, high in (("ttft_ms", "p50", "p90"), ("tpot_ms", "p50", "p90"), ("worst_gap_ms", "p50", "p99")):
-            line.append(f"{cell[name][low]:,g} / {cell[name][high]:,g}")
-        lines.append(line + [f"{cell['goodput_percent'][name]:g} %" for name in titles])
+    """Return a table of the open-loop runs on two GPUs."""
+    head = ["requests/s", "deployment", "vLLM", "TTFT p50 / p99", "TPOT p50 / p90", "worst gap p50 / p99"]
+    head += ["TPOT ≤ 20", "gap ≤ 100"]
+    lines = [head, ["---"] * len(head)]
+    for line, cell in open_loop_rows():
+        for name, low, high in (("ttft_ms", "p50", "p99"), ("tpot_ms", "p50", "p90"), ("worst_gap_ms", "p50", "p99")):
+            digits = 1 if name == "tpot_ms" else 0
+            line.append(f"{cell[name][low]:,.{digits}f} / {cell[name][high]:,.{digits}f}")
+        line.append(f"{cell['goodput_percent']['ttft_2s_tpot_20ms']:.0f} %")
+        lines.append([*line, f"{goodput(cell):.0f} %"])
+    return markdown(lines)
+
+
+def kv_transfer_table() -> str:
+    """Return a table of the phases of our own pairs in the open-loop runs on two GPUs."""
+    names = ("handoff", "handoff.post", "handoff.read", "handoff.notice", "prefill", "submit")
+    head = ["requests/s", "deployment", "vLLM", "`handoff` p50 / p99", *(f"`{name}`" for name in names[1:])]
+    lines = [head, ["---"] * len(head)]
+    for line, cell in open_loop_rows():
+        phases = cell.get("phase_ms", {})
+        if not phases.get("handoff.post"):
+            continue  # not split, or vLLM's own servers
+        line.append(f"{phases['handoff']['p50']:.1f} / {phases['handoff']['p99']:.1f}")
+        lines.append([*line, *(f"{phases[name]['p50']:.1f}" for name in names[1:])])
     return markdown(lines)
 
 
@@ -218,17 +260,16 @@ def draw_cpu(theme: str) -> None:
 
 
 def draw_goodput(theme: str) -> None:
-    """Draw how many requests keep the limits, by topology and rate, on four GPUs."""
-    loop = on_four_gpus()
-    loads = [(8192, 256, 4.0), (8192, 256, 8.0), (1000, 1000, 6.0)]
+    """Draw how many requests keep the limits, by deployment and rate, on two GPUs."""
+    rates = (2.0, 4.0)
     with chart("goodput", theme, 3.2) as (axes, colors):
-        for column, (topology, color) in enumerate(zip(TOPOLOGIES, ("soft", "accent", "line"), strict=True)):
-            heights = [goodput(loop, topology, inputs, rate) for inputs, _, rate in loads]
-            places = [place + column * 0.26 for place in range(len(loads))]
-            bars = axes.bar(places, heights, 0.24, color=colors[color], label=TOPOLOGIES[topology])
+        for column, (label, color) in enumerate(zip(BARS_OF_GOODPUT, ("soft", "line", "accent"), strict=True)):
+            heights = [goodput(open_loop_cell(*BARS_OF_GOODPUT[label], rate)) for rate in rates]
+            places = [place + column * 0.26 for place in range(len(rates))]
+            bars = axes.bar(places, heights, 0.24, color=colors[color], label=label)
             axes.bar_label(bars, fmt="%.0f", padding=2, color=colors["ink"])
-        names = [f"{inputs:,} / {outputs:,} tokens\n{rate:g} requests/s" for inputs, outputs, rate in loads]
-        axes.set_xticks([place + 0.26 for place in range(len(loads))], names)
+        names = [f"8,192 / 256 tokens\n{rate:g} requests/s" for rate in rates]
+        axes.set_xticks([place + 0.26 for place in range(len(rates))], names)
         axes.set_yticks([])
         axes.set_ylim(0, 112)
         title = "Requests with a first token within 2 s and no gap above 100 ms, in %"
@@ -271,7 +312,7 @@ def pages() -> dict[Path, dict[str, str]]:
     """Return the figures of each page, by the names of their marked places."""
     return {
         README: readme_figures(),
-        ROOT / "docs" / "performance-gpu.md": {"open-loop": open_loop_table()},
+        ROOT / "docs" / "performance-gpu.md": {"open-loop": open_loop_table(), "kv-transfer": kv_transfer_table()},
         ROOT / "docs" / "performance.md": {"dynamo-ratios": ratio_table(), "dynamo-points": point_table()},
     }
 
