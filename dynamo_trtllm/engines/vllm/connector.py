@@ -64,7 +64,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
         # Reads that have failed, until a step has reported their end; handshakes add to it on another thread. A step
         # may say that a read has failed before vLLM counts it as ended.
         self._failed: set[str] = set()
-        self._told: set[str] = set()  # of those, the ones that the scheduler was told about
+        self._reported_failed: set[str] = set()  # of those, those that a step has reported
         self._asks_for_results = not failed_reads.is_needed()
         self._posted: dict[str, float] = {}  # when, by request
         self._times: dict[str, tuple[float, float]] = {}  # of reads that have ended since the last step
@@ -147,11 +147,11 @@ class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
 
     def build_connector_worker_meta(self) -> EndedReads | None:
         """Return the reads that ended since the last call. vLLM calls it after each step, in each rank."""
-        failed = set(self._failed) - self._told
-        self._told |= failed
-        ended = self._told & self._reported
+        failed = set(self._failed) - self._reported_failed
+        self._reported_failed |= failed
+        ended = self._reported_failed & self._reported
         self._failed -= ended
-        self._told -= ended
+        self._reported_failed -= ended
         times, self._times = self._times, {}
         return EndedReads(frozenset(failed), times) if failed or times else None
 

@@ -50,7 +50,7 @@ class StartProgress:
 
 
 def note(phase: str) -> None:
-    """Write the phase, in one of vLLM's processes. Does nothing if nobody reads it."""
+    """Write the phase, in one of vLLM's processes. Does nothing if no worker reads it."""
     path = process_environment().get(FILE)
     if path is None:
         return

@@ -10,7 +10,7 @@ from dynamo_trtllm.engines.vllm.patches.patch import Patch, apply
 
 PATCH = Patch(
     name="compile_key",
-    fault="a model that was moved, or mounted elsewhere, is compiled again",
+    fault="a model that was moved, or mounted at another path, is compiled again",
     upstream="https://github.com/vllm-project/vllm/pull/53193",
     needed_in="all",
     detection="always on; the key also has the whole config.json, and weights are no part of compiled code",

@@ -3,7 +3,7 @@
 A failed read does not end its request if layers are in several KV groups (sliding window and full attention, as in
 gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as received, is answered from memory
 that was never written, and that memory enters the prefix cache. A handshake that fails for a request which was aborted
-in the queue even ends the engine: its scheduler is told of an ended read of a request that it no longer has.
+in the queue even ends the engine: its scheduler learns of an ended read of a request that it no longer has.
 
 From 0.30 on vLLM reports them itself, and keeps the blocks of a read whose handle it could not release, because the
 device may still write to them. Ending such a request early would free these blocks, so this patch must be absent there.

@@ -102,14 +102,14 @@ class Scheduler:
 
     def __init__(self, requests: dict[str, Any]) -> None:
         self.requests = requests
-        self.told: list[set[str]] = []
+        self.received: list[set[str]] = []
         self.scheduled = 0
 
     def schedule(self) -> None:
         self.scheduled += 1
 
     def _update_from_kv_xfer_finished(self, output: Any) -> None:
-        self.told.append(output.finished_recving)
+        self.received.append(output.finished_recving)
 
 
 def reading(expires_at: float = math.inf) -> Any:
@@ -153,13 +153,13 @@ def test_notice_when_a_read_has_ended_before_a_step_then_the_scheduler_knows_and
         half.connector_worker._read_blocks_for_req(name, WITH_BLOCKS)
     half.connector_worker.received("a")
     scheduler.schedule()
-    assert (scheduler.told, scheduler.scheduled) == ([{"a"}], 1)
+    assert (scheduler.received, scheduler.scheduled) == ([{"a"}], 1)
     assert len(request.kv_transfer_params["dynamo_read_times"]) == 4
     assert reported(half) == set()
     half.connector_worker.received("b")
     assert reported(half) == {"b"}, "a step may see it first"
     scheduler.schedule()
-    assert scheduler.told == [{"a"}]
+    assert scheduler.received == [{"a"}]
 
 
 def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_its_request_is_ended_there(
@@ -172,9 +172,9 @@ def test_notice_when_a_read_failed_or_came_too_late_then_a_step_reports_it_and_i
     for name in ("late", "good"):
         half.connector_worker.received(name)
     scheduler.schedule()
-    assert scheduler.told == [{"good"}]
+    assert scheduler.received == [{"good"}]
     scheduler.schedule()
-    assert scheduler.told == [{"good"}]
+    assert scheduler.received == [{"good"}]
     assert reported(half) == {"failed", "late"}
     meta = half.build_connector_worker_meta()
     assert set(meta.times) == {"failed", "late"}
@@ -189,10 +189,10 @@ def test_notice_when_a_step_says_that_a_read_failed_before_it_counts_as_ended_th
     assert half.build_connector_worker_meta().failed == {"a"}
     half.connector_worker.received("a")
     scheduler.schedule()
-    assert scheduler.told == []
+    assert scheduler.received == []
     assert reported(half) == {"a"}
     half.build_connector_worker_meta()
-    assert (half._failed, half._told) == (set(), set()), "nothing is left of it"
+    assert (half._failed, half._reported_failed) == (set(), set()), "nothing is left of it"
 
 
 def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_read(half: Any) -> None:
@@ -201,7 +201,9 @@ def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_rea
     assert half._posted == {}
 
 
-def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_scheduler_is_not_told(half: Any) -> None:
+def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_scheduler_is_not_reported_failed(
+    half: Any,
+) -> None:
     """It no longer has the request: an assertion would end the engine (0.24 to 0.29)."""
     if half._asks_for_results:
         pytest.skip("vLLM itself does this from 0.30 on")

@@ -59,7 +59,7 @@ def passed(*events: threading.Event) -> Any:
     return events[0]
 
 
-def test_first_pass_when_another_engine_is_behind_its_own_then_nobody_waits(folder: Path) -> None:
+def test_first_pass_when_another_engine_is_behind_its_own_then_no_engine_waits(folder: Path) -> None:
     """The first engine captures graphs and warms up for minutes, without the lock."""
     worker = worker_class(passed(threading.Event()), passed(threading.Event()))
     lock_first_pass(worker)
@@ -143,7 +143,7 @@ def test_phase_when_vllms_process_goes_on_then_the_worker_reads_it_and_an_early_
         seen.append(progress.phase())
     assert seen == ["importing vLLM", "loading weights", start_progress.COMPILING, "capturing CUDA graphs"]
     progress.close()
-    worker().load_model()  # nobody reads it any more
+    worker().load_model()  # no worker reads it any more
     assert not Path(progress.environment[start_progress.FILE]).parent.exists()
 
 
