@@ -201,7 +201,7 @@ def test_notice_when_a_request_was_aborted_in_the_queue_then_it_counts_as_no_rea
     assert half._posted == {}
 
 
-def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_scheduler_is_not_reported_failed(
+def test_failed_handshake_when_its_request_was_aborted_in_the_queue_then_the_scheduler_does_not_learn_of_it(
     half: Any,
 ) -> None:
     """It no longer has the request: an assertion would end the engine (0.24 to 0.29)."""
