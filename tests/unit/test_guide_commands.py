@@ -16,6 +16,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.messages import Role
 
@@ -138,7 +139,7 @@ def test_vllm_line_when_parsed_then_what_the_guide_means(command: Command) -> No
         "dyn_tool_call_parser": "harmony",
     }
     assert {name: getattr(config, name) for name in expected} == expected
-    args = vllm_args(config)
+    args = vllm_args(config, VLLM.newest)
     assert args.leaves["tensor_parallel_size"] == (4, "flag --tensor-parallel-size")
     assert args.get("kv_transfer_config.kv_connector") == "NixlConnector"
 

@@ -14,6 +14,7 @@ from dynamo_trtllm.engines.arguments import described_arguments
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.trtllm.api_manifests import LIBRARY
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
+from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY as VLLM
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -88,7 +89,7 @@ def test_flag_when_the_engine_has_no_such_argument_then_rejected_by_name(
     flags: list[str], argument: str, _: Any
 ) -> None:
     with pytest.raises(ConfigError, match=f"{argument} is an argument of the trtllm engine; with vLLM use"):
-        vllm_args(worker("--engine", "vllm", *flags))
+        vllm_args(worker("--engine", "vllm", *flags), VLLM.newest)
     with pytest.raises(ConfigError, match="the mock engine has no such setting"):
         described_arguments(worker("--engine", "mock", *flags), MockArgs, "mock")
 
