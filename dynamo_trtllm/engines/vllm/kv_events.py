@@ -273,7 +273,7 @@ class KvEventSubscriber:
                     post([*converter.read(int.from_bytes(number, "big"), payload)])
         except self._zmq.ContextTerminated:
             return
-        except Exception:  # noqa: BLE001 - of a form or size that vLLM 0.24.0 does not send
+        except Exception:  # noqa: BLE001 - of a form or size that no supported release sends
             _log.exception("no more KV events from vLLM, because one can't be read")
             post([BlocksCleared()])
 

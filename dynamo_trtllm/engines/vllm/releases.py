@@ -24,8 +24,9 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 _MANIFESTS = {_minor(release.name): release for release in LIBRARY.releases}
-OLDEST, NEWEST = min(_MANIFESTS), max(_MANIFESTS)
-RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"  # for messages
+OLDEST = min(_MANIFESTS)
+NEWEST = max(_MANIFESTS)
+RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)  # for messages
 
 PACKAGE = LibraryPackage(
     engine="vllm",

@@ -95,9 +95,16 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
         return ()
     now = time.time()
     known = [(each, requests[each]) for each in report.finished_recving or () if each in requests]
-    late = {each for each, request in known if (request.kv_transfer_params or {}).get(EXPIRES_AT, math.inf) <= now}
+    late = {request_id for request_id, request in known if _expiry(request) <= now}
     meta = report.kv_connector_worker_meta
     return late | meta.failed if isinstance(meta, EndedReads) else late
+
+
+def _expiry(request: Any) -> float:
+    """Return when the KV transfer of one of vLLM's requests expires, in seconds since the epoch."""
+    params = request.kv_transfer_params or {}
+    expires_at: float = params.get(EXPIRES_AT, math.inf)
+    return expires_at
 
 
 def _note_times(requests: Any, report: Any) -> None:
