@@ -52,6 +52,8 @@ TWO_GPUS = (
     ("1P1D, blocks of 128", "vllm026", "1P1D"),
     ("1P1D, blocks of 128, whole rows", "vllm026-rows", "1P1D"),
     ("**1P1D, the defaults: blocks of 128, early notice**", "vllm026-early-notice", "1P1D"),
+    ("the defaults again, commit `b65130b1`", "vllm026-again", "1P1D"),
+    ("vLLM's servers and vllm-router, blocks of 16", "vllm026-router", "vllm-router:1P1D"),
 )
 BARS_OF_GOODPUT = {
     "2 aggregated": ("2A-and-vllm-router", "2A"),
@@ -125,7 +127,11 @@ def open_loop_run(name: str) -> dict[str, Any]:
 
 
 def open_loop_cell(name: str, topology: str, rate: float) -> dict[str, Any]:
-    """Return what a run measured with prompts of 8,192 tokens and answers of 256."""
+    """Return what a run measured with prompts of 8,192 tokens and answers of 256.
+
+    Raises:
+        KeyError: The run has no such load.
+    """
     for cell in open_loop_run(name)["cells"]:
         shape = cell["input_tokens"], cell["output_tokens"]
         if (cell["topology"], *shape, cell["requests_per_s"]) == (topology, 8192, 256, rate):
@@ -142,7 +148,10 @@ def open_loop_rows() -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Yield the first columns of each row of the open-loop tables, and its measurements."""
     for rate in (2.0, 4.0):
         for row, name, topology in TWO_GPUS:
-            release = open_loop_run(name)["versions"]["vllm"].rpartition(".")[0]
+            run = open_loop_run(name)
+            if rate not in {cell["requests_per_s"] for cell in run["cells"]}:
+                continue
+            release = run["versions"]["vllm"].rpartition(".")[0]
             yield [f"{rate:g}", row, release], open_loop_cell(name, topology, rate)
 
 

@@ -20,7 +20,7 @@ from . import overhead, parity, scenario, vllm_router
 from .deployment import GpuDeployment, phases
 from .machine import gpu_names
 from .model import FULL_LAYERS, write_model
-from .plan import MODEL_NAME, Plan, disaggregated, replicas
+from .plan import MODEL_NAME, STEP_TOKENS, Plan, disaggregated, replicas
 from .report import table
 from .result import Result, Row, make_result, write
 
@@ -184,6 +184,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eager", action="store_true", help="disable CUDA graphs: faster start, slower tokens")
     add("--gpus", help="comma-separated GPU numbers; default: all that nvidia-smi lists")
     add("--prefix-caching", action="store_true", help="enable prefix caching")
+    add("--max-num-tokens", type=int, default=STEP_TOKENS, help=f"most tokens of a step (default: {STEP_TOKENS})")
     add("--ready-s", type=float, default=900.0, help="longest wait for engines to become ready (default: 900)")
     add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
     add("--compile-cache", type=Path, help="folder for compiled kernels, which a later run uses")
@@ -251,6 +252,7 @@ def plan_of(args: argparse.Namespace, folder: Path | None) -> Plan:
         layers=args.layers,
         is_eager=args.eager,
         prefix_caching=args.prefix_caching,
+        max_num_tokens=args.max_num_tokens,
         compile_cache=None if args.compile_cache is None else str(args.compile_cache.absolute()),
         extra=args.engine_args,
         ready_s=args.ready_s,

@@ -14,6 +14,7 @@ from dynamo_trtllm.engines.vllm.args import EXTENSION
 Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
+STEP_TOKENS = 8192  # as in engine_configs/vllm and in vLLM's servers on H100 and H200
 _TOPOLOGY = re.compile(r"(?:([1-9]\d*)A|([1-9]\d*)P([1-9]\d*)D)(?:@([1-9]\d*))?")
 # Disables NVLink multicast, because a program that uses it can leave the GPUs of a shared host unusable, and downloads.
 ENVIRONMENT = {
@@ -44,7 +45,7 @@ class Plan:
     layers: int = 0
     is_eager: bool = False
     max_seq_len: int = 40_960
-    max_num_tokens: int = 16_384
+    max_num_tokens: int = STEP_TOKENS
     max_batch_size: int = 256
     gpu_memory_utilization: float = 0.85
     prefix_caching: bool = False
@@ -73,6 +74,7 @@ class Plan:
             "gpus": len(self.gpus),
             "tensor_parallel_size": self.width,
             "eager": self.is_eager,
+            "max_num_tokens": self.max_num_tokens,
             "engine_arguments": engine_arguments(self),
         }
 

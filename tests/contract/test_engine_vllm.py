@@ -336,6 +336,7 @@ async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder
         finally:
             await engine.aclose()
     assert (info.context_length, info.limits.max_batch_size, info.limits.kv_blocks) == (512, 9, 1001)
+    assert info.limits.max_num_tokens == 8192  # vLLM's default for servers, not its general one of 2,048
     assert info.kv_compat["model_folder"] == str(folder)
     assert "guided" not in info.unsupported_features
     assert info.eos_token_ids == (1, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo_trtllm.engines.vllm.api_manifests import LIBRARY
 from vllm.config import VllmConfig
+from vllm.usage.usage_lib import UsageContext
 
 
 class AsyncEngineArgs:
@@ -16,8 +17,9 @@ class AsyncEngineArgs:
                 raise TypeError(f"AsyncEngineArgs.__init__() got an unexpected keyword argument {name!r}")
         self.values = values
 
-    def create_engine_config(self) -> VllmConfig:
+    def create_engine_config(self, usage_context: UsageContext | None = None) -> VllmConfig:
         get = self.values.get
+        is_server = usage_context is UsageContext.OPENAI_API_SERVER
         model = json.loads((Path(get("model", "")) / "config.json").read_text())
         longest = model["max_position_embeddings"]
         if (get("max_model_len") or 0) > longest:
@@ -46,7 +48,7 @@ class AsyncEngineArgs:
             ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=get("max_num_seqs") or 256,
-                max_num_batched_tokens=get("max_num_batched_tokens") or 2048,
+                max_num_batched_tokens=get("max_num_batched_tokens") or (8192 if is_server else 2048),
                 disable_hybrid_kv_cache_manager=False,
                 policy=get("scheduling_policy") or "fcfs",
             ),

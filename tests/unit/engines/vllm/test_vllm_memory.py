@@ -71,7 +71,7 @@ def vendor() -> VllmBindings:
 
     with fake_vllm():
         bindings = VllmBindings(LIBRARY.newest)
-    bindings.engine_args = lambda **_: SimpleNamespace(create_engine_config=lambda: None)
+    bindings.engine_args = lambda **_: SimpleNamespace(create_engine_config=lambda usage_context: None)
     bindings.async_llm = SimpleNamespace(from_vllm_config=fail)
     return bindings
 
