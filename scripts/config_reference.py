@@ -31,6 +31,7 @@ from dynamo_trtllm.config.commands import (
     VersionConfig,
 )
 from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
+from dynamo_trtllm.config.dynamo_variables import FRONTEND, VARIABLES, VLLM, WORKER, Variable
 from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, flags_of
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
@@ -103,7 +104,63 @@ def page() -> str:
     parts += ["## Arguments of the engines that are here\n", _ENGINES_HEAD]
     for section in ENGINES:
         parts += [f"### {section.title}\n", _fields(section.model)]
+    parts += ["## Variables of NVIDIA Dynamo\n", _DYNAMO_HEAD, _dynamo_options()]
+    parts += [_IGNORED_HEAD, _dynamo_ignored()]
     return "\n".join(parts)
+
+
+_DYNAMO_HEAD = """\
+These variables of Dynamo's frontend, router and workers set an option here. A flag and the
+`DYN_TRTLLM_` variable of the same option override them.
+"""
+_IGNORED_HEAD = """\
+These have no effect here. A process that gets one says so at its start, in one line that also names
+unknown variables that begin with `DYN_`. It leaves out variables of other processes, and those with
+one of the values in the third column, which ask for what happens anyway. `*` stands for any rest of
+a name.
+"""
+_MODELS: dict[str, type[Config]] = {
+    FRONTEND: FrontendConfig,
+    WORKER: WorkerConfig,
+    VLLM: WorkerConfig,
+}
+_PROCESSES = {FRONTEND: "frontend", WORKER: "worker", VLLM: "worker with `--engine vllm`"}
+
+
+def _dynamo_options() -> str:
+    """Return a table of the variables of Dynamo that set options."""
+    rows = []
+    for name, variable in VARIABLES.items():
+        for process in filter(_MODELS.__contains__, variable.processes):
+            for flag in flags_of(_MODELS[process]):
+                if name in flag.env:
+                    typed = f"`{flag.names[0]}`"
+                    rows.append((f"`{name}`", _PROCESSES[process], typed, variable.form))
+    return table(("variable", "process", "option", "value"), rows)
+
+
+def _dynamo_ignored() -> str:
+    """Return a table of the variables of Dynamo without effect, one row for each reason."""
+    groups: dict[Variable, list[str]] = {}
+    for name, variable in VARIABLES.items():
+        if variable.reason and all(process in _PROCESSES for process in variable.processes):
+            shared = Variable(_without_option(name, variable), variable.reason, variable.same)
+            groups.setdefault(shared, []).append(f"`{name}`")
+    rows = []
+    for variable, names in groups.items():
+        processes = " and ".join(_PROCESSES[process] for process in variable.processes)
+        same = ", ".join(f"`{value}`" for value in variable.same)
+        rows.append((", ".join(names), processes, same, variable.reason))
+    return table(("variables", "process", "without a message", "why, or what to do"), rows)
+
+
+def _without_option(name: str, variable: Variable) -> tuple[str, ...]:
+    """Return the processes in which no option takes the variable."""
+    taking = set()
+    for process in variable.processes:
+        if any(name in flag.env for flag in flags_of(_MODELS[process])):
+            taking.add(process)
+    return tuple(process for process in variable.processes if process not in taking)
 
 
 _DEPLOYMENT_HEAD = """\
@@ -128,7 +185,7 @@ def _flag(flag: Flag, info: FieldInfo, description: str) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in flag.names)
     if flag.choices:
         names += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
-    variables = f"`{ENV_PREFIX}{flag.field.upper()}`" + (f", `{flag.env}`" if flag.env else "")
+    variables = f"`{ENV_PREFIX}{flag.field.upper()}`" + "".join(f", `{name}`" for name in flag.env)
     return names, variables, _default(info), html.escape(description, quote=False)
 
 

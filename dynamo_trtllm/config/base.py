@@ -108,6 +108,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["trtllm", "vllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+LOG_LEVEL = "DYN_LOG"  # variables of NVIDIA Dynamo
+LOG_FORMAT = ("DYN_LOGGING_JSONL", "DYN_LOGGING_CONSOLE_FORMAT")
 
 DEFAULT_SOURCE = "default"
 CODE_SOURCE = "configuration"
@@ -124,7 +126,7 @@ def option(
     default: Any,
     *,
     aliases: Sequence[str] = (),
-    env: str | None = None,
+    env: str | Sequence[str] = (),
     positional: bool = False,
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
@@ -135,7 +137,7 @@ def option(
         group: Title of the field's group in `--help`.
         default: Default value; `...` for a required field.
         aliases: Further names of the field's flag.
-        env: Well-known environment variable, read in addition to the DYN_TRTLLM_ one.
+        env: Well-known environment variables, read in addition to the DYN_TRTLLM_ one.
         positional: The field is a positional argument.
         const_flags: Flags without a value, each mapped to the value that it sets.
         is_address: The value may contain a password, which is masked when printed.
@@ -143,7 +145,7 @@ def option(
     shown: JsonDict = {
         "group": group,
         "aliases": list(aliases),
-        "env": env,
+        "env": [env] if isinstance(env, str) else list(env),
         "positional": positional,
         "const_flags": dict(const_flags or {}),
         "is_address": is_address,
@@ -207,9 +209,9 @@ class ConnectionConfig(Config):
     """PEM file of the client certificate's key."""
     nats_server: NatsAddress = option("control plane", "nats://localhost:4222", env="NATS_SERVER", is_address=True)
     """NATS address."""
-    log_level: LogLevel = option("process", "info")
+    log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
     """Minimum log level."""
-    log_format: LogFormat = option("process", "text")
+    log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
     """Format of log lines: text, or json (one object per line)."""
 
 

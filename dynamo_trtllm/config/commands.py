@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from dynamo_trtllm.config.base import (
+    LOG_FORMAT,
+    LOG_LEVEL,
     Config,
     ConnectionConfig,
     EngineName,
@@ -145,9 +147,9 @@ class LaunchConfig(Config):
     """Once all processes are ready, send a sample request and print which workers processed it."""
     once: bool = option("process", False)
     """Stop all processes once they are ready and the demo is done."""
-    log_level: LogLevel = option("process", "info")
+    log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
     """Minimum log level."""
-    log_format: LogFormat = option("process", "text")
+    log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
     """Format of log lines, also of the started processes: text, or json (one object per line)."""
 
 
@@ -187,9 +189,9 @@ class ServeConfig(Config):
     dry_run: bool = option("process", False)
     """Print the deployment file that the launcher would run, and start nothing. For a model on the Hub, only
     config.json is downloaded."""
-    log_level: LogLevel = option("process", "info")
+    log_level: LogLevel = option("process", "info", env=LOG_LEVEL)
     """Minimum log level."""
-    log_format: LogFormat = option("process", "text")
+    log_format: LogFormat = option("process", "text", env=LOG_FORMAT)
     """Format of log lines, also of the started processes: text, or json (one object per line)."""
 
 

@@ -34,7 +34,7 @@ class Flag:
     field: str
     names: tuple[str, ...]  # errors show the first
     group: str
-    env: str | None  # well-known variable, read in addition to the DYN_TRTLLM_ one
+    env: tuple[str, ...]  # well-known variables, read in addition to the DYN_TRTLLM_ one
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
@@ -78,10 +78,10 @@ def flags_of(model: type[Config]) -> list[Flag]:
 
 def _flag(name: str, info: FieldInfo) -> Flag:
     shown = dict(typing.cast("dict[str, Any]", info.json_schema_extra))  # from `option`
-    aliases = shown.pop("aliases")
+    aliases, env = shown.pop("aliases"), tuple(shown.pop("env"))
     kind, choices = _kind(info.annotation)
     names = (name.upper(),) if shown["positional"] else ("--" + name.replace("_", "-"), *aliases)
-    return Flag(field=name, names=names, kind=kind, choices=choices, **shown)
+    return Flag(field=name, names=names, kind=kind, choices=choices, env=env, **shown)
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
@@ -206,7 +206,7 @@ def _notes(flag: Flag, info: FieldInfo) -> str:
     elif info.default is not None:
         notes.append(f"default: {info.default}")
     if flag.env:
-        notes.append(f"also {flag.env}")
+        notes.append(f"also {', '.join(flag.env)}")
     return f" ({'; '.join(notes)})" if notes else ""
 
 

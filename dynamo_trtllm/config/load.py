@@ -12,18 +12,20 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from dynamo_trtllm.config import commands
+from dynamo_trtllm.config import commands, dynamo_variables
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
 from dynamo_trtllm.config.commands import LaunchConfig, ServeConfig
 from dynamo_trtllm.config.environ import command_line
 from dynamo_trtllm.config.flags import ENV_PREFIX, Flag, build_parser, flags_of, read_flags, variable
+from dynamo_trtllm.config.ignored_variables import ignored
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.errors import ConfigError, DynamoError
@@ -33,6 +35,7 @@ C = TypeVar("C", bound=Config)
 
 log = logging.getLogger(__name__)
 _OTLP_PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+_IS_NAMED = "DYNAMO_TRTLLM_VARIABLES_NAMED"  # not DYN_TRTLLM_, which is for settings
 
 
 def load(
@@ -60,9 +63,13 @@ def load(
     given, unknown = parser.parse_known_args(command_line() if argv is None else list(argv))
     reject_unknown(model, given, unknown, parser)
     flags = read_flags(model, given)
-    config = _validate(model, _from_environment(model, os.environ if environ is None else environ, flags) | flags)
+    env = os.environ if environ is None else environ
+    config = _validate(model, _from_environment(model, env, flags) | flags)
     if hasattr(given, "print_config"):
-        sys.stdout.write(config_table(config) + (more(config) if more else ""))
+        note = ignored_variables(env, config)
+        sys.stdout.write(config_table(config))
+        sys.stdout.write(f"note: {note}\n" if note else "")
+        sys.stdout.write(more(config) if more else "")
         raise SystemExit(0)
     return config
 
@@ -176,35 +183,95 @@ def _shown(flag: Flag, value: Any) -> str:
 
 
 def _from_environment(
-    model: type[Config], env: Mapping[str, str], typed: Collection[str]
+    model: type[Config], env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]
 ) -> dict[str, tuple[Any, str]]:
-    """Return values by field; a DYN_TRTLLM_ variable overrides a well-known one.
+    """Return values by field; a DYN_TRTLLM_ variable of a flag overrides a well-known one.
 
     Args:
         model: Class of the settings.
         env: Environment.
-        typed: Fields that flags set, for which variables may contradict each other.
+        typed: Fields that flags set, for which variables are not read.
     """
     _check_environment(model, env)
     env = _without_unusable_otel(model, env, typed)
+    processes = _kinds(model, _engine(env, typed))
     values: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
-        own = [name for name in flag.variables() if name in env]
-        if flag.field not in typed and any(env[name] != env[own[0]] for name in own):
-            raise ConfigError(
-                f"environment {' and '.join(own)} set the same and contradict each other; unset one of them",
-                field=flag.field,
-            )
-        for name in (flag.env, *own[:1]):
-            if name is not None and name in env:
-                source = f"environment {name}"
-                values[flag.field] = (flag.convert(env[name], source), source)
+        if flag.field in typed:
+            continue
+        own = {name: env[name] for name in flag.variables() if name in env}
+        given = own or _well_known(flag, env, processes)
+        if len({*given.values()}) > 1:
+            names = " and ".join(given)
+            text = f"environment {names} set the same and contradict each other; unset one of them"
+            raise ConfigError(text, field=flag.field)
+        for name, text in list(given.items())[:1]:
+            source = f"environment {name}"
+            values[flag.field] = (flag.convert(text, source), source)
     return values
 
 
-def _without_unusable_otel(model: type[Config], env: Mapping[str, str], typed: Collection[str]) -> Mapping[str, str]:
+def _well_known(flag: Flag, env: Mapping[str, str], processes: AbstractSet[str]) -> dict[str, str]:
+    """Return the well-known variables of a flag that are set and read by these processes."""
+    values: dict[str, str] = {}
+    for name in flag.env:
+        if name in env and dynamo_variables.is_read_by(name, processes):
+            try:
+                text = dynamo_variables.option_value(name, env[name])
+            except ConfigError as exc:
+                raise ConfigError(exc.message, field=flag.field) from exc
+            if text is not None:
+                values[name] = text
+    return values
+
+
+def _kinds(model: type[Config], engine: object) -> AbstractSet[str]:
+    """Return the kinds of process with these settings, as in `dynamo_variables`."""
+    if issubclass(model, WorkerConfig):
+        return {dynamo_variables.WORKER, str(engine)}
+    return {dynamo_variables.FRONTEND} if issubclass(model, FrontendConfig) else set()
+
+
+def _engine(env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]) -> object:
+    return typed["engine"][0] if "engine" in typed else env.get(f"{ENV_PREFIX}ENGINE")
+
+
+def ignored_variables(env: Mapping[str, str], *configs: Config) -> str:
+    """Return a line that names the DYN_ variables that these processes do not read, or ""."""
+    processes: set[str] = set()
+    for each in configs:
+        processes |= _kinds(type(each), getattr(each, "engine", None))
+    known, read = _read_by(_commands()), _read_by(map(type, configs))
+    return ignored(env, known=known, read=read, processes=processes)
+
+
+def warn_of_ignored_variables(*configs: Config) -> None:
+    """Log the line of `ignored_variables`, unless the parent of this process has logged it."""
+    if _IS_NAMED not in os.environ and (line := ignored_variables(os.environ, *configs)):
+        log.warning("%s", line)
+
+
+def child_environment() -> dict[str, str]:
+    """Return `process_environment` for children that shall not log `ignored_variables` again."""
+    return process_environment() | {_IS_NAMED: "1"}
+
+
+def _commands() -> list[type[Config]]:
+    classes = [each for each in vars(commands).values() if isinstance(each, type)]
+    return [each for each in classes if issubclass(each, Config)]
+
+
+def _read_by(models: Iterable[type[Config]]) -> set[str]:
+    flags = [flag for model in models for flag in flags_of(model)]
+    return {name for flag in flags for name in (*flag.variables(), *flag.env)}
+
+
+def _without_unusable_otel(
+    model: type[Config], env: Mapping[str, str], typed: Mapping[str, tuple[Any, str]]
+) -> Mapping[str, str]:
     """Leave out empty OTEL_ variables, and all if one can't be used: clusters set them for other programs in a pod."""
-    flags = {flag.env: flag for flag in flags_of(model) if flag.env is not None and flag.env.startswith("OTEL_")}
+    flags = {name: flag for flag in flags_of(model) for name in flag.env}
+    flags = {name: flag for name, flag in flags.items() if name.startswith("OTEL_")}
     env = {name: text for name, text in env.items() if name not in flags or text.strip()}
     problem, is_off = "", env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     for name, flag in flags.items():
@@ -226,8 +293,7 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     if not names:
         return
-    models = [each for each in vars(commands).values() if isinstance(each, type) and issubclass(each, Config)]
-    flags = [flag for each in dict.fromkeys([model, *models]) for flag in flags_of(each)]
+    flags = [flag for each in dict.fromkeys([model, *_commands()]) for flag in flags_of(each)]
     known = {name for flag in flags for name in flag.variables()}
     const = {
         variable(word): f"set {flag.variables()[0]} to {value}"
@@ -235,7 +301,7 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
         for word, value in flag.const_flags.items()
     }
     for name in names:
-        if name not in known:
+        if name not in known and dynamo_variables.find(name) is None:
             guess = suggest(name, known)
             hint = const.get(name) or (f"did you mean {guess}?" if guess else "unset it")
             raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
@@ -257,11 +323,23 @@ def _validate(model: type[C], given: Mapping[str, tuple[Any, str]]) -> C:
 def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, str]) -> str:
     flags: dict[str, Flag] = {flag.field: flag for flag in flags_of(model)}
     if name not in flags:
-        return str(error["msg"]).removeprefix("Value error, ")
+        text = str(error["msg"]).removeprefix("Value error, ")
+        return text + _set_by_variables(text, flags.values(), sources)
     if error["type"] == "missing":
         return f"{flags[name].names[0]} is missing; pass it, or set {ENV_PREFIX}{name.upper()}"
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return f"{sources[name]} is {_shown(flags[name], error['input'])!r}: {message}"
+
+
+def _set_by_variables(text: str, flags: Iterable[Flag], sources: Mapping[str, str]) -> str:
+    """Return which flags in a message were set by variables, because it names flags only."""
+    words = text.replace(";", " ").replace(",", " ").split()
+    notes = []
+    for flag in flags:
+        source = sources.get(flag.field, "")
+        if flag.names[0] in words and source.startswith("environment "):
+            notes.append(f"{flag.names[0]} is set by {source}")
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 _WORKER, _LAUNCHER = f"{CONSOLE} worker", f"{CONSOLE} launch"

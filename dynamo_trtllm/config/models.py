@@ -49,10 +49,14 @@ class WorkerConfig(ProcessConfig):
     """Model folder or bundled model name."""
     served_model_name: NonEmpty | None = option("model", None)
     """Name that clients send as `model`. Default: the name of the folder."""
-    dyn_reasoning_parser: Literal["gpt_oss", "basic", "deepseek_r1", "none"] | None = option("model", None)
+    dyn_reasoning_parser: Literal["gpt_oss", "basic", "deepseek_r1", "none"] | None = option(
+        "model", None, env="DYN_REASONING_PARSER"
+    )
     """Reasoning parser: gpt_oss (Harmony), basic (text between <think> and </think>), deepseek_r1 (text up to
     </think>), none. Default: chosen by the model's format."""
-    dyn_tool_call_parser: Literal["harmony", "hermes", "json", "none"] | None = option("model", None)
+    dyn_tool_call_parser: Literal["harmony", "hermes", "json", "none"] | None = option(
+        "model", None, env="DYN_TOOL_CALL_PARSER"
+    )
     """Tool-call parser: harmony, hermes (JSON in <tool_call> tags), json (the answer is a call), none. Default: chosen
     by the model's format."""
     generation_config: Literal["auto", "none"] = option("model", "auto")
@@ -72,7 +76,7 @@ class WorkerConfig(ProcessConfig):
     """Kernel profile: a name in kernels_config/, or a file. Default: chosen by the GPU."""
     override_engine_args: dict[str, Any] | None = option("engine", None)
     """JSON object of engine arguments. It overrides file and flags."""
-    dump_config_to: Path | None = option("engine", None)
+    dump_config_to: Path | None = option("engine", None, env="DYN_DUMP_CONFIG_TO")
     """Write the merged engine arguments to this YAML file, each with its source."""
     print_environment: bool = option("engine", False)
     """Print the variables that TensorRT-LLM reads on each node of an engine on several nodes (of the kernel profile and
@@ -111,14 +115,21 @@ class WorkerConfig(ProcessConfig):
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = option("engine", None)
     """Library for structured output (trtllm). Default: none; requests for structured output are rejected."""
     disaggregation_mode: RoleName = option(
-        "role", Role.AGGREGATED, const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"}
+        "role",
+        Role.AGGREGATED,
+        env=(
+            "DYN_VLLM_DISAGGREGATION_MODE",
+            "DYN_VLLM_IS_PREFILL_WORKER",
+            "DYN_VLLM_IS_DECODE_WORKER",
+        ),
+        const_flags={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"},
     )
     """Role of this worker; with --engine vllm it is decode unless it is set. agg and pd are other names of
     prefill_and_decode."""
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = option("role", "prefill_first")
     """Phase that starts first. decode_first reserves a decode slot before the prompt is processed. Prefill and decode
     workers need the same value."""
-    endpoint: Endpoint | None = option("role", None)
+    endpoint: Endpoint | None = option("role", None, env="DYN_ENDPOINT")
     """Endpoint as dyn://NAMESPACE.COMPONENT.ENDPOINT. Default: chosen by role."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = option(
         "KV cache and transfer", None, aliases=("--gpu-memory-utilization",)
@@ -127,7 +138,11 @@ class WorkerConfig(ProcessConfig):
     GPU memory that the engine takes, weights included."""
     kv_block_size: PositiveInt | None = option("KV cache and transfer", None)
     """Tokens per KV block. Prefill and decode workers need the same value."""
-    publish_kv_events: bool = option("KV cache and transfer", False)
+    publish_kv_events: bool = option(
+        "KV cache and transfer",
+        False,
+        env="DYN_TRTLLM_PUBLISH_EVENTS_AND_METRICS",
+    )
     """Publish which prompt prefixes the prefix cache has, for frontends with --router-mode kv."""
     ticket_ttl_s: PositiveFloat = option("KV cache and transfer", 60.0)
     """Seconds until KV that was not fetched is freed."""
@@ -155,7 +170,7 @@ class WorkerConfig(ProcessConfig):
     system_port: Port | None = option("process", None, env="DYN_SYSTEM_PORT")
     """Port for /live, /ready, /health and /metrics; 0 takes a free one. Default: disabled, or a free loopback port when
     the launcher starts the worker."""
-    drain_timeout_s: PositiveFloat = option("process", 30.0)
+    drain_timeout_s: PositiveFloat = option("process", 30.0, env="DYN_PREFILL_DRAIN_TIMEOUT_S")
     """Maximum time in seconds to drain at shutdown."""
 
     @property
@@ -187,7 +202,7 @@ class WorkerConfig(ProcessConfig):
 class FrontendConfig(ProcessConfig):
     """OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers, streams output."""
 
-    http_host: str = option("HTTP and routing", "0.0.0.0", aliases=("--host",))
+    http_host: str = option("HTTP and routing", "0.0.0.0", env="DYN_HTTP_HOST", aliases=("--host",))
     """Address to listen on. The default accepts connections from other machines. The launcher sets 127.0.0.1."""
     http_port: Port = option("HTTP and routing", 8000, env="DYN_HTTP_PORT", aliases=("--port",))
     """Port to listen on; 0 takes a free one."""
@@ -196,15 +211,24 @@ class FrontendConfig(ProcessConfig):
     workers: PositiveInt = option("HTTP and routing", 1)
     """Number of frontend processes that share the port. Limits of connections, generations and queues apply to each
     process."""
-    unknown_fields: Literal["reject", "warn", "ignore"] = option("HTTP and routing", "reject")
+    unknown_fields: Literal["reject", "warn", "ignore"] = option(
+        "HTTP and routing", "reject", env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS"
+    )
     """Unknown fields of requests: reject (status 400), warn (ignore them, list them in the response header
     x-dynamo-ignored-fields and log new ones), ignore."""
-    router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option("HTTP and routing", "round-robin")
+    router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
+        "HTTP and routing", "round-robin", env="DYN_ROUTER_MODE"
+    )
     """How workers are selected. round-robin: in turn. random: at random. least-loaded: the prefill worker with the
     fewest prompt tokens to compute and the decode worker with the fewest tokens in its KV cache; for prompts of
     different lengths or workers of different speed. kv: as least-loaded, but prompt tokens in a worker's prefix cache
     do not count; for prompts that begin alike, as in conversations."""
-    router_kv_events: bool = option("HTTP and routing", True, env="DYN_ROUTER_USE_KV_EVENTS", aliases=("--kv-events",))
+    router_kv_events: bool = option(
+        "HTTP and routing",
+        True,
+        env=("DYN_ROUTER_USE_KV_EVENTS", "DYN_USE_KV_EVENTS"),
+        aliases=("--kv-events",),
+    )
     """With --router-mode kv: read the KV events of workers that run with --publish-kv-events. For all other workers
     (with --no-router-kv-events: for all), assume that a worker has the prompts that this frontend process sent to it.
     """
@@ -228,7 +252,7 @@ class FrontendConfig(ProcessConfig):
     """Maximum seconds to receive the head of a request, and then its body. Slower ones are answered with 408."""
     keep_alive_timeout_s: PositiveFloat = option("HTTP and routing", 75.0)
     """Seconds until an idle connection is closed."""
-    max_body_bytes: PositiveInt = option("HTTP and routing", 8 << 20)
+    max_body_bytes: PositiveInt = option("HTTP and routing", 8 << 20, env="DYN_HTTP_BODY_LIMIT_MB")
     """Maximum size of a request body in bytes. Larger bodies are answered with 413."""
     max_total_body_bytes: PositiveInt = option("HTTP and routing", 256 << 20)
     """Maximum bytes of all request bodies together that are being received or parsed. Further bodies wait for at most 5
@@ -239,13 +263,17 @@ class FrontendConfig(ProcessConfig):
     """Maximum queued requests, processed in order of arrival. Further ones are answered with 429."""
     retry_limit: NonNegativeInt = option("HTTP and routing", 3)
     """Maximum retries of a request that fails before its first token, on another worker if there is one."""
-    migration_limit: NonNegativeInt = option("HTTP and routing", 3)
+    migration_limit: NonNegativeInt = option("HTTP and routing", 3, env="DYN_MIGRATION_LIMIT")
     """Maximum migrations of a request. When its worker dies, another one continues from the tokens so far."""
     hold_for_roles_s: NonNegativeFloat = option("HTTP and routing", 5.0, aliases=("--hold-for-roles",))
     """Maximum seconds that a request waits for a role that has no worker, before 503."""
     decode_fallback: bool = option("HTTP and routing", False)
     """If no prefill worker is available, send aggregated requests to decode workers whose engine supports them."""
-    canary_interval_s: NonNegativeFloat = option("HTTP and routing", 30.0)
+    canary_interval_s: NonNegativeFloat = option(
+        "HTTP and routing",
+        30.0,
+        env="DYN_CANARY_WAIT_TIME",
+    )
     """Seconds after which an idle pair is probed with a request whose answer is known. 0: no probes, and a model is
     ready as soon as matching workers of each role are registered."""
     canary_timeout_s: PositiveFloat = option("HTTP and routing", 10.0)

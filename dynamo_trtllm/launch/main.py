@@ -15,7 +15,13 @@ from dynamo_trtllm.config.commands import DemoConfig, LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.flags import ENV_PREFIX
 from dynamo_trtllm.config.layers import find_file
-from dynamo_trtllm.config.load import command, process_environment
+from dynamo_trtllm.config.load import (
+    child_environment,
+    command,
+    process_environment,
+    warn_of_ignored_variables,
+)
+from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.config.parser import CONSOLE
 from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines.factory import check_prerequisites
@@ -76,7 +82,7 @@ async def run(
         RunFailed: The deployment failed, or was stopped before `once` was done.
         OSError: The reader of the output has exited. The deployment was stopped.
     """
-    environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
+    environ = child_environment() | {f"{ENV_PREFIX}LOG_FORMAT": log_format}
     # check all settings before the servers start, so that a mistake is reported at once and only once
     specs = processes(deployment, environ)
     for spec in specs:
@@ -85,6 +91,7 @@ async def run(
                 check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
         except ConfigError as exc:
             raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
+    warn_of_ignored_variables(*(spec.worker or FrontendConfig() for spec in specs))
     console = Console(sys.stdout, [spec.name for spec in specs], is_json=log_format == "json")
     for line in preface:
         console.say(line)

@@ -16,7 +16,7 @@ from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import format_table as columns
-from dynamo_trtllm.config.load import command, process_environment
+from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
@@ -124,6 +124,7 @@ def _shown(value: Any) -> str:
 def main(config: WorkerConfig) -> None:
     """Run the command. Exit status: 0 after a drain, 2 for an invalid configuration, 1 for a later failure."""
     observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
+    warn_of_ignored_variables(config)
     if config.print_environment:
         sys.stdout.write(exports(config, process_environment()))
         return

@@ -40,4 +40,4 @@ def test_page_when_a_program_has_a_flag_then_its_section_has_a_row_with_flag_var
     for flag in flags_of(program.model):
         (row,) = [row for row in rows if f"`DYN_TRTLLM_{flag.field.upper()}`" in row]
         assert all(f"`{name}`" in row for name in (*flag.names, *flag.choices))
-        assert flag.env is None or f"`{flag.env}`" in row
+        assert all(f"`{name}`" in row for name in flag.env)

@@ -19,7 +19,7 @@ import uvloop
 
 from dynamo_trtllm.background import cancel_all
 from dynamo_trtllm.config.commands import FrontendProcessConfig
-from dynamo_trtllm.config.load import command, process_environment
+from dynamo_trtllm.config.load import command, process_environment, warn_of_ignored_variables
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Draining
 from dynamo_trtllm.http_server.errors import retry_headers
@@ -86,6 +86,7 @@ class StartupGate:
 def main(config: FrontendConfig) -> int:
     """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
     observe_logging.setup(config.log_level, "frontend", config.log_format)
+    warn_of_ignored_variables(config)
     if config.workers > 1:
         from dynamo_trtllm.frontend.process.process_group import ProcessGroup, reserve_port
 

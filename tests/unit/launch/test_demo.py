@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.config import load as loading
 from dynamo_trtllm.config.deployment import checked_deployment, load_deployment
+from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.launch import main
 from dynamo_trtllm.launch.launcher import LaunchRecord
 from dynamo_trtllm.launch.plan import processes
@@ -128,3 +130,27 @@ async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do
     monkeypatch.setattr(Supervised, "serves", False)
     with pytest.raises(RunFailed, match="stopped before") if once else nullcontext():
         await main.run(deployment, log_format="text", once=once)
+
+
+async def test_run_when_a_variable_has_no_effect_then_only_the_launcher_names_it(
+    monkeypatch,
+    caplog,
+):
+    given = []
+
+    class Recording(Supervised):
+        def __init__(self, *arguments: object) -> None:
+            given.extend(arguments)
+
+    monkeypatch.setattr(main, "Launcher", Recording)
+    monkeypatch.setenv("DYN_TLS_CERT_PATH", "/c")
+    monkeypatch.setenv("DYN_KVBM_METRICS", "1")
+    deployment = load_deployment(Path("deploy/local/demo.yaml"), {})
+    await main.run(deployment, log_format="text")
+    (line,) = [each for each in caplog.messages if "without effect" in each]
+    assert "DYN_TLS_CERT_PATH" in line
+    assert "DYN_KVBM_METRICS" in line
+    caplog.clear()
+    monkeypatch.setattr(loading.os, "environ", given[-1])
+    loading.warn_of_ignored_variables(FrontendConfig())
+    assert caplog.messages == []
