@@ -61,7 +61,7 @@ def load(
     """
     parser = build_parser(model, program(prog) if argv is None else prog)
     given, unknown = parser.parse_known_args(command_line() if argv is None else list(argv))
-    reject_unknown(model, given, unknown, parser)
+    reject_unknown(model, given, _without_fixed(model, unknown), parser)
     flags = read_flags(model, given)
     env = os.environ if environ is None else environ
     config = _validate(model, _from_environment(model, env, flags) | flags)
@@ -391,6 +391,21 @@ def reject_unknown(
         guess = suggest(name, (each for each in parser._option_string_actions if each.startswith("--")))
         answer = f"did you mean {guess}?" if guess else "see --help"
     raise ConfigError(f"unknown flag {name}; {answer}")
+
+
+def _without_fixed(model: type[Config], unknown: Sequence[str]) -> list[str]:
+    """Leave out flags that ask for what happens anyway, such as `--request-plane nats`."""
+    words = list(unknown)
+    if not issubclass(model, WorkerConfig | FrontendConfig):
+        return words
+    for flag in ("request-plane", "event-plane", "discovery-backend", "store-kv"):
+        variable_name = dynamo_variables.PREFIX + flag.replace("-", "_").upper()
+        for value in dynamo_variables.VARIABLES[variable_name].same:
+            for typed in ([f"--{flag}={value}"], [f"--{flag}", value]):
+                for i in range(len(words) - len(typed), -1, -1):
+                    if words[i : i + len(typed)] == typed:
+                        del words[i : i + len(typed)]
+    return words
 
 
 def _answer(model: type[Config], positional: Flag | None, name: str) -> str | None:

@@ -252,3 +252,27 @@ def test_warning_when_the_parent_has_logged_it_then_it_is_not_repeated(
         monkeypatch.setattr(loading.os, "environ", loading.child_environment())
         warn_of_ignored_variables(frontend())
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("words", [["--request-plane", "nats"], ["--event-plane=nats"]])
+def test_flag_when_it_asks_for_what_happens_anyway_then_it_is_accepted(words: list[str]) -> None:
+    assert frontend(*words, "--http-port", "1").http_port == 1
+    assert worker(*words, "--max-batch-size", "1").max_batch_size == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--request-plane", "tcp"], "unknown flag --request-plane; leave it out: requests"),
+        (["--request-plane=tcp"], "unknown flag --request-plane; leave it out: requests"),
+        (["--kv-cache-block-size", "32"], "it is --kv-block-size of dynamo-trtllm worker"),
+        (["--store-kv", "mem"], "leave it out: discovery always uses etcd"),
+    ],
+)
+def test_flag_when_it_is_refused_then_the_error_says_what_to_do(
+    words: list[str],
+    wanted: str,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        frontend(*words)
+    assert wanted in caught.value.message
