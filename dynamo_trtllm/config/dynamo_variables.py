@@ -26,7 +26,7 @@ from dynamo_trtllm.config.dynamo_values import (
 
 PREFIX = "DYN_"
 # The kinds of process that read a variable. An engine's name means: workers with that engine.
-FRONTEND, WORKER, VLLM, ELSEWHERE = "frontend", "worker", "vllm", "other"
+FRONTEND, WORKER, VLLM, OTHER = "frontend", "worker", "vllm", "other"
 BOTH = (FRONTEND, WORKER)
 
 
@@ -530,7 +530,7 @@ _IGNORED: tuple[_Group, ...] = (
     ),
     # processes that are not part of this package
     _Group(
-        (ELSEWHERE,),
+        (OTHER,),
         "it is of another process of Dynamo",
         "DYN_SGL_* DYN_SGLANG_* DYN_SKIP_SGLANG_LOG_FORMATTING DYN_PLANNER_* DYN_MOCKER_* "
         "DYN_RL_ENDPOINT DYN_QUEUED_UP_PROCESSING DYN_SOAK_*",
