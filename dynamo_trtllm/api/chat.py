@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
+from dynamo_trtllm.api import rejected_fields
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_LABEL,
@@ -18,6 +19,7 @@ from dynamo_trtllm.api.request_model import (
     agreed,
     check_object,
     check_size,
+    check_unknown,
     first_repeated,
     invalid,
     kind_of,
@@ -58,12 +60,9 @@ def part_texts(value: Any, types: Sequence[str], fields: Set[str], info: Validat
         if not isinstance(kind, str) or not isinstance(text, str):
             form = f'{{"type": "{types[0]}", "text": "…"}}'
             invalid(f"must hold parts of the form {form}; the part at index {index} does not")
-        others = part.keys() - fields
-        if info.context is not None:
-            info.context.add(others)
-        elif others:
-            name = min(others)
-            unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")
+        for name in part.keys() - fields:
+            if part[name] is not None:
+                check_unknown(name, fields, info, f"holds a part with {shown(name)} at index {index}, which ")
         if part.get("annotations"):
             unsupported(f"holds a part with annotations at index {index}, which are not supported; leave them out")
         texts.append(text)
@@ -113,8 +112,8 @@ class AssistantToolCall(RequestModel):
 
 
 class AssistantMessage(RequestModel):
-    no_ops: ClassVar = {"annotations": ([],)}
-    unsupported: ClassVar = frozenset({"refusal", "audio", "function_call"})
+    no_ops: ClassVar = {"annotations": ([],), "prefix": (False,)}
+    unsupported: ClassVar = rejected_fields.OF_ASSISTANT_MESSAGES
 
     role: Literal["assistant"]
     content: Text = ""
@@ -264,11 +263,10 @@ class ChatRequest(CompletionFields):
         "modalities": (["text"],),
         "verbosity": ("medium",),
         "add_generation_prompt": (True,),
-        "functions": ([],),
+        "add_special_tokens": (False,),
+        **rejected_fields.NEUTRAL_OF_CHAT,
     }
-    unsupported: ClassVar = CompletionFields.unsupported | frozenset(
-        {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
-    )
+    unsupported: ClassVar = {**CompletionFields.unsupported, **rejected_fields.OF_CHAT}
 
     messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)

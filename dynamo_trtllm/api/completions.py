@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from dynamo_trtllm.api import rejected_fields
 from dynamo_trtllm.api.request_model import MAX_VALUES, List, LongText, invalid, kind_of, shown, unsupported
 from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, CompletionFields, TokenId
 
@@ -46,6 +47,10 @@ class CompletionRequest(CompletionFields):
     """A text completion request; valid for any model."""
 
     no_ops: ClassVar = NO_OPS | {"suffix": ("",), "add_special_tokens": (True,)}
+    unsupported: ClassVar = {
+        **CompletionFields.unsupported,
+        **rejected_fields.OF_TEXT_COMPLETIONS,
+    }
 
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
     max_tokens: int | None = Field(None, ge=0)

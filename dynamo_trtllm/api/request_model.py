@@ -1,7 +1,7 @@
 """Define the base class of all request models, which turns JSON bytes into a checked model or a clear error.
 
 A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown fields are rejected,
-or ignored if the caller of `parse` says so.
+or ignored if the caller of `parse` says so: then only those that are nearly the name of a field are rejected.
 Every string, list and object has a size limit, and a collection is rejected at its first wrong element, so the memory
 and time of a request are proportional to its size.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
 import orjson
@@ -28,6 +27,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 M = TypeVar("M", bound="RequestModel")
@@ -39,8 +39,6 @@ MAX_CONTAINERS: Final = 200_000  # "[" and "{" in a body; each takes up to 700 b
 MAX_TEXT: Final = 32 << 20  # characters of a text for the model; in practice --max-body-bytes is the limit
 MAX_LABEL: Final = 512  # characters of a name or an id
 MAX_ITEMS: Final = 20_000  # elements of a list of messages, items or content parts
-MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
-_MAX_NAME: Final = 64  # characters of each
 
 List = Annotated[list[V], Field(fail_fast=True)]
 LongText = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -55,21 +53,6 @@ _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
-class IgnoredFields:
-    """The names of the fields of a request that have no effect: each once, the first few, without long ends."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, None] = {}
-
-    def add(self, names: Iterable[str]) -> None:
-        for name in itertools.islice(names, MAX_IGNORED):
-            if len(self._names) < MAX_IGNORED:
-                self._names[name[:_MAX_NAME]] = None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-
 class RequestModel(BaseModel):
     """A JSON object of a request. `null` counts as absent. Types are strict: "5" is not a number."""
 
@@ -79,7 +62,8 @@ class RequestModel(BaseModel):
 
     hints: ClassVar[frozenset[str]] = frozenset()  # accepted with any value; they never change a response
     no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted only with these values, which have no effect
-    unsupported: ClassVar[frozenset[str]] = frozenset()  # part of the API, not supported here
+    # Fields of this or another API that are not supported, and why ignoring them would change a response.
+    unsupported: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -114,23 +98,56 @@ class RequestModel(BaseModel):
                 continue
             if name in known:
                 accepted[name] = value
-            elif name not in cls.no_ops and name not in cls.unsupported:
-                if info.context is None:
-                    near = difflib.get_close_matches(name, cls.model_fields, 1, 0.8) if len(name) <= _SHOWN else ()
-                    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-                    unsupported(f"is not a known field; {hint}", field=name)
-                info.context.add((name,))  # see `parse`
-            elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
-                values = cls.no_ops.get(name)
-                exception = f", except as {_alternatives(values)}" if values else ""
-                unsupported(f"is not supported{exception}; leave it out", field=name)
+            elif name in cls.no_ops:
+                cls._check_no_op(name, value)
+            elif name in cls.unsupported:
+                unsupported(f"is not supported: {cls.unsupported[name]}", field=name)
+            else:
+                check_unknown(name, _accepted_names(cls), info)
         return accepted
+
+    @classmethod
+    def _check_no_op(cls, name: str, value: Any) -> None:
+        values = cls.no_ops[name]
+        if not any(_same(value, harmless) for harmless in values):
+            why = cls.unsupported.get(name)
+            instead = "leave it out" if why is None else why
+            unsupported(f"is not supported, except as {_alternatives(values)}; {instead}", field=name)
+
+
+def check_unknown(name: str, known: Collection[str], info: ValidationInfo, place: str = "") -> None:
+    """Ignore an unknown field, or reject it: always, or only if it is misspelled, as the caller of `parse` says.
+
+    Args:
+        name: of the field.
+        known: the names that are accepted at its place.
+        info: of the validator that found it.
+        place: the beginning of the error. Without it, the error is that of the field.
+    """
+    ignored: IgnoredFields | None = info.context
+    field = None if place else name
+    if ignored is not None:
+        meant = ignored.meant(name, known)
+        if meant is None:
+            ignored.add((name,))
+            return
+    else:
+        near = difflib.get_close_matches(name, known, 1, 0.8) if len(name) <= _SHOWN else ()
+        meant = near[0] if near else None
+    hint = "leave it out" if meant is None else f"did you mean {meant!r}?"
+    unsupported(f"{place}is not a known field; {hint}", field=field)
 
 
 @functools.cache
 def _names(model: type[RequestModel]) -> frozenset[str]:
     """Return the names of a model's fields as clients send them."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+@functools.cache
+def _accepted_names(model: type[RequestModel]) -> frozenset[str]:
+    """Return all names that a model accepts with some value."""
+    return _names(model) | model.hints | model.no_ops.keys()
 
 
 def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:

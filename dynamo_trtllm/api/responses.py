@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from dynamo_trtllm.api import chat
+from dynamo_trtllm.api import chat, rejected_fields
 from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_TEXT,
@@ -75,7 +75,7 @@ class ReasoningText(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    unsupported: ClassVar = frozenset({"encrypted_content"})
+    unsupported: ClassVar = {"encrypted_content": "it can't be decrypted here; send content"}
 
     type: Literal["reasoning"]
     id: Label | None = None
@@ -87,7 +87,7 @@ class ReasoningItem(RequestModel):
 class FunctionCallItem(RequestModel):
     hints: ClassVar = frozenset({"created_by"})
     no_ops: ClassVar = {"async": (False,), "caller": ({"type": "direct"},)}
-    unsupported: ClassVar = frozenset({"namespace"})
+    unsupported: ClassVar = {"namespace": "name the function alone"}
 
     type: Literal["function_call"]
     id: Label | None = None
@@ -100,7 +100,7 @@ class FunctionCallItem(RequestModel):
 class FunctionOutputItem(RequestModel):
     hints: ClassVar = frozenset({"created_by", "name"})
     no_ops: ClassVar = {"caller": ({"type": "direct"},)}
-    unsupported: ClassVar = frozenset({"namespace"})
+    unsupported: ClassVar = {"namespace": "name the function alone"}
 
     type: Literal["function_call_output"]
     id: Label | None = None
@@ -152,7 +152,7 @@ MAX_INCLUDED = 16
 
 class ResponsesFunctionTool(RequestModel):
     no_ops: ClassVar = {"async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
-    unsupported: ClassVar = frozenset({"output_schema"})
+    unsupported: ClassVar = {"output_schema": "results are not checked"}
 
     type: Literal["function"]
     name: chat.Name
@@ -278,18 +278,7 @@ class ResponseRequest(SamplingFields):
         "skip_special_tokens": (True,),
         "prompt_cache_options": ({"mode": "implicit"},),
     }
-    unsupported: ClassVar = frozenset(
-        {
-            "access_programs",
-            "background_options",
-            "context_management",
-            "conversation",
-            "image",
-            "messages",
-            "moderation",
-            "prompt",
-        }
-    )
+    unsupported: ClassVar = {**SamplingFields.unsupported, **rejected_fields.OF_RESPONSES}
 
     input: Annotated[Items, BeforeValidator(_input, json_schema_input_type=InputSent)]
     instructions: str | None = Field(None, max_length=MAX_INSTRUCTIONS)

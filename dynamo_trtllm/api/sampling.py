@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
+from dynamo_trtllm.api import rejected_fields
 from dynamo_trtllm.api.request_model import (
     MAX_LABEL,
     Id,
@@ -134,9 +135,7 @@ class ConversationParams(RequestModel):
 class NvExt(RequestModel):
     """The `nvext` object of NVIDIA's servers."""
 
-    unsupported: ClassVar = frozenset(
-        {"greed_sampling", "use_raw_prompt", "annotations", "backend_instance_id", "token_data", "max_thinking_tokens"}
-    )
+    unsupported: ClassVar = rejected_fields.OF_NVEXT
 
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
@@ -150,6 +149,8 @@ class SamplingFields(RequestModel):
     """The fields that every generating endpoint has."""
 
     hints: ClassVar = frozenset({"prompt_cache_retention", "prompt_cache_options"})
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = rejected_fields.NEUTRAL
+    unsupported: ClassVar[Mapping[str, str]] = rejected_fields.OF_ALL
 
     model: Id
     stream: bool = False
@@ -231,6 +232,7 @@ class SamplingFields(RequestModel):
 
 
 NO_OPS: dict[str, tuple[Any, ...]] = {
+    **rejected_fields.NEUTRAL,
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
@@ -275,7 +277,10 @@ class StructuredOutputs(RequestModel):
         "disable_additional_properties": (False,),
         "disable_fallback": (True, False),  # there is one backend
     }
-    unsupported: ClassVar = frozenset({"structural_tag", "whitespace_pattern"})
+    unsupported: ClassVar = {
+        "structural_tag": "use tools, or one of the other formats",
+        "whitespace_pattern": "whitespace in structured output can't be chosen",
+    }
 
     json_: Json | None = Field(None, alias="json")
     regex: Pattern | None = None
@@ -317,7 +322,7 @@ class CompletionFields(SamplingFields):
     """The fields of chat and text completions that `/v1/responses` does not have. Their names are vLLM's."""
 
     hints: ClassVar = SamplingFields.hints | {"guided_decoding_backend"}
-    unsupported: ClassVar = frozenset({"guided_whitespace_pattern"})
+    unsupported: ClassVar = {**SamplingFields.unsupported, **rejected_fields.OF_COMPLETIONS}
 
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # keep the last ones; -1: as many as the context allows

@@ -212,10 +212,10 @@ class FrontendConfig(ProcessConfig):
     """Number of frontend processes that share the port. Limits of connections, generations and queues apply to each
     process."""
     unknown_fields: Literal["reject", "warn", "ignore"] = option(
-        "HTTP and routing", "reject", env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS"
+        "HTTP and routing", "warn", env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS"
     )
-    """Unknown fields of requests: reject (status 400), warn (ignore them, list them in the response header
-    x-dynamo-ignored-fields and log new ones), ignore."""
+    """Unknown fields of requests: warn (ignore them, name them in the response header x-dynamo-ignored-fields, in the
+    log and in /metrics, and reject misspelled ones), reject (status 400), ignore (all of them, naming none)."""
     router_mode: Literal["round-robin", "random", "least-loaded", "kv"] = option(
         "HTTP and routing", "round-robin", env="DYN_ROUTER_MODE"
     )

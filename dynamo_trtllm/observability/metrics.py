@@ -156,6 +156,9 @@ _BUCKETS = {
 }
 
 
+_MOST_FIELDS = 100  # ignored fields that are counted by their name
+
+
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of metrics.json. The exported name is PREFIX plus `name`; `help` is its help text."""
 
@@ -205,6 +208,7 @@ class FrontendMetrics(ProcessMetrics):
         self.by_worker: dict[str, Callable[[], Mapping[int, int]]] = {}  # gauges, with a value per instance id
         self._num_inflight = 0
         self._unobserved: list[tuple[str, PhaseSeconds]] = []  # phases of a model's requests
+        self._fields: set[str] = set()  # names of ignored fields that have a counter
         self.watch(inflight=lambda: self._num_inflight)
 
     def request_started(self) -> None:
@@ -224,6 +228,12 @@ class FrontendMetrics(ProcessMetrics):
         a single worker, so the KV is wrong); "canary" (too few tokens, too late, or no KV read); "gone"; or an error's.
         """
         self.child("canaries_total", model, code).inc()
+
+    def field_ignored(self, name: str) -> None:
+        """Count a request with an ignored field. Clients choose the names, so later ones are counted as "other"."""
+        if len(self._fields) < _MOST_FIELDS:
+            self._fields.add(name)
+        self.child("ignored_fields_total", name if name in self._fields else "other").inc()
 
     def kv_collected(self, outcome: str) -> None:
         """Count a collection of the KV of a cancelled request. `outcome`: see `KvCollector`."""

@@ -144,7 +144,14 @@ def _message(message: ChatMessage) -> Message:
     return Message(role=message.role, content=message.content, name=message.name, tool_call_id=call_id)
 
 
-def render_prompt(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> TokenIds:
+class RenderedPrompt(NamedTuple):
+    """A prompt, and whether it would be the same without the name of a message."""
+
+    ids: TokenIds
+    drops_names: bool
+
+
+def render_prompt(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> RenderedPrompt:
     """Render the prompt. Template arguments that the prompt format does not use have no effect.
 
     Raises:
@@ -163,8 +170,7 @@ def render_prompt(conversation: Conversation, served: ServedModel, options: Gene
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
         raise type(exc)(exc.message, field=exc.field and options.name(exc.field)) from exc
-    _check_names(conversation, served, options)
-    return ids
+    return RenderedPrompt(ids, drops_names=_drops_a_name(conversation, served))
 
 
 def _without_implied(
@@ -192,8 +198,11 @@ def _without_implied(
     return tuple(normalized)
 
 
-def _check_names(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> None:
-    """Reject a message name that the prompt format drops. Formats treat all messages of a role alike."""
+def _drops_a_name(conversation: Conversation, served: ServedModel) -> bool:
+    """Return whether the prompt format drops the name of a message. Formats treat all messages of a role alike.
+
+    Agent frameworks name each answer of an agent.
+    """
     for index, message in enumerate(conversation.messages):
         if message.name is None:
             continue
@@ -201,12 +210,8 @@ def _check_names(conversation: Conversation, served: ServedModel, options: Gener
         if kind not in served.writes_names:
             served.writes_names[kind] = _writes_name(conversation, index, served)
         if not served.writes_names[kind]:
-            field = f"{options.name('messages')}[{index}].name"
-            raise UnsupportedParameter(
-                f"{field} is not supported: the prompt format of {served.card.name} drops the name of a "
-                f"{message.role} message; put it into the content",
-                field=field,
-            )
+            return True
+    return False
 
 
 def _writes_name(conversation: Conversation, index: int, served: ServedModel) -> bool:

@@ -89,7 +89,7 @@ def prepare_chat(body: ChatRequest, served: ServedModel, call: GenerateRequest) 
     ignored = [body.template_arg_path(name) for name in body.template_args if name not in served.renderer.variables]
     if not body.skip_special_tokens and served.card.renderer == "harmony":
         ignored.append("skip_special_tokens")  # the format uses all its special tokens as markers, none is text
-    return replace(plan, ignored=tuple(ignored)) if ignored else plan
+    return replace(plan, ignored=(*plan.ignored, *ignored)) if ignored else plan
 
 
 def prepare_conversation(
@@ -106,7 +106,7 @@ def prepare_conversation(
         options,
     )
     forced_ids, guided, guided_by = constraints_of(tools, options, served)
-    ids = _truncated(prompt, len(forced_ids) + max(1, requested.max_tokens), served, options) + forced_ids
+    ids = _truncated(prompt.ids, len(forced_ids) + max(1, requested.max_tokens), served, options) + forced_ids
     if not ids:
         raise InvalidRequest(
             "the model's chat template makes an empty prompt of the messages; send text", field=options.name("messages")
@@ -136,7 +136,8 @@ def prepare_conversation(
         )
         for request in _requests(calls, call)
     )
-    return GenerationPlan(choices=choices, candidates=options.n, keep=options.n)
+    ignored = ("name",) if prompt.drops_names else ()
+    return GenerationPlan(choices=choices, candidates=options.n, keep=options.n, ignored=ignored)
 
 
 def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:

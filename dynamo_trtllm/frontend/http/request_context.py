@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynamo_trtllm.api.nvext import Extras, NvTiming, Stats
-from dynamo_trtllm.api.request_model import IgnoredFields
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import MAX_THREADS
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, RequestError
@@ -37,6 +37,8 @@ _MAX_LOGGED = 1000  # ignored fields that are remembered as logged; clients choo
 _ALWAYS_SHOWN = ("queue", "prefill", "handoff", "decode_wait")  # phases
 _CALLS = ("prefill", "first_token")  # phases that begin with a call
 _SHOWN_S = 0.0001  # shorter times are not in the log line
+_PROGRAM_CHARS = 64
+_NO_PROGRAM = re.compile(r"[^\w./-]", re.ASCII)
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
@@ -54,12 +56,19 @@ class AppState:
     # Requests whose choices run, by the id of the response.
     running: dict[str, tuple[RequestContext, asyncio.Task[None]]] = field(default_factory=dict)
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_THREADS))
-    logged_fields: dict[str, None] = field(default_factory=dict)  # ignored fields that were logged, newest last
+    # Ignored fields that were logged, as (client, name), newest last.
+    logged_fields: dict[tuple[str, str], None] = field(default_factory=dict)
     planning_time: PlanningTime = field(default_factory=PlanningTime)  # of bodies that are planned on the event loop
 
     def __post_init__(self) -> None:
         self.limiter = ConcurrencyLimiter(self.config.max_inflight, self.config.max_queued)
         self.body_budget = BodyBudget(self.config.max_total_body_bytes)
+
+
+def program_of(request: HttpRequest) -> str:
+    """Return the name and version of the client's program, from the header User-Agent; without it, the address."""
+    named = (request.header(b"user-agent") or "").split(maxsplit=1)
+    return _NO_PROGRAM.sub("?", named[0][:_PROGRAM_CHARS]) if named else request.client
 
 
 class RequestContext:
@@ -119,18 +128,24 @@ class RequestContext:
         max_s = self._app_state.config.request_timeout_s
         self.deadline = self._arrived_at + (max_s if timeout_s is None else min(timeout_s, max_s))
 
-    def report_ignored(self, names: Iterable[str]) -> None:
-        """Report ignored fields in a response header. Those that were not logged lately are logged in one line."""
+    def report_ignored(self, names: Iterable[str], request: HttpRequest) -> None:
+        """Report ignored fields in a response header, in metrics, and once per field and client in the log.
+
+        A client is the program that its header User-Agent names.
+        """
         ignored = IgnoredFields()
         ignored.add(names)
+        if not ignored:
+            return
         safe = [_NO_NAME.sub("?", name) for name in ignored]
         self._ignored = ", ".join(safe)
-        logged = self._app_state.logged_fields
-        if new := [name for name in safe if name not in logged]:
-            log.warning("request fields are ignored: %s", ", ".join(new))
+        logged, client = self._app_state.logged_fields, program_of(request)
+        if new := [name for name in safe if (client, name) not in logged]:
+            log.warning("request fields are ignored: %s (client %s)", ", ".join(new), client)
         for name in safe:
-            logged.pop(name, None)
-            logged[name] = None
+            self._app_state.metrics.field_ignored(name)
+            logged.pop((client, name), None)
+            logged[client, name] = None
         while len(logged) > _MAX_LOGGED:
             del logged[next(iter(logged))]
 

@@ -12,8 +12,9 @@ from typing import Any, Generic, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.api.request_model import IgnoredFields, parse
+from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
@@ -161,7 +162,8 @@ class GenerateEndpoint(Generic[B]):
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
         adapter, raw_body = self._adapter, await context.read_body(request)
         unknown_fields = self._app_state.config.unknown_fields
-        ignored = None if unknown_fields == "reject" else IgnoredFields()
+        is_strict, warns = unknown_fields == "reject", unknown_fields == "warn"
+        ignored = None if is_strict else IgnoredFields(rejects_misspelled=warns)
         is_large = is_large_body(raw_body)
         async with self._large_body_slot() if is_large else nullcontext():
             context.enter("tokenize")
@@ -191,7 +193,7 @@ class GenerateEndpoint(Generic[B]):
                     context.enter("tokenize")
                     plan = prepare()
             if unknown_fields != "ignore":
-                context.report_ignored([*(ignored or ()), *plan.ignored])
+                context.report_ignored([*(ignored or ()), *plan.ignored], request)
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
 
     @asynccontextmanager

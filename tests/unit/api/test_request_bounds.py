@@ -23,6 +23,7 @@ from dynamo_trtllm.api.request_model import (
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.api.schemas import check_schema
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import InvalidRequest
 
 BODIES: tuple[type[SamplingFields], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
@@ -178,7 +179,7 @@ def test_object_with_many_long_keys_then_one_error_is_made(field: str) -> None:
         (b'{"' + b"k" * MAX_VALUES + b'":1}', "kkkk… is not a known field"),
         (b'{"model":"m","messages":[{"role":"' + b"r" * MAX_VALUES + b'"}]}', "not 'rrrr"),
         (b'{"model":"m","messages":[1' + b"0" * 400 + b"]}", "not valid JSON"),
-        (b'{"prompt":[1,' + b"[" * 1000 + b"]" * 1000 + b"]}", "prompt is not a known field"),
+        (b'{"prompt":[1,' + b"[" * 1000 + b"]" * 1000 + b"]}", "prompt is not supported: use messages"),
     ],
 )
 def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None:
@@ -205,3 +206,11 @@ def test_deep_nesting_then_refused_wherever_it_is(model: type[SamplingFields], f
     body = orjson.dumps(fields | {"model": "m"}).replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
     with pytest.raises(InvalidRequest):
         parse(model, body)
+
+
+def test_unknown_fields_when_a_body_has_very_many_then_few_are_compared() -> None:
+    ignored = IgnoredFields(rejects_misspelled=True)
+    assert ignored.meant("max_token", {"max_tokens"}) == "max_tokens"
+    for number in range(1000):
+        assert ignored.meant(f"zebra{number}", {"max_tokens"}) is None
+    assert ignored.meant("max_token", {"max_tokens"}) is None

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.request_model import IgnoredFields, parse
+from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.errors import RequestRejected, UnsupportedParameter
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 from dynamo_trtllm.tokenization.base import ServedModel
@@ -22,6 +23,7 @@ from tests.unit.frontend.test_generate_endpoint import CHAT, TEXT, USER, chat, c
 
 RESPONSES = "/v1/responses"
 IGNORED = "x-dynamo-ignored-fields"
+HTTPX = f"python-httpx/{httpx.__version__}"
 
 
 def response(**fields: Any) -> dict[str, Any]:
@@ -58,7 +60,13 @@ async def test_unknown_fields_when_warned_about_then_each_is_logged_once(caplog:
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             await post(served, CHAT, chat(zebra=1))
-    assert [record.getMessage() for record in caplog.records] == ["request fields are ignored: zebra"]
+        await post(served, CHAT, chat(zebra=1), headers={"user-agent": "Zoo/1.0 (of animals)"})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"request fields are ignored: zebra (client {HTTPX})",
+        "request fields are ignored: zebra (client Zoo/1.0)",
+    ]
+    page = served.metrics.render().decode()
+    assert 'dynamo_trtllm_ignored_fields_total{field="zebra"} 3.0' in page
 
 
 async def test_unknown_fields_when_a_client_sends_ever_new_ones_then_a_line_per_request_and_later_ones_are_logged(
@@ -70,7 +78,7 @@ async def test_unknown_fields_when_a_client_sends_ever_new_ones_then_a_line_per_
             await post(served, CHAT, chat(**{f"x{at}-{number}": 1 for number in range(20)}))
         await post(served, CHAT, chat(zebra=1))
     assert len(caplog.records) == 71
-    assert caplog.records[-1].getMessage() == "request fields are ignored: zebra"
+    assert caplog.records[-1].getMessage() == f"request fields are ignored: zebra (client {HTTPX})"
 
 
 @pytest.mark.parametrize("place", ["top", "part"])
@@ -108,11 +116,99 @@ async def test_field_that_is_known_and_not_supported_when_unknown_ones_are_ignor
     check_error(await post(tolerant(mode), CHAT, chat(audio={})), 400, "unsupported_parameter", "audio")
 
 
-async def test_unknown_field_by_default_then_rejected() -> None:
+async def test_unknown_field_by_default_then_ignored_and_named() -> None:
     for body in (chat(zebra=1), chat(messages=[USER[0] | {"zebra": 1}])):
         answer = await post(front(stop("x")), CHAT, body)
+        assert answer.status_code == 200
+        assert answer.headers[IGNORED] == "zebra"
+
+
+async def test_unknown_field_when_they_are_rejected_then_status_400() -> None:
+    for body in (chat(zebra=1), chat(messages=[USER[0] | {"zebra": 1}])):
+        answer = await post(tolerant("reject"), CHAT, body)
         assert answer.status_code == 400
         assert "is not a known field" in answer.json()["error"]["message"]
+
+
+PART = {"type": "text", "text": "hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+MISSPELLED = [
+    (CHAT, chat(max_token=3), "max_token", "max_tokens"),
+    (CHAT, chat(maxTokens=3), "maxTokens", "max_tokens"),
+    (CHAT, chat(tempreature=0), "tempreature", "temperature"),
+    (CHAT, chat(stream=True, stream_option={}), "stream_option", "stream_options"),
+    (TEXT, text(eco=True), "eco", "echo"),
+    (RESPONSES, response(instruction="x"), "instruction", "instructions"),
+    (RESPONSES, response(reasoning={"efort": "low"}), "reasoning.efort", "effort"),
+    (RESPONSES, response(input=[{"role": "user", "content": "x", "tpye": "message"}]), "input[0].tpye", "type"),
+    (CHAT, chat(messages=[USER[0] | {"names": "x"}]), "messages[0].names", "name"),
+    (
+        CHAT,
+        chat(tools=[TOOL | {"function": {"name": "f", "parameter": {}}}]),
+        "tools[0].function.parameter",
+        "parameters",
+    ),
+    (CHAT, chat(response_format={"type": "text", "json_schemas": {}}), "response_format.json_schemas", "json_schema"),
+    (CHAT, chat(nvext={"cache_salts": "x"}), "nvext.cache_salts", "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field", "meant"), MISSPELLED, ids=[each[2] for each in MISSPELLED])
+async def test_misspelled_field_by_default_then_rejected_with_the_name_that_is_meant(
+    path: str, body: dict[str, Any], field: str, meant: str
+) -> None:
+    answer = await post(front(stop("x")), path, body)
+    check_error(answer, 400, "unsupported_parameter", field)
+    assert f"did you mean {meant!r}?" in answer.json()["error"]["message"]
+
+
+async def test_misspelled_field_of_a_part_by_default_then_rejected() -> None:
+    body = chat(messages=[{"role": "user", "content": [PART | {"zoo": 1}, PART | {"texts": "x"}]}])
+    answer = await post(front(stop("x")), CHAT, body)
+    check_error(answer, 400, "unsupported_parameter", "messages[0].content")
+    assert "did you mean 'text'?" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["bad_words", "top_a", "max_new_tokens", "stop_sequences", "typical_p", "regex"])
+async def test_field_that_would_change_the_answer_by_default_then_rejected_with_what_to_do(name: str) -> None:
+    answer = await post(front(stop("x")), CHAT, chat(**{name: "something"}))
+    check_error(answer, 400, "unsupported_parameter", name)
+    assert ChatRequest.unsupported[name] in answer.json()["error"]["message"]
+
+
+# What LiteLLM, LangGraph, Anthropic's and OpenAI's clients add on their own.
+ADDED = {
+    "message": {"provider_specific_fields": {"refusal": None, "reasoning": "r"}, "thinking_blocks": [{}]},
+    "part": {"cache_control": {"type": "ephemeral"}},
+    "body": {"client_metadata": {"session_id": "s"}, "litellm_metadata": {}, "web_search_options": {}},
+}
+
+
+async def test_fields_that_clients_add_on_their_own_by_default_then_the_answer_is_served() -> None:
+    messages = [
+        USER[0],
+        {"role": "assistant", "name": "ops_agent", "content": "a", "refusal": None} | ADDED["message"],
+        {"role": "user", "name": "team", "content": [PART | ADDED["part"]]},
+    ]
+    known = {"prompt_cache_key": "k", "safety_identifier": "s", "store": True, "user": "u", "metadata": {"a": "b"}}
+    answer = await post(front(stop("x")), CHAT, chat(messages=messages, **ADDED["body"], **known))
+    assert answer.status_code == 200, answer.text
+    named = set(answer.headers[IGNORED].split(", "))
+    assert named >= {*ADDED["message"], *ADDED["part"], *ADDED["body"]}
+    assert not named & known.keys()
+
+
+@pytest.mark.parametrize("mode", ["warn", "reject"])
+async def test_name_that_the_prompt_format_drops_then_ignored_and_named(mode: str) -> None:
+    messages = [USER[0], {"role": "assistant", "name": "ops_agent", "content": "a"}, USER[0]]
+    answer = await post(tolerant(mode), CHAT, chat(messages=messages))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[IGNORED] == "name"
+
+
+@pytest.mark.parametrize("mode", ["warn", "ignore", "reject"])
+async def test_known_field_of_a_wrong_type_then_rejected(mode: str) -> None:
+    check_error(await post(tolerant(mode), CHAT, chat(max_tokens="3")), 400, "invalid_request", "max_tokens")
 
 
 # --- structured output under the names of vLLM and Dynamo ----------------------------------------------

@@ -217,11 +217,11 @@ def test_user_name_in_harmony_then_the_model_sees_it(harmony: ServedModel) -> No
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
-def test_name_that_the_prompt_does_not_show_then_refused(harmony: ServedModel, role: str) -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": role, "name": "alice", "content": "hi"}]
-    with pytest.raises(UnsupportedParameter) as refused:
-        chat(harmony, messages=messages)
-    assert refused.value.field == "messages[1].name"
+def test_name_that_the_prompt_does_not_show_then_ignored_and_listed(harmony: ServedModel, role: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": role, "content": "hi"}]
+    plan = chat(harmony, messages=[messages[0], messages[1] | {"name": "alice"}])
+    assert prompt(plan, harmony) == prompt(chat(harmony, messages=messages), harmony)
+    assert plan.ignored == ("name",)
 
 
 def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: ServedModel) -> None:
@@ -247,20 +247,17 @@ def test_template_argument_that_the_format_does_not_use_then_ignored_and_listed(
     assert chat(make_template(), **fields).ignored == (f"{field}.mood",)
 
 
-def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(make_template: TemplateModels) -> None:
+def test_chat_template_then_developer_is_system_and_what_it_can_not_use_is_refused(make_template: TemplateModels) -> None:
     served = make_template()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
     plan = chat(served, messages=messages, tools=[TIME], chat_template_kwargs={"enable_thinking": True})
     shown = prompt(plan, served)
     assert "get_time" in shown
     assert shown.endswith("system: be brief\nuser: hi\nthink")
-    for fields, param in (
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"messages": [{"role": "user", "name": "alice", "content": "hi"}]}, "messages[0].name"),
-    ):
-        with pytest.raises(UnsupportedParameter) as refused:
-            chat(served, **fields)
-        assert refused.value.field == param
+    assert chat(served, messages=[{"role": "user", "name": "alice", "content": "hi"}]).ignored == ("name",)
+    with pytest.raises(UnsupportedParameter) as refused:
+        chat(served, reasoning_effort="high")
+    assert refused.value.field == "reasoning_effort"
     with pytest.raises(UnsupportedParameter, match=r"^tools is not supported"):
         chat(make_template("{% for m in messages %}{{ m.content }}{% endfor %}"), tools=[TIME])
 

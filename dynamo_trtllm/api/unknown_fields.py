@@ -1,0 +1,77 @@
+"""Collect the unknown fields of a request, and find out which of them are misspelled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from typing import Final
+
+MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
+_MAX_NAME: Final = 64  # characters of each
+_SHORTEST: Final = 3  # characters of a known name; every name of one character is nearly "n"
+_MOST_COMPARED: Final = 128  # unknown fields of a request; each is compared with all known ones
+
+
+class IgnoredFields:
+    """The fields of a request that have no effect: each name once, the first few, without long ends.
+
+    Args:
+        rejects_misspelled: A field whose name is nearly that of a known one is not ignored.
+    """
+
+    def __init__(self, *, rejects_misspelled: bool = False) -> None:
+        self._names: dict[str, None] = {}
+        self._left = _MOST_COMPARED if rejects_misspelled else 0
+
+    def add(self, names: Iterable[str]) -> None:
+        """Add names."""
+        for name in itertools.islice(names, MAX_IGNORED):
+            if len(self._names) < MAX_IGNORED:
+                self._names[name[:_MAX_NAME]] = None
+
+    def meant(self, name: str, known: Collection[str]) -> str | None:
+        """Return the known name that a misspelled one stands for. None: it is an unknown field, or they are allowed.
+
+        Only the first unknown fields of a request are compared, so that no request costs more than its size.
+        """
+        if not self._left or name[:_MAX_NAME] in self._names:
+            return None
+        self._left -= 1
+        return misspelled(name, known)
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+
+def misspelled(name: str, known: Collection[str]) -> str | None:
+    """Return the known name from which a name differs by one edit, or by case and underscores only."""
+    if len(name) > _MAX_NAME:
+        return None
+    plain = _plain(name)
+    for other in known:
+        is_near = len(other) >= _SHORTEST and abs(len(other) - len(name)) <= 1
+        if is_near and _is_one_edit(name, other):
+            return other
+        if plain == _plain(other):
+            return other
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    """Return True if one character is missing, too many or another one, or two neighbors are swapped."""
+    begin = 0
+    shortest = min(len(one), len(other))
+    while begin < shortest and one[begin] == other[begin]:
+        begin += 1
+    rest, others = one[begin:], other[begin:]
+    is_changed = rest[1:] == others[1:]
+    is_longer, is_shorter = rest[1:] == others, rest == others[1:]
+    is_swapped = len(rest) > 1 and rest[:2] == others[1::-1] and rest[2:] == others[2:]
+    return is_changed or is_longer or is_shorter or is_swapped

@@ -1,0 +1,48 @@
+"""Writes the table of rejected fields in docs/api-fields.md: `python -m scripts.rejected_fields_reference`.
+
+A test compares the page with this output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dynamo_trtllm.api.chat import AssistantMessage, ChatRequest
+from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.request_model import RequestModel
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.sampling import NvExt
+from scripts.config_reference import table
+
+PAGE = Path(__file__).parents[1] / "docs" / "api-fields.md"
+_ENDPOINTS = 3
+PLACES: dict[str, tuple[type[RequestModel], str]] = {
+    "chat": (ChatRequest, ""),
+    "completions": (CompletionRequest, ""),
+    "responses": (ResponseRequest, ""),
+    "assistant messages": (AssistantMessage, "messages[]."),
+    "all": (NvExt, "nvext."),
+}
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each rejected field, where it is rejected, and what to send instead."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for place, (model, prefix) in PLACES.items():
+        for name, reason in model.unsupported.items():
+            places.setdefault((prefix + name, reason), []).append(place)
+    for (name, reason), where in sorted(places.items()):
+        yield f"`{name}`", "all" if len(where) == _ENDPOINTS else ", ".join(where), reason
+
+
+def page() -> str:
+    """Return the page with the table in its marked place."""
+    written = "\n" + table(("field", "of", "reason, or what to send instead"), list(rows()))
+    text = PAGE.read_text(encoding="utf-8")
+    return re.sub(r"(?s)(<!-- rejected-fields -->).*?(<!-- / -->)", lambda found: found[1] + written + found[2], text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
