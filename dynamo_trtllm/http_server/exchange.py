@@ -206,7 +206,11 @@ class HttpResponse:
 
     def start_events(self, headers: Mapping[str, str]) -> None:
         """Send the headers of a stream, together with the first event if that follows in this turn of the loop."""
-        first = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        first = {
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx would collect events until its buffer is full
+        }
         if self._is_chunked:
             first["Transfer-Encoding"] = "chunked"
         self._start(200, first, headers)

@@ -38,6 +38,7 @@ async def test_head_when_events_follow_then_all_of_this_turn_leave_at_once_and_t
     head, _, events = response.transport.sent[0].partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"X-Some: value" in head
+    assert b"X-Accel-Buffering: no" in head  # nginx passes events on at once
     assert events == b"9\r\ndata: x\n\n\r\n1\r\ny\r\n"
     await response.send_events(b"z")
     await asyncio.sleep(0)
