@@ -36,6 +36,13 @@ def bytes_of_mebibytes(text: str, name: str) -> str:
     return str(int(text) << 20)
 
 
+def seconds_of_milliseconds(text: str, name: str) -> str:
+    """Return the number of seconds for a whole number of milliseconds."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        raise ConfigError(f"environment {name} is {text!r}: expected a number of milliseconds")
+    return str(int(text) / 1000)
+
+
 def endpoint(text: str, name: str) -> str:
     """Return an endpoint with the prefix, which Dynamo allows to leave out."""
     return text if text.startswith("dyn://") else f"dyn://{text}"

@@ -21,6 +21,7 @@ from dynamo_trtllm.config.dynamo_values import (
     endpoint,
     log_level,
     port,
+    seconds_of_milliseconds,
     word,
 )
 
@@ -63,6 +64,11 @@ _OF_OPTIONS: dict[str, Variable] = {
         (FRONTEND,),
         convert=bytes_of_mebibytes,
         form="in MiB",
+    ),
+    "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS": Variable(
+        (FRONTEND,),
+        convert=seconds_of_milliseconds,
+        form="in milliseconds",
     ),
     "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": Variable(
         (FRONTEND,),
@@ -254,13 +260,7 @@ _IGNORED: tuple[_Group, ...] = (
     ),
     _Group(
         (FRONTEND,),
-        "a stream has no comments between its events",
-        "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
-        ("0",),
-    ),
-    _Group(
-        (FRONTEND,),
-        "an error before the first token has its own status",
+        "an error before the first token has its own status: see --sse-keep-alive-s",
         "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS",
     ),
     _Group(

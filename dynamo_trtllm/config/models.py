@@ -252,6 +252,14 @@ class FrontendConfig(ProcessConfig):
     """Maximum seconds to receive the head of a request, and then its body. Slower ones are answered with 408."""
     keep_alive_timeout_s: PositiveFloat = option("HTTP and routing", 75.0)
     """Seconds until an idle connection is closed."""
+    sse_keep_alive_s: NonNegativeFloat = option(
+        "HTTP and routing",
+        0.0,
+        aliases=("--sse-keep-alive-interval",),
+        env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
+    )
+    """Seconds of silence after which a streamed response sends its headers, and then SSE comments,
+    so that proxies do not close the connection. Later errors are events of the stream. 0: off."""
     max_body_bytes: PositiveInt = option("HTTP and routing", 8 << 20, env="DYN_HTTP_BODY_LIMIT_MB")
     """Maximum size of a request body in bytes. Larger bodies are answered with 413."""
     max_total_body_bytes: PositiveInt = option("HTTP and routing", 256 << 20)

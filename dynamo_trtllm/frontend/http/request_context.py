@@ -28,6 +28,7 @@ from dynamo_trtllm.observability.traces import EndedRequest, TraceExporter, vali
 from dynamo_trtllm.sanitize import shorten
 
 if TYPE_CHECKING:
+    from dynamo_trtllm.frontend.http.keep_alive import KeepAlive
     from dynamo_trtllm.frontend.http.request_handler import AnswerBuilder
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class RequestContext:
         self.answer_id = ""  # the id in the response; "" until it is known
         self.builder: AnswerBuilder | None = None  # of the response, as soon as it is planned
         self.is_streamed = False  # the response is; known with the builder
+        self.has_begun = False  # the builder's first events were sent
+        self.keep_alive: KeepAlive | None = None  # of a streamed response, if the server has it on
         self.is_cancelled = False  # on request of a client
         self.choices: list[ChoiceState] = []
         self._app_state = app_state
@@ -99,7 +102,7 @@ class RequestContext:
         self._num_permits = 0
         self.traceparent = valid_traceparent(request.header(b"traceparent"))  # None: it is missing or not valid
         self._arrived_at = time.time()
-        self._begun_s = request.arrived_s
+        self._begun_s = self.received_s = request.arrived_s  # `received_s`: when the whole body was there
         self._spans: list[Span] = [Span("receive", self._begun_s)]  # before those of the choices
         self._model = ""
         self._candidates = 1
@@ -110,6 +113,7 @@ class RequestContext:
         config = self._app_state.config
         body = await read_body(request, config.max_body_bytes, config.receive_timeout_s, self._reserve)
         self.enter("tokenize_queue")
+        self.received_s = self._spans[-1].begin_s
         return body
 
     def enter(self, phase: str) -> None:
@@ -149,23 +153,29 @@ class RequestContext:
         while len(logged) > _MAX_LOGGED:
             del logged[next(iter(logged))]
 
-    async def begin(self, plan: GenerationPlan, id_prefix: str) -> None:
-        """Create the choices, and wait for their permits. The id of the response begins with `id_prefix`.
+    def create_choices(self, plan: GenerationPlan, id_prefix: str) -> None:
+        """Create the choices, and the id of the response, which begins with `id_prefix`.
 
         Raises:
             InvalidRequest: they are more than the limit.
-            Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
         """
-        metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, len(plan.choices)
+        count, limit = len(plan.choices), self._app_state.limiter.limit
         self._model, self._candidates = plan.choices[0].request.model, plan.candidates
-        self._observe_itl = metrics.child("itl_seconds", self._model).observe
+        self._observe_itl = self._app_state.metrics.child("itl_seconds", self._model).observe
         self.choices = [ChoiceState(choice_request, index) for index, choice_request in enumerate(plan.choices)]
         for choice in self.choices[:: plan.candidates]:
             choice.record_prompt()
-        if count > limiter.limit:
-            raise InvalidRequest(
-                f"the request has {count} choices; this server runs at most {limiter.limit} at once, lower n"
-            )
+        if count > limit:
+            raise InvalidRequest(f"the request has {count} choices; this server runs at most {limit} at once, lower n")
+        self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
+
+    async def acquire_permits(self) -> None:
+        """Wait for the permits of the choices.
+
+        Raises:
+            Overloaded, DeadlineExceeded: as `ConcurrencyLimiter.acquire`.
+        """
+        metrics, limiter, count = self._app_state.metrics, self._app_state.limiter, len(self.choices)
         self.enter("frontend_queue")
         try:
             await limiter.acquire(count, self.deadline - time.time())
@@ -173,7 +183,6 @@ class RequestContext:
             metrics.child("queue_seconds").observe(time.monotonic() - self._spans[-1].begin_s)
         self.enter("select")
         self._num_permits = count
-        self.answer_id = f"{id_prefix}{self._unique}{secrets.token_hex(8)}"  # `explain` finds the request by it
         for choice in self.choices:
             RECORDER.follow(choice)
 

@@ -22,6 +22,7 @@ from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.http.admission import check_json
+from dynamo_trtllm.frontend.http.keep_alive import KeepAlive
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
@@ -128,6 +129,9 @@ class GenerateEndpoint(Generic[B]):
             outcome = error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
             await self._fail(outcome, response, context)
         finally:
+            if context.keep_alive is not None:
+                context.keep_alive.stop()
+                context.keep_alive = None  # it refers to the context: a cycle that would keep the body in memory
             context.end(outcome, response.status)
             # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
             del outcome
@@ -140,9 +144,12 @@ class GenerateEndpoint(Generic[B]):
         body, plan = await self._plan(context, request)
         context.release_body()
         response.deadline = context.deadline
-        await context.begin(plan, adapter.id_prefix)
+        context.create_choices(plan, adapter.id_prefix)
         meta = ResponseMeta(id=context.answer_id, model=body.model, created=int(time.time()))
         context.is_streamed, context.builder = body.stream, adapter.builder(meta, body, plan)
+        if body.stream and (seconds := self._app_state.config.sse_keep_alive_s):
+            context.keep_alive = KeepAlive(response, seconds, context.received_s, context.served_by)
+        await context.acquire_permits()
         task, running = asyncio.current_task(), self._app_state.running
         assert task is not None
         running[context.answer_id] = context, task
@@ -222,14 +229,15 @@ class GenerateEndpoint(Generic[B]):
         arrived: asyncio.Queue[ChoiceDelta | DynamoError] = asyncio.Queue()
         limit, num_pending = MAX_PENDING_TOKENS * len(context.choices), 0  # tokens and deltas that are not sent yet
         encoder = context.builder if context.is_streamed else None
-        observe, write = context.observe, response.write
+        observe = context.observe
+        write = response.write if context.keep_alive is None else context.keep_alive.write
 
         def deliver(item: ChoiceDelta | DynamoError) -> None:
             nonlocal num_pending
             if isinstance(item, ChoiceDelta):
                 observe(item)
                 if item.finish is None and not num_pending and encoder is not None:
-                    if not response.started:  # in a task, it would be later, and all deltas until then would wait
+                    if not context.has_begun:  # in a task, it would be later, and all deltas until then would wait
                         _start(context, response, encoder)
                     if response.is_writable:
                         if data := encoder.delta(item):
@@ -264,9 +272,10 @@ class GenerateEndpoint(Generic[B]):
 
     async def _stream(self, context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
         num_unfinished = len(context.choices)  # all are returned: `best_of` is rejected with `stream`
+        sender = context.keep_alive or response
         async with aclosing(self._deltas(context, response)) as deltas:
             async for delta in deltas:
-                if not response.started:
+                if not context.has_begun:
                     _start(context, response, encoder)
                 data = encoder.delta(delta)
                 if delta.finish is not None:
@@ -275,7 +284,7 @@ class GenerateEndpoint(Generic[B]):
                         data += encoder.finish(context.usage(), context.extras())
                         await self._adapter.on_complete(encoder, context.client)
                 if data:
-                    await response.send_events(data, last=not num_unfinished)
+                    await sender.send_events(data, last=not num_unfinished)
 
     async def _aggregate(
         self, context: RequestContext, response: HttpResponse, plan: GenerationPlan, aggregator: AnswerBuilder
@@ -303,7 +312,9 @@ class GenerateEndpoint(Generic[B]):
 
 
 def _start(context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
-    """Send what precedes the first delta."""
-    response.start_events(context.served_by())
+    """Send what precedes the first delta. The headers may have been sent during a silence."""
+    context.has_begun = True
+    if not response.started:
+        response.start_events(context.served_by())
     if data := encoder.start():
         response.write(data)

@@ -171,7 +171,13 @@ class ResponseBuilder:
         return self._encoded(*events, {"type": f"response.{final['status']}", "response": final})
 
     def error(self, error: DynamoError) -> bytes:
-        """Return the last events after an error. The API has no event for "cancelled", so that is "incomplete"."""
+        """Return the last events after an error. The API has no event for "cancelled", so that is "incomplete".
+
+        If the error came before the first delta, the events of the start precede them.
+        """
+        return (b"" if self._next else self.start()) + self._last_events(error)
+
+    def _last_events(self, error: DynamoError) -> bytes:
         events = self._output.finish("incomplete")
         if isinstance(error, Cancelled):
             return self._encoded(*events, {"type": "response.incomplete", "response": self.cancelled()})

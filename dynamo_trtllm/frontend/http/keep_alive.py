@@ -1,0 +1,76 @@
+"""Keep the connection of a silent stream open.
+
+Proxies and load balancers close a connection that sends nothing for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dynamo_trtllm.http_server.exchange import HttpResponse
+
+COMMENT: Final = b": keep-alive\n\n"  # clients ignore lines that begin with a colon
+
+
+class KeepAlive:
+    """Sends a comment each time a streamed response was silent for a while.
+
+    The response headers precede the first comment if nothing was sent before it.
+    A stream has one timer, which is not set anew for each event.
+    When it fires after an event, it waits for the rest of the silence.
+
+    Args:
+        seconds: longest silence.
+        since_s: when the silence began, in the time of `time.monotonic`.
+        headers: returns the response headers that are known now.
+    """
+
+    def __init__(
+        self,
+        response: HttpResponse,
+        seconds: float,
+        since_s: float,
+        headers: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._response = response
+        self._seconds = seconds
+        self._written_s = since_s
+        self._headers = headers
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait()
+
+    def write(self, events: bytes) -> None:
+        """Send events as `HttpResponse.write` does."""
+        self._written_s = time.monotonic()
+        self._response.write(events)
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Send events as `HttpResponse.send_events` does."""
+        self._written_s = time.monotonic()
+        await self._response.send_events(events, last=last)
+
+    def stop(self) -> None:
+        """Send no further comments. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wait(self) -> None:
+        left_s = self._written_s + self._seconds - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._check)
+
+    def _check(self) -> None:
+        response = self._response
+        if response.ended:
+            self._timer = None
+            return
+        if time.monotonic() - self._written_s >= self._seconds:
+            if not response.started:
+                response.start_events(self._headers())
+            if response.is_writable:  # otherwise the client has not read what was sent before
+                response.write(COMMENT)
+            self._written_s = time.monotonic()
+        self._wait()
