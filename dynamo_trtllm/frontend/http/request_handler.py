@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
-from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_schemas import ResponseMeta
 from dynamo_trtllm.api.unknown_fields import IgnoredFields
-from dynamo_trtllm.background import in_thread
-from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.errors import Cancelled, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
 from dynamo_trtllm.frontend.generation.preprocess import B, GenerationPlan
 from dynamo_trtllm.frontend.generation.responses.response_builder import ResponseBuilder
 from dynamo_trtllm.frontend.http.admission import check_json
+from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
 from dynamo_trtllm.frontend.http.keep_alive import KeepAlive
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
-from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
-from dynamo_trtllm.http_server.exchange import ClientDisconnected, HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.messages import GenerateRequest
-from dynamo_trtllm.streams import unexpected_error
-from dynamo_trtllm.tokenization.base import INLINE_BYTES, ServedModel
+from dynamo_trtllm.tokenization.base import ServedModel
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 262_144  # per choice, for a client that reads slowly
-_MANY_OBJECTS = 500  # messages, tools and parts of them; each takes as long as half a kilobyte of text
-_OBJECT = re.compile(rb'\{[ \t\n\r]*["}]')  # code in a message has braces, too: there, a quotation mark is escaped
 _MAX_SESSION_ID = 256
-_TURN_BYTES = 16 << 10  # the time is limited for which the event loop plans larger bodies before it does other work
-_WORDLESS_BYTES = 48 << 10  # of text without words, which takes up to twenty times as long to tokenize
-_SAMPLED = 61  # one byte of so many is looked at
-_BYTES_PER_BLANK = 16  # more of them: text without words. English and code have 4 to 8
 
 
 AnswerBuilder: TypeAlias = CompletionBuilder | ResponseBuilder
@@ -86,55 +76,12 @@ def _session_id(request: HttpRequest) -> str:
     return session_id
 
 
-def is_large_body(raw_body: bytes) -> bool:
-    """Return whether the body is parsed and rendered in a thread, because it would delay other streams."""
-    size = len(raw_body)
-    if size > INLINE_BYTES:
-        return True
-    if size > _WORDLESS_BYTES and raw_body[::_SAMPLED].count(b" ") * _SAMPLED * _BYTES_PER_BLANK < size:
-        return True
-    if size <= _TURN_BYTES:
-        return False
-    at = -1
-    for _ in range(_MANY_OBJECTS):  # `find` skips text ten times as fast as `count` and the pattern
-        at = raw_body.find(b"{", at + 1)
-        if at < 0:
-            return False
-    return len(_OBJECT.findall(raw_body)) > _MANY_OBJECTS
-
-
-class GenerateEndpoint(Generic[B]):
-    """The handler of one API adapter's requests. What it knows of a request is in the request's context."""
+class GenerateEndpoint(Endpoint, Generic[B]):
+    """The handler of one API adapter's requests."""
 
     def __init__(self, adapter: ApiAdapter[B], app_state: AppState) -> None:
+        super().__init__(adapter.endpoint, app_state)
         self._adapter = adapter
-        self._app_state = app_state
-
-    async def __call__(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Answer the request in every case. A disconnect cancels this task. Raises ClientDisconnected."""
-        response.cancel_on_disconnect()
-        context = RequestContext(self._app_state, self._adapter.endpoint, request)
-        outcome: str | DynamoError = "cancelled"
-        try:
-            await self._serve(context, request, response)
-            outcome = "ok"
-        except ClientDisconnected:
-            raise
-        except MemoryError:
-            # A traceback would take more memory.
-            log.error("request %s failed: out of memory; lower --max-total-body-bytes", context.id)
-            outcome = Overloaded("the server is out of memory for this request; try again later or send a shorter one")
-            await self._fail(outcome, response, context)
-        except Exception as error:  # noqa: BLE001 - any bug: logged here, answered as `internal`
-            outcome = error if isinstance(error, DynamoError) else unexpected_error(error, context.id)
-            await self._fail(outcome, response, context)
-        finally:
-            if context.keep_alive is not None:
-                context.keep_alive.stop()
-                context.keep_alive = None  # it refers to the context: a cycle that would keep the body in memory
-            context.end(outcome, response.status)
-            # An error refers to this frame. If the frame also referred to it, the cycle would keep the body in memory.
-            del outcome
 
     async def _serve(self, context: RequestContext, request: HttpRequest, response: HttpResponse) -> None:
         """Send the response. Raises any error; the caller then reports it to the client with `_fail`."""
@@ -172,12 +119,9 @@ class GenerateEndpoint(Generic[B]):
         is_strict, warns = unknown_fields == "reject", unknown_fields == "warn"
         ignored = None if is_strict else IgnoredFields(rejects_misspelled=warns)
         is_large = is_large_body(raw_body)
-        async with self._large_body_slot() if is_large else nullcontext():
+        async with self._slot(is_large=is_large):
             context.enter("tokenize")
-            if is_large:
-                body = await in_thread(parse, adapter.body, raw_body, ignored)
-            else:
-                body = parse(adapter.body, raw_body, ignored)
+            body = await self._parse(adapter.body, raw_body, ignored, is_large=is_large)
             context.set_timeout(body.timeout)
             context.extra_fields = frozenset(body.nvext.extra_fields)
             served = self._app_state.models.get(body.model)
@@ -186,39 +130,11 @@ class GenerateEndpoint(Generic[B]):
             if context.traceparent is not None:
                 call = replace(call, traceparent=context.traceparent)
             prepare, stored_chars = await adapter.resolve(body, served, call)
-            context.enter("tokenize")
             size = max(len(raw_body), stored_chars)
-            if not is_large and not served.renderer.is_loaded and size > served.renderer.inline_bytes:
-                self._app_state.models.preload(body.model)
-            if is_large or size > served.renderer.inline_bytes:
-                plan = await in_thread(prepare)
-            elif size <= _TURN_BYTES:
-                plan = prepare()
-            else:
-                context.enter("tokenize_queue")
-                async with self._app_state.planning_time.turn():
-                    context.enter("tokenize")
-                    plan = prepare()
+            plan = await self._tokenize(context, served, prepare, size, is_large=is_large)
             if unknown_fields != "ignore":
                 context.report_ignored([*(ignored or ()), *plan.ignored], request)
             return body.model_copy(update=dict.fromkeys(adapter.prompt)), plan
-
-    @asynccontextmanager
-    async def _large_body_slot(self) -> AsyncGenerator[None, None]:
-        """Limit how many large bodies are processed at once, because each takes several times its size in memory.
-
-        Raises:
-            DeadlineExceeded: the bodies before this one took too long.
-        """
-        try:
-            async with asyncio.timeout(self._app_state.config.request_timeout_s):
-                await self._app_state.large_bodies.acquire()
-        except TimeoutError:
-            raise DeadlineExceeded("the request's deadline passed while other large requests were parsed") from None
-        try:
-            yield
-        finally:
-            self._app_state.large_bodies.release()
 
     async def _deltas(self, context: RequestContext, response: HttpResponse) -> AsyncGenerator[ChoiceDelta, None]:
         """Run all choices. Yield their deltas that were not written at once; the first error ends all choices.
@@ -307,8 +223,7 @@ class GenerateEndpoint(Generic[B]):
         elif context.builder is not None and context.is_streamed and response.started:
             await response.send_events(context.builder.error(error), last=True)
         else:
-            is_overloaded = isinstance(error, Overloaded)
-            response.send_error(error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S)
+            await super()._fail(error, response, context)
 
 
 def _start(context: RequestContext, response: HttpResponse, encoder: AnswerBuilder) -> None:
