@@ -317,6 +317,28 @@ class ResponseDeleted(TypedDict):
     deleted: Literal[True]
 
 
+class TokenizationObject(TypedDict):
+    """The response of `/tokenize`, as vLLM has it."""
+
+    count: Count
+    max_model_len: Annotated[int, Field(ge=0, description="Prompt and output tokens together.")]
+    tokens: list[Count]
+    token_strs: Annotated[list[str] | None, Field(description="Tokens as the vocabulary writes them, on request.")]
+
+
+class DetokenizationObject(TypedDict):
+    prompt: str
+
+
+class VersionObject(TypedDict):
+    version: str
+
+
+class InputTokensObject(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
+
+
 _ROOTS: Final = (
     ErrorObject,
     ModelList,
@@ -331,6 +353,10 @@ _ROOTS: Final = (
     ResponseEvent,
     ResponseItems,
     ResponseDeleted,
+    TokenizationObject,
+    DetokenizationObject,
+    VersionObject,
+    InputTokensObject,
 )
 
 

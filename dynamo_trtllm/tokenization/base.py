@@ -62,6 +62,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning_effort: str = "medium"  # low, medium, high
     template_args: Mapping[str, Any] = {}  # extra variables of a chat template
     answer_schema: str = ""  # JSON Schema of the answer; prompt formats that have a field for it include it
+    opens_answer: bool = True  # the prompt ends with the start of the assistant's turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +114,25 @@ class Renderer(Protocol):
         """Load what makes long prompts fast. This may take seconds; until it ends, other calls are slower."""
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """Return the token ids of the prompt, up to the start of the assistant's turn.
+        """Return the token ids of the prompt.
 
         Raises:
             InvalidRequest: The conversation can't be rendered.
         """
 
-    def encode(self, text: str) -> TokenIds:
-        """Tokenize plain text. Special tokens in it are encoded as text."""
+    def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
+        """Tokenize plain text. Special tokens in it are encoded as text.
+
+        Args:
+            text: The text.
+            is_prompt: Add the special tokens with which prompts of the model begin or end, if any.
+        """
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included."""
+
+    def token_texts(self, token_ids: TokenIds) -> list[str]:
+        """Return each token as the vocabulary writes it: bytes in GPT-2's alphabet, "Ġ" a blank."""
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None

@@ -81,23 +81,28 @@ class HarmonyRenderer:
         self._tokenizer.load()
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """Return the token ids of the prompt, up to the start of the assistant's turn. Raise InvalidRequest."""
+        """Return the token ids of the prompt. Raise InvalidRequest."""
         try:
             ids = token_ids(self._system(conversation.reasoning_effort, self.today(), bool(conversation.tools)))
             for message in conversation_messages(conversation):
                 self._append(ids, message)
         except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
             raise InvalidRequest(f"the conversation can't be rendered: {exc}", field="messages") from exc
-        ids.extend(self._assistant_start)
+        if conversation.opens_answer:
+            ids.extend(self._assistant_start)
         return ids
 
-    def encode(self, text: str) -> TokenIds:
-        """Tokenize plain text. Special tokens in it are encoded as text."""
+    def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
+        """Tokenize plain text. Special tokens in it are encoded as text. No prompt begins with one."""
         return self._tokenizer.encode(text)
 
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
         return self._tokenizer.decode(token_ids)
+
+    def token_texts(self, token_ids: TokenIds) -> list[str]:
+        texts = {each: self._tokenizer.token_text(each) for each in set(token_ids)}
+        return [texts[each] for each in token_ids]
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None

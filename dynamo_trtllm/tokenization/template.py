@@ -136,7 +136,7 @@ class ChatTemplateRenderer:
         self._tokenizer.encode("", is_plain=True)
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """Return the token ids of the prompt, up to the start of the assistant's turn.
+        """Return the token ids of the prompt.
 
         Raises:
             InvalidRequest: The template rejects the messages, or tool calls have too many values or levels.
@@ -152,7 +152,7 @@ class ChatTemplateRenderer:
             **conversation.template_args,
             "messages": [_message(message) for message in conversation.messages],
             "tools": tools or None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": conversation.opens_answer,
         }
         template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if template is None:
@@ -163,12 +163,16 @@ class ChatTemplateRenderer:
             raise InvalidRequest(f"the model's chat template rejected the messages: {exc}", field="messages") from exc
         return self._tokenizer.encode(text)
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
         """Tokenize a plain prompt, with a begin-of-text token if the model's tokenizer adds one."""
-        return self._tokenizer.encode(text, is_plain=True)
+        return self._tokenizer.encode(text, is_plain=True, is_prompt=is_prompt)
 
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist())
+
+    def token_texts(self, token_ids: TokenIds) -> list[str]:
+        texts = {each: self._tokenizer.id_to_token(each) or "" for each in set(token_ids)}
+        return [texts[each] for each in token_ids]
 
     def chat_parser(
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None

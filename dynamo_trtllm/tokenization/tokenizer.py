@@ -69,12 +69,13 @@ class FastTokenizer:
         if trim is not None:
             trim(0)  # otherwise glibc would keep 50 to 90 MiB of freed memory
 
-    def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
+    def encode(self, text: str, *, is_plain: bool = False, is_prompt: bool = True) -> TokenIds:
         """Tokenize a text. This releases the GIL. A lone surrogate becomes U+FFFD.
 
         Args:
             text: The text.
-            is_plain: Encode special tokens in the text as text, and add those with which the model's prompts begin.
+            is_plain: Encode special tokens in the text as text.
+            is_prompt: With `is_plain`: add the special tokens with which the model's prompts begin.
 
         Raises:
             InvalidRequest: A word or a run of blanks is longer than any context. For one ten times as long, fastokens
@@ -85,10 +86,11 @@ class FastTokenizer:
                 f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters; "
                 "shorten it"
             )
+        flags = is_plain and is_prompt, is_plain
         try:
-            packed, _ = self.library.encode_batch_flat([text], is_plain, is_plain)
+            packed, _ = self.library.encode_batch_flat([text], *flags)
         except UnicodeEncodeError:
-            packed, _ = self.library.encode_batch_flat([_well_formed(text)], is_plain, is_plain)
+            packed, _ = self.library.encode_batch_flat([_well_formed(text)], *flags)
         ids = token_ids()
         ids.frombytes(packed)
         return ids
@@ -124,6 +126,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 BYTE_OF: Final = _byte_level_alphabet()  # the byte of each character
+CHARACTER_OF: Final = {byte: char for char, byte in BYTE_OF.items()}
 _BYTE_LEVEL: Final = "ByteLevel"
 
 
@@ -230,18 +233,18 @@ class SlowJsonTokenizer:
         self.added: Mapping[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def encode(self, text: str, *, is_plain: bool = False) -> TokenIds:
+    def encode(self, text: str, *, is_plain: bool = False, is_prompt: bool = True) -> TokenIds:
         if is_plain:
-            return self._encode(text, is_plain=True)
+            return self._encode(text, is_plain=True, is_prompt=is_prompt)
         ids = token_ids()
         for segment in self._segments.split(text):
             ids.extend(self._cache.get(segment))
         return ids
 
-    def _encode(self, text: str, *, is_plain: bool) -> TokenIds:
-        library = self._plain if is_plain else self._library
+    def _encode(self, text: str, *, is_plain: bool, is_prompt: bool = True) -> TokenIds:
+        library, adds_special = self._plain if is_plain else self._library, is_plain and is_prompt
         # Unlike `encode`, this releases the GIL and computes no offsets.
-        (encoding,) = library.encode_batch_fast([_well_formed(text)], add_special_tokens=is_plain)
+        (encoding,) = library.encode_batch_fast([_well_formed(text)], add_special_tokens=adds_special)
         return array("I", encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ import openai_harmony
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.tokenizer import FastTokenizer, run_finder
+from dynamo_trtllm.tokenization.tokenizer import CHARACTER_OF, FastTokenizer, run_finder
 
 O200K_SHA256: Final = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 O200K_FILE: Final = "o200k_base.tiktoken"
@@ -165,6 +165,12 @@ class O200kTokenizer:
     def all_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, special tokens included; b"" for ids outside the vocabulary."""
         return self.token_bytes(token_id) or _SPECIAL_TEXTS.get(token_id, "").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token in GPT-2's alphabet of bytes; "" for ids outside the vocabulary."""
+        if token_id >= FIRST_SPECIAL:
+            return _SPECIAL_TEXTS.get(token_id, "")
+        return "".join(map(CHARACTER_OF.__getitem__, self.token_bytes(token_id)))
 
     def decode(self, ids: TokenIds) -> str:
         """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""

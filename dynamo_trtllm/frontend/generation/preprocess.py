@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from dynamo_trtllm.api.sampling import ANY_OBJECT, SEED_LIMIT, SamplingFields
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import (
+    Constraints,
     GenerationOptions,
     chat_conversation,
     chat_options,
@@ -27,11 +28,11 @@ from dynamo_trtllm.frontend.generation.conversation import (
     visible_tools,
 )
 from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import Conversation, OutputParser, Renderer, ServedModel
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, OutputParser, Renderer, ServedModel
 
 B = TypeVar("B", bound=SamplingFields)
 
-_MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
+MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
 _MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
 _MAX_SCORED_TOKENS = 64 << 10  # of all choices together: the response has several numbers and texts per token
 _SCORED_ENTRIES = 6  # a token and five alternatives; with more of them, fewer tokens are allowed
@@ -98,15 +99,8 @@ def prepare_conversation(
     """Plan a conversation of any API. `conversation.tools` are all tools of the request. Raises as `prepare_chat`."""
     renderer, requested = served.renderer, options.sampling
     reject_unsupported(options, call.cache_salt, served.card)
-    tools = visible_tools(conversation.tools, options)
-    schema = options.output_format.json_schema if options.output_format is not None else ""
-    prompt = render_prompt(
-        msgspec.structs.replace(conversation, tools=tools, answer_schema=schema if schema != ANY_OBJECT else ""),
-        served,
-        options,
-    )
-    forced_ids, guided, guided_by = constraints_of(tools, options, served)
-    ids = _truncated(prompt.ids, len(forced_ids) + max(1, requested.max_tokens), served, options) + forced_ids
+    prompt = conversation_prompt(conversation, options, served)
+    ids, (forced_ids, guided, guided_by) = prompt.ids, prompt.constraints
     if not ids:
         raise InvalidRequest(
             "the model's chat template makes an empty prompt of the messages; send text", field=options.name("messages")
@@ -138,6 +132,33 @@ def prepare_conversation(
     )
     ignored = ("name",) if prompt.drops_names else ()
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n, ignored=ignored)
+
+
+class ConversationPrompt(NamedTuple):
+    """The prompt of a conversation, how its output is constrained, and whether names have no place in it."""
+
+    ids: TokenIds
+    constraints: Constraints
+    drops_names: bool
+
+
+def conversation_prompt(
+    conversation: Conversation, options: GenerationOptions, served: ServedModel
+) -> ConversationPrompt:
+    """Return the prompt of a conversation, of any length.
+
+    The beginning of the output, if it is forced, is a part of the prompt. Raises as `prepare_chat`.
+    """
+    tools = visible_tools(conversation.tools, options)
+    schema = options.output_format.json_schema if options.output_format is not None else ""
+    schema = schema if schema != ANY_OBJECT else ""
+    shown = msgspec.structs.replace(conversation, tools=tools, answer_schema=schema)
+    prompt = render_prompt(shown, served, options)
+    constraints = constraints_of(tools, options, served)
+    forced_ids = constraints.forced_ids if conversation.opens_answer else NO_FORCED_IDS
+    other_tokens = len(forced_ids) + max(1, options.sampling.max_tokens)
+    ids = _truncated(prompt.ids, other_tokens, served, options) + forced_ids
+    return ConversationPrompt(ids, constraints, prompt.drops_names)
 
 
 def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateRequest) -> GenerationPlan:
@@ -234,7 +255,7 @@ def _truncated(ids: TokenIds, other_tokens: int, served: ServedModel, options: G
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
-    ids = served.renderer.encode(prompt) if isinstance(prompt, str) else _checked_ids(prompt, served, "prompt")
+    ids = served.renderer.encode(prompt) if isinstance(prompt, str) else checked_ids(prompt, served, "prompt")
     if not ids:
         raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
     return ids
@@ -247,9 +268,9 @@ def _echo(prompt: str | list[int], whole: TokenIds, ids: TokenIds, served: Serve
 
 def _requests(calls: Sequence[tuple[TokenIds, Sampling]], call: GenerateRequest) -> list[GenerateRequest]:
     """Return one request per prompt and choice. Choice i uses seed + i, because equal seeds give equal choices."""
-    if (tokens := sum(len(ids) for ids, _ in calls)) > _MAX_PROMPT_TOKENS:
+    if (tokens := sum(len(ids) for ids, _ in calls)) > MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most {_MAX_PROMPT_TOKENS} are "
+            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most {MAX_PROMPT_TOKENS} are "
             "allowed: lower n, or send several requests",
             field="n",
         )
@@ -295,8 +316,8 @@ def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options
             f"min_tokens is {requested.min_tokens}, but {options.name('max_tokens')} is only {max_tokens}",
             field="min_tokens",
         )
-    _checked_ids(requested.stop_token_ids, served, "stop_token_ids")
-    _checked_ids([token_id for token_id, _ in requested.logit_bias], served, "logit_bias")
+    checked_ids(requested.stop_token_ids, served, "stop_token_ids")
+    checked_ids([token_id for token_id, _ in requested.logit_bias], served, "logit_bias")
     return msgspec.structs.replace(
         requested,
         max_tokens=max_tokens,
@@ -305,7 +326,8 @@ def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options
     )
 
 
-def _checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds:
+def checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds:
+    """Return the token ids. Raises InvalidRequest for one that the model does not have."""
     size = served.card.vocab_size
     if ids and max(ids) >= size:
         bad = next(index for index, token_id in enumerate(ids) if token_id >= size)

@@ -13,8 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+import dynamo_trtllm
 from dynamo_trtllm.api.response_schemas import model_object
 from dynamo_trtllm.api.responses import LOGPROBS
+from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.records import endpoint_of
 from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
@@ -26,6 +28,7 @@ from dynamo_trtllm.frontend.generation.responses.response_store import ResponseS
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
+from dynamo_trtllm.frontend.http.tokenization import TokenizationEndpoint, detokenization, tokenization
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
@@ -119,6 +122,10 @@ class StatusRoutes:
 
     async def metrics(self, _: HttpRequest, response: HttpResponse) -> None:
         response.send(200, await self._metrics.render_all(), CONTENT_TYPE)
+
+
+async def version(_: HttpRequest, response: HttpResponse) -> None:
+    response.send_json(200, {"version": dynamo_trtllm.__version__})
 
 
 async def openapi(_: HttpRequest, response: HttpResponse) -> None:
@@ -295,14 +302,26 @@ def build_app(
         on_write_failed=lambda code: metrics.child("responses_not_stored_total", code).inc(),
     )
     stored = ResponseRoutes(response_store, app_state.running)
+    responses = ResponsesAdapter(response_store)
     routes = [
         Route("POST", "/v1/chat/completions", GenerateEndpoint(CHAT, app_state)),
         Route("POST", "/v1/completions", GenerateEndpoint(TEXT, app_state)),
-        Route("POST", "/v1/responses", GenerateEndpoint(ResponsesAdapter(response_store), app_state)),
+        Route("POST", "/v1/responses", GenerateEndpoint(responses, app_state)),
         Route("GET", "/v1/responses/{id}", stored.retrieve),
         Route("DELETE", "/v1/responses/{id}", stored.delete),
         Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
         Route("GET", "/v1/responses/{id}/input_items", stored.input_items),
+        Route(
+            "POST",
+            "/tokenize",
+            TokenizationEndpoint("tokenize", TokenizeRequest, tokenization, app_state),
+        ),
+        Route(
+            "POST",
+            "/detokenize",
+            TokenizationEndpoint("detokenize", DetokenizeRequest, detokenization, app_state),
+        ),
+        Route("GET", "/version", version),
         Route("GET", "/v1/models", status_routes.models),
         Route("GET", "/v1/models/{name:path}/ready", status_routes.ready),
         Route("GET", "/v1/models/{name:path}", status_routes.model),

@@ -12,6 +12,7 @@ from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.request_model import REF, request_schemas
 from dynamo_trtllm.api.response_schemas import Schema, response_schemas
 from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.http_server.errors import RETRY_LATER, STATUS
 
 TEXT: Final[Schema] = {"type": "string"}
@@ -45,13 +46,21 @@ class Operation(NamedTuple):
     id: str
     about: str
     answer: str  # schema of the 200 response; "": text
-    body: str | None = None  # schema of the request, which generates: it may return any error
-    event: str | None = None  # schema of one event, if the response may be streamed
+    body: str | None = None  # schema of the request
+    event: str | None = None  # schema of one event of the stream. It generates: any error may be returned
     errors: frozenset[int] = frozenset()
     query: Mapping[str, Schema] = {}
     is_503_answer: bool = False  # the body of a 503 is `answer` and no error
 
 
+_BODY_HEADERS: Final = {
+    "x-request-id": "Up to 128 visible ASCII characters. Returned, and part of the request's log lines.",
+}
+_GENERATION_HEADERS: Final = {
+    **_BODY_HEADERS,
+    "x-dynamo-stats": "1: the response contains its workers and timings.",
+    "x-session-id": "Up to 256 characters: the conversation, unless the body names one.",
+}
 _CHAT, _TEXT, _RESPONSES, _RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{id}"
 _MODEL = "/v1/models/{id}"
 _PAGE: Final[Mapping[str, Schema]] = {
@@ -70,7 +79,10 @@ _LIST_ITEMS = "List the input items of a response."
 _MODEL_READY = "Check whether the model can be served now, and if not, what is missing."
 _HEALTH = "Get the state of the deployment: instances, and what is missing. Always 200."
 _READY = "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
+_TOKENIZE = "Tokenize a prompt or a conversation, as vLLM does."
+_DETOKENIZE = "Return the text of token ids, as vLLM does."
 _NOT_FOUND: Final = frozenset({404})
+_RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})  # of a body that is tokenized
 
 OPERATIONS: Final = (
     Operation(
@@ -84,6 +96,14 @@ OPERATIONS: Final = (
     Operation(
         "get", f"{_RESPONSE}/input_items", "listInputItems", _LIST_ITEMS, "ResponseItems", errors=LOOKED_UP, query=_PAGE
     ),
+    Operation("post", "/tokenize", "tokenize", _TOKENIZE, "Tokenization", "TokenizeRequest", errors=_RECEIVED),
+    Operation(
+        *("post", "/detokenize", "detokenize", _DETOKENIZE),
+        "Detokenization",
+        "DetokenizeRequest",
+        errors=_RECEIVED,
+    ),
+    Operation("get", "/version", "version", "Get the version of this server.", "Version"),
     Operation("get", "/v1/models", "listModels", "List the available models.", "ModelList"),
     Operation("get", _MODEL, "retrieveModel", "Get one model. Its id may contain slashes.", "Model", errors=_NOT_FOUND),
     Operation("get", f"{_MODEL}/ready", "modelReady", _MODEL_READY, "Ready", errors=_NOT_FOUND, is_503_answer=True),
@@ -91,6 +111,12 @@ OPERATIONS: Final = (
     Operation("get", "/ready", "ready", _READY, "FrontendReady", is_503_answer=True),
     Operation("get", "/live", "live", "Check that this process responds.", "Live"),
     Operation("get", "/metrics", "metrics", "Get Prometheus metrics.", ""),
+)
+
+
+_REQUESTS: Final = (
+    *(ChatRequest, CompletionRequest, ResponseRequest),
+    *(TokenizeRequest, DetokenizeRequest),
 )
 
 
@@ -109,9 +135,7 @@ def document() -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {
-            "schemas": request_schemas(ChatRequest, CompletionRequest, ResponseRequest) | response_schemas()
-        },
+        "components": {"schemas": request_schemas(*_REQUESTS) | response_schemas()},
     }
 
 
@@ -137,14 +161,10 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
     ]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    headers = _GENERATION_HEADERS if operation.event is not None else _BODY_HEADERS
     if operation.body is not None:
         parameters += [
-            {"name": name, "in": "header", "description": about, "schema": TEXT}
-            for name, about in (
-                ("x-request-id", "Up to 128 visible ASCII characters. Returned, and part of the request's log lines."),
-                ("x-dynamo-stats", "1: the response contains its workers and timings."),
-                ("x-session-id", "Up to 256 characters: the conversation, unless the body names one."),
-            )
+            {"name": name, "in": "header", "description": about, "schema": TEXT} for name, about in headers.items()
         ]
     return parameters
 
@@ -155,7 +175,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event, ends=operation.event != "ResponseEvent")}
     answers = {200: _answer(200, content)}
-    for status in {*operation.errors, *(ANY_ERROR if operation.body else ()), 500}:
+    for status in {*operation.errors, *(ANY_ERROR if operation.event else ()), 500}:
         answers[status] = _answer(status, {JSON: {"schema": ref("Error")}})
     if operation.is_503_answer:
         answers[503] = _answer(503, {JSON: {"schema": answer}})

@@ -110,8 +110,11 @@ class CharacterRenderer:
         self.rendered_on_loop.append(threading.current_thread() is threading.main_thread())
         return self.encode("".join(message.content for message in conversation.messages))
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str, *, is_prompt: bool = True) -> TokenIds:
         return token_ids(map(ord, text))
+
+    def token_texts(self, ids: TokenIds) -> list[str]:
+        return [f"<{token_id}>" for token_id in ids]
 
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)

@@ -101,10 +101,19 @@ async def test_text_then_whole_and_streamed_answers_are_as_described(fields: dic
         schema("TextCompletion").validate(json.loads(line.removeprefix("data: ")))
 
 
+async def test_tokenization_then_as_described() -> None:
+    served, strs = front(), {"return_token_strs": True}
+    for body in (chat(), chat(**strs), {"model": MODEL, "prompt": "hi"}):
+        schema("Tokenization").validate((await ask(served, "POST", "/tokenize", json=body)).json())
+    body = {"model": MODEL, "tokens": [104]}
+    schema("Detokenization").validate((await ask(served, "POST", "/detokenize", json=body)).json())
+
+
 async def test_endpoints_that_answer_at_once_then_as_described() -> None:
     served = front()
     served.catalog.up = [make_instance(1, role=Role.PREFILL), make_instance(2)]
     described = {"/health": "Health", "/ready": "FrontendReady", "/live": "Live", "/v1/models": "ModelList"}
+    described["/version"] = "Version"
     for path, name in described.items():
         schema(name).validate((await ask(served, "GET", path)).json())
     served.not_ready_reason = "other processes of this frontend are starting"

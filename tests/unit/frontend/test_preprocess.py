@@ -37,7 +37,7 @@ def test_n_choices_then_each_has_its_id_its_seed_and_its_parser(harmony: ServedM
 def test_choices_when_their_prompts_are_too_long_together_then_refused_by_n(
     harmony: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess, "_MAX_PROMPT_TOKENS", 8)
+    monkeypatch.setattr(preprocess, "MAX_PROMPT_TOKENS", 8)
     assert len(text(harmony, prompt=[5, 6], n=4).choices) == 4
     with pytest.raises(InvalidRequest, match="the prompts of 5 choices have 10 tokens together; at most 8") as caught:
         text(harmony, prompt=[5, 6], n=5)

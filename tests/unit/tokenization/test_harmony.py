@@ -332,3 +332,20 @@ def test_text_parser_when_character_is_split_then_it_comes_whole(renderer: Harmo
     pieces = [parser.push(token_ids([token_id])).content for token_id in (*ids, 200002)]
     assert "".join(pieces) + parser.finish().content == "a𒀀b"
     assert "" in pieces[:-1]  # so the character was in fact split
+
+
+def test_render_when_the_answer_is_not_opened_then_the_prompt_ends_with_the_messages(
+    renderer: HarmonyRenderer,
+) -> None:
+    ended = renderer.decode(renderer.render(Conversation(messages=(USER,), opens_answer=False)))
+    assert ended.endswith("<|start|>user<|message|>q<|end|>")
+    whole = renderer.decode(renderer.render(Conversation(messages=(USER,))))
+    assert whole == f"{ended}<|start|>assistant"
+
+
+def test_token_texts_then_they_are_in_the_alphabet_of_bytes(renderer: HarmonyRenderer) -> None:
+    ids = token_ids([*renderer.encode("Hello, world\né"), 200006, 200013])
+    assert renderer.token_texts(ids) == [
+        *("Hello", ",", "Ġworld", "Ċ", "Ã©"),
+        *("<|start|>", "<|reserved_200013|>"),
+    ]

@@ -178,6 +178,29 @@ def test_encode_when_tokenizer_adds_begin_of_text_then_prompt_has_it_and_chat_pr
     assert made.render(Conversation(messages=(Message(role="user", content="x"),))).tolist().count(1) == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_when_it_is_no_prompt_then_no_special_token_is_added(kind: str) -> None:
+    made = renderer(files(kind))
+    whole, bare = made.encode("the fox"), made.encode("the fox", is_prompt=False)
+    assert made.decode(bare).strip() == "the fox"
+    assert whole[len(whole) - len(bare) :] == bare
+    assert len(whole) - len(bare) == (kind == "byte_fallback")  # its tokenizer adds <s>
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_texts_then_they_are_those_of_the_vocabulary(kind: str) -> None:
+    made = renderer(files(kind))
+    ids = made.encode("the fox 日")
+    library = tokenizers.Tokenizer.from_str(KINDS[kind]().decode())
+    assert made.token_texts(ids) == [library.id_to_token(each) for each in ids]
+
+
+def test_render_when_the_answer_is_not_opened_then_the_prompt_ends_with_the_messages() -> None:
+    ended = "<|im_start|>user\nthe fox<|im_end|>\n"
+    assert prompt(files(), opens_answer=False) == ended
+    assert prompt(files()) == f"{ended}<|im_start|>assistant\n"
+
+
 def test_encode_when_text_holds_a_lone_surrogate_then_it_is_replaced() -> None:
     made = renderer(files())
     assert made.decode(made.encode("a\ud800b")) == "a\N{REPLACEMENT CHARACTER}b"

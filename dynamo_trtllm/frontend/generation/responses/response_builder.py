@@ -24,7 +24,11 @@ from dynamo_trtllm.api.responses import (
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, InvalidRequest, RequestError
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.conversation import GenerationOptions, sampling_of
-from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan, prepare_conversation
+from dynamo_trtllm.frontend.generation.preprocess import (
+    GenerationPlan,
+    conversation_prompt,
+    prepare_conversation,
+)
 from dynamo_trtllm.frontend.generation.responses.items import (
     Item,
     OutputBuilder,
@@ -37,7 +41,7 @@ from dynamo_trtllm.frontend.generation.responses.items import (
     normalized,
 )
 from dynamo_trtllm.frontend.generation.responses.response_store import References, ResponseStore, StoredResponse
-from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, encode
+from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, TokenIds, encode
 from dynamo_trtllm.tokenization.base import Conversation, Message, ServedModel, Tool
 
 _NAMES = {
@@ -272,17 +276,7 @@ class ResponsesAdapter:
             ResponseNotFound: the request refers to a response that is not stored.
             InvalidRequest: the conversation is too long.
         """
-        items: list[Item] = []
-        references = References(self._store)
-        if body.previous_response_id is not None:
-            items += await references.conversation(body.previous_response_id, "previous_response_id")
-        items += await _own(body.input, references)
-        size = characters(items)
-        if size > MAX_TEXT:
-            raise InvalidRequest(
-                f"the conversation, with all referenced items, has {size} characters; at most {MAX_TEXT} are allowed",
-                field="input",
-            )
+        items, size = await self._items(body)
         if body.store and size + len(body.instructions or "") > self._store.max_bytes:
             raise InvalidRequest(
                 f"the conversation has {size} characters; a stored response may have at most {self._store.max_bytes} "
@@ -296,6 +290,39 @@ class ResponsesAdapter:
             return replace(plan, items=tuple(items))
 
         return prepare, size
+
+    async def resolve_prompt(self, body: ResponseRequest, served: ServedModel) -> tuple[Callable[[], TokenIds], int]:
+        """Read all items that the request refers to.
+
+        Returns:
+            The work that renders the prompt, and the characters of the conversation.
+
+        Raises:
+            ResponseNotFound: the request refers to a response that is not stored.
+            InvalidRequest: the conversation is too long.
+        """
+        items, size = await self._items(body)
+
+        def prepare() -> TokenIds:
+            conversation, options = _conversation(body, items), _options(body, served.card)
+            return conversation_prompt(conversation, options, served).ids
+
+        return prepare, size
+
+    async def _items(self, body: ResponseRequest) -> tuple[list[Item], int]:
+        """Return the items of the whole conversation, and their characters."""
+        items: list[Item] = []
+        references = References(self._store)
+        if body.previous_response_id is not None:
+            items += await references.conversation(body.previous_response_id, "previous_response_id")
+        items += await _own(body.input, references)
+        size = characters(items)
+        if size > MAX_TEXT:
+            raise InvalidRequest(
+                f"the conversation, with all referenced items, has {size} characters; at most {MAX_TEXT} are allowed",
+                field="input",
+            )
+        return items, size
 
     def builder(self, meta: ResponseMeta, body: ResponseRequest, plan: GenerationPlan) -> ResponseBuilder:
         return ResponseBuilder(meta, body, plan, self._store.max_bytes)

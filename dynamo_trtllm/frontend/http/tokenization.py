@@ -1,0 +1,127 @@
+"""Serve the endpoints that tokenize and generate nothing, with the tokenizer of generations."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+import orjson
+
+from dynamo_trtllm.api.request_model import IgnoredFields
+from dynamo_trtllm.api.response_schemas import (
+    DetokenizationObject,
+    InputTokensObject,
+    TokenizationObject,
+)
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
+from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options
+from dynamo_trtllm.frontend.generation.preprocess import (
+    MAX_PROMPT_TOKENS,
+    checked_ids,
+    conversation_prompt,
+)
+from dynamo_trtllm.frontend.generation.responses.response_builder import ResponsesAdapter
+from dynamo_trtllm.frontend.http.admission import check_json
+from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
+from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
+from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.messages import TokenIds
+from dynamo_trtllm.tokenization.base import ServedModel
+
+R = TypeVar("R", TokenizeRequest, DetokenizeRequest, ResponseRequest)
+
+# Reads what a request refers to. Returns the work that makes the response, which may take long and
+# is safe in a thread, and the characters of stored text that it renders.
+Resolve: TypeAlias = Callable[[R, ServedModel], Awaitable[tuple[Callable[[], Mapping[str, Any]], int]]]
+
+
+class TokenizationEndpoint(Endpoint, Generic[R]):
+    """The handler of requests that are answered with the tokenizer, without a worker."""
+
+    def __init__(self, name: str, body: type[R], resolve: Resolve[R], app_state: AppState) -> None:
+        super().__init__(name, app_state)
+        self._body: type[R] = body
+        self._resolve: Resolve[R] = resolve
+
+    async def _serve(self, context: RequestContext, request: HttpRequest, response: HttpResponse) -> None:
+        check_json(request)
+        raw_body = await context.read_body(request)
+        unknown_fields = self._app_state.config.unknown_fields
+        ignored = None if unknown_fields == "reject" else IgnoredFields()
+        is_large = is_large_body(raw_body)
+        async with self._slot(is_large=is_large):
+            context.enter("tokenize")
+            body = await self._parse(self._body, raw_body, ignored, is_large=is_large)
+            served = self._app_state.models.get(body.model)
+            prepare, stored_chars = await self._resolve(body, served)
+            size = max(len(raw_body), stored_chars)
+            data = await self._tokenize(context, served, lambda: orjson.dumps(prepare()), size, is_large=is_large)
+        if ignored is not None and unknown_fields != "ignore":
+            context.report_ignored(ignored)
+        response.send(200, data, headers=context.served_by())
+
+
+async def tokenization(body: TokenizeRequest, served: ServedModel) -> tuple[Callable[[], TokenizationObject], int]:
+    """Return the work that answers `/tokenize`."""
+    return lambda: _tokenized(body, served), 0
+
+
+def _tokenized(body: TokenizeRequest, served: ServedModel) -> TokenizationObject:
+    if body.prompt is not None:
+        ids = served.renderer.encode(body.prompt, is_prompt=body.add_special_tokens is not False)
+    else:
+        conversation = chat_conversation(body)
+        if not body.add_generation_prompt:
+            conversation = msgspec.structs.replace(conversation, opens_answer=False)
+        ids = conversation_prompt(conversation, chat_options(body, served.card), served).ids
+    _check_count(ids, "messages" if body.prompt is None else "prompt")
+    return {
+        "count": len(ids),
+        "max_model_len": served.card.context_length,
+        "tokens": ids.tolist(),
+        "token_strs": served.renderer.token_texts(ids) if body.return_token_strs else None,
+    }
+
+
+def _check_count(ids: TokenIds, field: str) -> None:
+    """Raise InvalidRequest for a text with more tokens than all prompts of a request may have."""
+    if len(ids) > MAX_PROMPT_TOKENS:
+        raise InvalidRequest(
+            f"{field} has {len(ids)} tokens; at most {MAX_PROMPT_TOKENS} are allowed, send a part",
+            field=field,
+        )
+
+
+async def detokenization(
+    body: DetokenizeRequest, served: ServedModel
+) -> tuple[Callable[[], DetokenizationObject], int]:
+    """Return the work that answers `/detokenize`. Raises ContextTooLong."""
+    context_length = served.card.context_length
+    if len(body.tokens) > context_length:  # a token can have more characters than its id
+        raise ContextTooLong(
+            f"tokens has {len(body.tokens)} token ids; the context length of {served.card.name} is "
+            f"{context_length}, send a part",
+            field="tokens",
+        )
+
+    def prepare() -> DetokenizationObject:
+        ids = checked_ids(body.tokens, served, "tokens")
+        try:
+            return {"prompt": served.renderer.decode(ids)}
+        except InvalidRequest as exc:
+            raise InvalidRequest(exc.message, field="tokens") from exc
+
+    return prepare, 0
+
+
+def input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
+    """Return what resolves requests of `/v1/responses/input_tokens`."""
+
+    async def resolve(body: ResponseRequest, served: ServedModel) -> tuple[Callable[[], InputTokensObject], int]:
+        prompt, size = await adapter.resolve_prompt(body, served)
+        return lambda: {"object": "response.input_tokens", "input_tokens": len(prompt())}, size
+
+    return resolve
