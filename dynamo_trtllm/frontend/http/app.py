@@ -16,7 +16,6 @@ import orjson
 import dynamo_trtllm
 from dynamo_trtllm.api.response_schemas import model_object
 from dynamo_trtllm.api.responses import LOGPROBS
-from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.records import endpoint_of
 from dynamo_trtllm.errors import EngineNotReady, InvalidRequest, ResponseNotFound, UnsupportedParameter
@@ -28,7 +27,7 @@ from dynamo_trtllm.frontend.generation.responses.response_store import ResponseS
 from dynamo_trtllm.frontend.http.openapi import document
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.frontend.http.request_handler import GenerateEndpoint
-from dynamo_trtllm.frontend.http.tokenization import TokenizationEndpoint, detokenization, tokenization
+from dynamo_trtllm.frontend.http.tokenization import tokenization_routes
 from dynamo_trtllm.http_server.errors import retry_headers
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
 from dynamo_trtllm.http_server.server import Route, Router
@@ -311,16 +310,7 @@ def build_app(
         Route("DELETE", "/v1/responses/{id}", stored.delete),
         Route("POST", "/v1/responses/{id}/cancel", stored.cancel),
         Route("GET", "/v1/responses/{id}/input_items", stored.input_items),
-        Route(
-            "POST",
-            "/tokenize",
-            TokenizationEndpoint("tokenize", TokenizeRequest, tokenization, app_state),
-        ),
-        Route(
-            "POST",
-            "/detokenize",
-            TokenizationEndpoint("detokenize", DetokenizeRequest, detokenization, app_state),
-        ),
+        *tokenization_routes(app_state, responses),
         Route("GET", "/version", version),
         Route("GET", "/v1/models", status_routes.models),
         Route("GET", "/v1/models/{name:path}/ready", status_routes.ready),

@@ -81,6 +81,7 @@ _HEALTH = "Get the state of the deployment: instances, and what is missing. Alwa
 _READY = "Check whether this frontend accepts requests, and if not, why. Does not depend on workers."
 _TOKENIZE = "Tokenize a prompt or a conversation, as vLLM does."
 _DETOKENIZE = "Return the text of token ids, as vLLM does."
+_COUNT_INPUT = "Count the tokens of the prompt that a request for a response would have."
 _NOT_FOUND: Final = frozenset({404})
 _RECEIVED: Final = frozenset({400, 404, 408, 413, 415, 429, 503, 504})  # of a body that is tokenized
 
@@ -90,6 +91,12 @@ OPERATIONS: Final = (
     ),
     Operation("post", _TEXT, "createCompletion", _CREATE_TEXT, "TextCompletion", "CompletionRequest", "TextCompletion"),
     Operation("post", _RESPONSES, "createResponse", _CREATE_RESPONSE, "Response", "ResponseRequest", "ResponseEvent"),
+    Operation(
+        *("post", f"{_RESPONSES}/input_tokens", "countInputTokens", _COUNT_INPUT),
+        "InputTokens",
+        "ResponseRequest",
+        errors=_RECEIVED | LOOKED_UP,
+    ),
     Operation("get", _RESPONSE, "retrieveResponse", "Get a stored response.", "Response", errors=LOOKED_UP),
     Operation("delete", _RESPONSE, "deleteResponse", "Delete a stored response.", "ResponseDeleted", errors=LOOKED_UP),
     Operation("post", f"{_RESPONSE}/cancel", "cancelResponse", _CANCEL, "Response", errors=LOOKED_UP),

@@ -28,6 +28,7 @@ from dynamo_trtllm.frontend.http.admission import check_json
 from dynamo_trtllm.frontend.http.endpoint import Endpoint, is_large_body
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext
 from dynamo_trtllm.http_server.exchange import HttpRequest, HttpResponse
+from dynamo_trtllm.http_server.server import Route
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import ServedModel
 
@@ -64,7 +65,20 @@ class TokenizationEndpoint(Endpoint, Generic[R]):
         response.send(200, data, headers=context.served_by())
 
 
-async def tokenization(body: TokenizeRequest, served: ServedModel) -> tuple[Callable[[], TokenizationObject], int]:
+def tokenization_routes(app_state: AppState, responses: ResponsesAdapter) -> list[Route]:
+    """Return the routes of this module. `responses` resolves the references of `/v1/responses`."""
+    tokenize = TokenizationEndpoint("tokenize", TokenizeRequest, _tokenization, app_state)
+    detokenize = TokenizationEndpoint("detokenize", DetokenizeRequest, _detokenization, app_state)
+    resolve = _input_tokens(responses)
+    count = TokenizationEndpoint("input_tokens", ResponseRequest, resolve, app_state)
+    return [
+        Route("POST", "/tokenize", tokenize),
+        Route("POST", "/detokenize", detokenize),
+        Route("POST", "/v1/responses/input_tokens", count),
+    ]
+
+
+async def _tokenization(body: TokenizeRequest, served: ServedModel) -> tuple[Callable[[], TokenizationObject], int]:
     """Return the work that answers `/tokenize`."""
     return lambda: _tokenized(body, served), 0
 
@@ -95,7 +109,7 @@ def _check_count(ids: TokenIds, field: str) -> None:
         )
 
 
-async def detokenization(
+async def _detokenization(
     body: DetokenizeRequest, served: ServedModel
 ) -> tuple[Callable[[], DetokenizationObject], int]:
     """Return the work that answers `/detokenize`. Raises ContextTooLong."""
@@ -117,7 +131,7 @@ async def detokenization(
     return prepare, 0
 
 
-def input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
+def _input_tokens(adapter: ResponsesAdapter) -> Resolve[ResponseRequest]:
     """Return what resolves requests of `/v1/responses/input_tokens`."""
 
     async def resolve(body: ResponseRequest, served: ServedModel) -> tuple[Callable[[], InputTokensObject], int]:

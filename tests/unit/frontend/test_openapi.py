@@ -107,6 +107,8 @@ async def test_tokenization_then_as_described() -> None:
         schema("Tokenization").validate((await ask(served, "POST", "/tokenize", json=body)).json())
     body = {"model": MODEL, "tokens": [104]}
     schema("Detokenization").validate((await ask(served, "POST", "/detokenize", json=body)).json())
+    asked, path = {"model": MODEL, "input": "hi"}, "/v1/responses/input_tokens"
+    schema("InputTokens").validate((await ask(served, "POST", path, json=asked)).json())
 
 
 async def test_endpoints_that_answer_at_once_then_as_described() -> None:

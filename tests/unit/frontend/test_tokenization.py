@@ -166,3 +166,22 @@ async def test_version_then_that_of_the_package() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         response = await client.get("/version")
     assert response.json() == {"version": dynamo_trtllm.__version__}
+
+
+async def test_input_tokens_then_as_many_as_the_same_response_has() -> None:
+    served = front(stop("x"))
+    fields = {"input": "hi", "instructions": "be"}
+    counted = await post(served, "/v1/responses/input_tokens", **fields)
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 4}
+    whole = await post(served, "/v1/responses", **fields)
+    assert whole.json()["usage"]["input_tokens"] == 4
+    after = {"input": "so", "previous_response_id": whole.json()["id"]}
+    counted = await post(served, "/v1/responses/input_tokens", **after)
+    assert counted.json()["input_tokens"] == len("hi" + "x" + "so")
+    assert len(served.pipeline.requests) == 1
+
+
+async def test_input_tokens_when_the_response_before_is_unknown_then_404() -> None:
+    fields = {"input": "hi", "previous_response_id": "resp_x"}
+    response = await post(front(), "/v1/responses/input_tokens", **fields)
+    check_error(response, 404, "response_not_found", "previous_response_id")
