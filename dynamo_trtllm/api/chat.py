@@ -55,7 +55,8 @@ def part_texts(value: Any, types: Sequence[str], fields: Set[str], info: Validat
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in types:
-            unsupported(f"holds a part of type {shown(kind)} at index {index}; only text is supported")
+            fix = f"use {types[0]!r}" if kind.endswith("text") else "only text is supported"
+            unsupported(f"holds a part of type {shown(kind)} at index {index}; {fix}")
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(kind, str) or not isinstance(text, str):
             form = f'{{"type": "{types[0]}", "text": "…"}}'
@@ -124,9 +125,9 @@ class AssistantMessage(RequestModel):
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            invalid("is required when there are no tool_calls", field="content")
-        _ = self.any_reasoning
+        # Without content and calls, the answer was cut off while the model reasoned.
+        if not (self.any_reasoning or "content" in self.model_fields_set or self.tool_calls):
+            invalid("is required when there are no tool_calls and no reasoning", field="content")
         return self
 
     @property

@@ -41,7 +41,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: str  # system, developer, user, assistant, tool
     content: str = ""
     name: str | None = None
-    reasoning: str | None = None  # assistant: its reasoning before a tool call
+    reasoning: str | None = None  # assistant: its reasoning before a tool call or an answer
     tool_calls: tuple[ToolCall, ...] = ()  # assistant
     tool_call_id: str | None = None  # tool
 

@@ -206,12 +206,17 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
     instructions = "\n\n".join(texts)
     if instructions or conversation.tools:
         yield _developer(instructions, conversation.tools)
-    last_answer = max(
-        (i for i, m in enumerate(conversation.messages) if m.role == "assistant" and not m.tool_calls), default=-1
-    )
+    last_answer = max((i for i, m in enumerate(conversation.messages) if _is_answer(m)), default=-1)
     names: dict[str, str] = {}
     for index, message in enumerate(conversation.messages[len(leading) :], start=len(leading)):
         yield from _turn(message, names, keep_reasoning=index > last_answer)
+
+
+def _is_answer(message: Message) -> bool:
+    """Return whether a message ends the model's turn. One with only reasoning was cut off."""
+    if message.role != "assistant" or message.tool_calls:
+        return False
+    return bool(message.content or not message.reasoning)
 
 
 def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessage:
@@ -226,16 +231,17 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
     Args:
         message: The message.
         names: Tool names by id of the earlier tool calls. The calls of this message are added.
-        keep_reasoning: Include the reasoning of an assistant message, if it led to tool calls.
+        keep_reasoning: Include the reasoning of an assistant message without an answer.
     """
     calls = message.tool_calls
     match message.role:
         case "user":
             yield HarmonyMessage(oh.Role.USER, message.content, message.name)
         case "assistant":
-            if calls and message.reasoning and keep_reasoning:
+            is_answer = _is_answer(message)
+            if message.reasoning and keep_reasoning and not is_answer:
                 yield HarmonyMessage(oh.Role.ASSISTANT, message.reasoning, channel="analysis")
-            if message.content or not calls:
+            if message.content or is_answer:
                 yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel="commentary" if calls else "final")
             for call in calls:
                 _check_name(call.name, "messages")

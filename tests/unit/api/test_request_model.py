@@ -10,6 +10,7 @@ import pytest
 from dynamo_trtllm.api.chat import AssistantMessage, ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -71,7 +72,10 @@ def test_field_with_values_that_are_taken_then_the_error_names_all_of_them(field
         ({"messages": []}, "messages must have at least 1 item"),
         ({"messages": ["x"]}, "messages[0] must be an object, not a string"),
         ({"messages": [{"content": "x"}]}, "messages[0].role is required"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content is required when there are no tool_calls"),
+        (
+            {"messages": [{"role": "assistant"}]},
+            "messages[0].content is required when there are no tool_calls and no reasoning",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id is required"),
         ({"temperature": 3}, "temperature must be less than or equal to 2, not 3"),
         ({"temperature": "1"}, "temperature must be a number, not '1'"),
@@ -200,3 +204,23 @@ def test_choices_that_do_not_go_together_then_refused(fields: dict[str, Any], me
         text(**fields)
     assert refused.value.message.startswith(message)
     assert refused.value.field == message.split(" ", 1)[0]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_assistant_message_when_it_has_only_reasoning_then_it_is_accepted(name: str) -> None:
+    """Agents send back an answer that was cut off while the model reasoned."""
+    message = {"role": "assistant", "content": None, name: "why"}
+    body = orjson.dumps({"model": "m", "messages": [message]})
+    (parsed,) = parse(ChatRequest, body).messages
+    assert isinstance(parsed, AssistantMessage)
+    assert (parsed.content, parsed.any_reasoning) == ("", "why")
+
+
+def test_part_when_it_has_the_type_of_another_api_then_the_error_names_the_right_one() -> None:
+    body = {"model": "m", "input": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    with pytest.raises(UnsupportedParameter, match=r"part of type 'text' at index 0; use 'input_text'"):
+        parse(ResponseRequest, orjson.dumps(body))
+    part = {"type": "input_text", "text": "hi"}
+    chat = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(UnsupportedParameter, match=r"part of type 'input_text' at index 0; use 'text'"):
+        parse(ChatRequest, orjson.dumps(chat))

@@ -349,3 +349,16 @@ def test_token_texts_then_they_are_in_the_alphabet_of_bytes(renderer: HarmonyRen
         *("Hello", ",", "Ġworld", "Ċ", "Ã©"),
         *("<|start|>", "<|reserved_200013|>"),
     ]
+
+
+def test_render_when_an_answer_was_cut_off_in_its_reasoning_then_the_reasoning_is_shown(
+    renderer: HarmonyRenderer,
+) -> None:
+    cut = Message(role="assistant", reasoning="why")
+    text = renderer.decode(renderer.render(Conversation(messages=(USER, cut, USER))))
+    turn = "<|start|>assistant<|channel|>analysis<|message|>why<|end|>"
+    user = "<|start|>user<|message|>q<|end|>"
+    assert text.endswith(f"{user}{turn}{user}<|start|>assistant")
+    answered = (USER, cut, USER, Message(role="assistant", content="so"), USER)
+    text = renderer.decode(renderer.render(Conversation(messages=answered)))
+    assert "why" not in text  # reasoning before an answer is dropped

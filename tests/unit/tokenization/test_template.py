@@ -287,3 +287,9 @@ def test_renderer_for_when_card_names_one_then_it_is_made() -> None:
 def test_renderer_for_when_name_is_unknown_then_says_which_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'jinja'.*harmony and chat_template"):
         renderer_for(card("jinja"), {})
+
+
+def test_render_when_an_answer_has_only_reasoning_then_the_template_gets_it() -> None:
+    template = "{% for m in messages %}[{{ m.content }}|{{ m.reasoning_content }}]{% endfor %}"
+    cut = Message(role="assistant", reasoning="why")
+    assert prompt(files(template=template), cut) == "[|why]"
