@@ -169,7 +169,11 @@ def render_prompt(conversation: Conversation, served: ServedModel, options: Gene
     try:
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
-        raise type(exc)(exc.message, field=exc.field and options.name(exc.field)) from exc
+        field, message = exc.field or "", exc.message
+        name = options.name(field)
+        if field and message.startswith(f"{field} "):
+            message = name + message.removeprefix(field)
+        raise type(exc)(message, field=name or None) from exc
     return RenderedPrompt(ids, drops_names=_drops_a_name(conversation, served))
 
 

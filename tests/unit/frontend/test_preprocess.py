@@ -278,3 +278,4 @@ def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedMo
                 conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, call
             )
         assert refused.value.field == field
+        assert "reasoning_effort" not in refused.value.message
