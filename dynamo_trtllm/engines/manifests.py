@@ -105,6 +105,7 @@ class ApiManifest:
                 the release is its own.
         """
         self.library = library
+        self.read: ApiManifest | None = None  # what was read, if this is a similar release
         self.name = name
         self.title = name  # for messages
         self.owners: dict[str, Mapping[str, ManifestField]] = {}
@@ -136,6 +137,7 @@ class ApiManifest:
     def as_nearest(self) -> ApiManifest:
         """Return this API for a similar release that was not read: all of it counts as read in part."""
         nearest = copy.copy(self)
+        nearest.read = self
         nearest.title = f"{self.name} (the nearest release that was read)"
         nearest.not_read = self.not_read | {f"{owner} in part" for owner in self.owners}
         nearest.open_enums = frozenset(self.enums)

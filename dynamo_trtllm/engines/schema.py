@@ -89,6 +89,19 @@ def is_known(library: LibraryReleases, key: str) -> bool:
     return _known_places(library, key) != ""
 
 
+def removed(release: ApiManifest, key: str) -> str:
+    """Return the releases that had an argument which the nearest release that was read lacks.
+
+    "": the release itself was read, or the nearest one has the argument, or no release had it.
+    """
+    return _having(release.library, key) if _is_missing(release, key) else ""
+
+
+def _is_missing(release: ApiManifest, key: str) -> bool:
+    """Return True if a release was not read, and the nearest one has no such argument."""
+    return release.read is not None and find(release.read, key).presence is Presence.ABSENT
+
+
 def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str) -> Iterator[str]:
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -97,8 +110,11 @@ def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: 
             _reject(key, release, where)
         if presence is Presence.NOT_READ:
             seen = f" (it is {places})" if (places := _known_places(release.library, key)) else ""
-            schema = f"its schema in {release.library.name} {release.title}"
-            yield f"{key} is passed on unchecked: {schema} is unknown{seen}"
+            library = f"{release.library.name} {release.title}"
+            why = f"its schema in {library} is unknown"
+            if _is_missing(release, key):
+                why = f"{library} has no such argument"
+            yield f"{key} is passed on unchecked: {why}{seen}"
         elif field is not None and _is_open(key, value, field, owner, release):
             library = f"{release.library.name} {release.title}"
             yield f"{key} {value!r} is passed on unchecked: {library} may have more values"

@@ -113,6 +113,19 @@ def test_main_when_a_value_of_the_scheduler_is_wrong_then_refused_before_the_sta
     assert "scheduler_config.waiting_queue_policy 'prio' is passed on unchecked" in out
 
 
+def test_main_when_an_older_candidate_than_was_read_may_have_the_argument_then_a_warning(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    argv = changed(sampler_type="auto")
+    status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.3.0rc13")
+    assert status == 0
+    assert "warning  decode: sampler_type  [argument-removed]" in out
+    assert "1.3.0rc27 has none; 1.1.0, 1.2.1 have it" in out
+    status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.3.0rc27")
+    assert status == 1
+    assert "TensorRT-LLM 1.3.0rc27 has no sampler_type" in out
+
+
 def test_main_when_the_release_is_no_longer_supported_then_status_2_and_the_oldest_that_is(
     capsys: pytest.CaptureFixture[str], changed: Changed
 ) -> None:

@@ -93,3 +93,15 @@ def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> Non
     )
     with pytest.raises(ConfigError, match=r"did you mean 'cuda_graph_config.max_batch_size'"):
         args_of({"cuda_graph_config": {"max_batchsize": 3}}, "1.3.0rc27")
+
+
+@pytest.mark.parametrize("version", ["1.3.0rc13", "1.3.0rc26"])
+def test_args_when_an_older_candidate_may_still_have_them_then_passed_on_and_said(
+    version: str,
+) -> None:
+    args = args_of({"sampler_type": "auto"}, version)
+    assert args.values["sampler_type"] == "auto"
+    assert args.notes == (
+        "sampler_type is passed on unchecked: TensorRT-LLM 1.3.0rc27 (the nearest release that was read) "
+        "has no such argument (it is in 1.1.0, 1.2.1)",
+    )

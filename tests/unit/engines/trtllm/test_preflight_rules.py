@@ -180,6 +180,12 @@ ERRORS = [
     Planted("unfetched-kv-leaks", "error", known={"release": "1.1.0"}),
 ]
 WARNINGS = [
+    Planted(
+        "argument-removed",
+        "warning",
+        decode={"sampler_type": "auto"},
+        known={"release": "1.3.0rc13"},
+    ),
     Planted("no-room-for-kv", "warning", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
     Planted("buffer-unset", "warning", both={T + "max_tokens_in_buffer": ...}),
     Planted("prompt-limit-over-num-tokens", "warning", prefill={"max_num_tokens": 8192}, known={"load": Load()}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.config.base import suggest
+from dynamo_trtllm.engines import schema
 from dynamo_trtllm.engines.preflight_rules import RuleSection, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 
@@ -79,3 +80,21 @@ def waiting_queue_policy(facts: RoleFacts) -> Violation | None:
     if meant is None:
         return None
     return Violation(other=f"did you mean {meant}?", fix=f"set it to {meant}")
+
+
+@SECTION.rule(
+    "warning",
+    "argument-removed",
+    field="sampler_type",
+    why="the nearest candidate whose arguments are known has none: TensorRT-LLM may reject it",
+    fix="remove it, or check that your release has it",
+)
+def argument_removed(facts: RoleFacts) -> list[Violation]:
+    """Find arguments of earlier releases that a candidate which was not read may have or not."""
+    release = facts.args.release
+    found = {key: schema.removed(release, key) for key in facts.args.leaves}
+    return [
+        Violation(field=key, other=f"TensorRT-LLM {release.name} has none; {having} have it")
+        for key, having in found.items()
+        if having
+    ]
