@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses.input_token_count_response import InputTokenCountResponse
 
 import dynamo_trtllm
 from dynamo_trtllm.frontend.generation import preprocess
@@ -173,6 +174,7 @@ async def test_input_tokens_then_as_many_as_the_same_response_has() -> None:
     fields = {"input": "hi", "instructions": "be"}
     counted = await post(served, "/v1/responses/input_tokens", **fields)
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": 4}
+    InputTokenCountResponse.model_validate(counted.json(), strict=True)
     whole = await post(served, "/v1/responses", **fields)
     assert whole.json()["usage"]["input_tokens"] == 4
     after = {"input": "so", "previous_response_id": whole.json()["id"]}
