@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator
-from typing import Final
+from typing import Final, Literal
 
 MAX_IGNORED: Final = 16  # ignored fields of a request that are reported
 _MAX_NAME: Final = 64  # characters of each
@@ -44,6 +44,11 @@ class IgnoredFields:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
+
+
+def collector(mode: Literal["reject", "warn", "ignore"]) -> IgnoredFields | None:
+    """Return what collects the ignored fields of a request, as `--unknown-fields` says. None: all are rejected."""
+    return None if mode == "reject" else IgnoredFields(rejects_misspelled=mode == "warn")
 
 
 def misspelled(name: str, known: Collection[str]) -> str | None:

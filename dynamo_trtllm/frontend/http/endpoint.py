@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TypeVar
 
-from dynamo_trtllm.api.request_model import IgnoredFields, RequestModel, parse
+from dynamo_trtllm.api.request_model import RequestModel, parse
+from dynamo_trtllm.api.unknown_fields import IgnoredFields
 from dynamo_trtllm.background import in_thread
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo_trtllm.frontend.http.request_context import AppState, RequestContext

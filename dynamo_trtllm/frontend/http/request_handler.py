@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeAlias
 from msgspec.structs import replace
 
 from dynamo_trtllm.api.response_schemas import ResponseMeta
-from dynamo_trtllm.api.unknown_fields import IgnoredFields
+from dynamo_trtllm.api.unknown_fields import collector
 from dynamo_trtllm.errors import Cancelled, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, pick_best_of
 from dynamo_trtllm.frontend.generation.completions import CompletionBuilder
@@ -116,8 +116,7 @@ class GenerateEndpoint(Endpoint, Generic[B]):
         """Read the body, parse it and plan the request. The returned body has no prompt, to free its memory."""
         adapter, raw_body = self._adapter, await context.read_body(request)
         unknown_fields = self._app_state.config.unknown_fields
-        is_strict, warns = unknown_fields == "reject", unknown_fields == "warn"
-        ignored = None if is_strict else IgnoredFields(rejects_misspelled=warns)
+        ignored = collector(unknown_fields)
         is_large = is_large_body(raw_body)
         async with self._slot(is_large=is_large):
             context.enter("tokenize")

@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 import orjson
 
-from dynamo_trtllm.api.request_model import IgnoredFields
 from dynamo_trtllm.api.response_schemas import (
     DetokenizationObject,
     InputTokensObject,
@@ -16,6 +15,7 @@ from dynamo_trtllm.api.response_schemas import (
 )
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.api.tokenization import DetokenizeRequest, TokenizeRequest
+from dynamo_trtllm.api.unknown_fields import collector
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.generation.conversation import chat_conversation, chat_options
 from dynamo_trtllm.frontend.generation.preprocess import (
@@ -51,7 +51,7 @@ class TokenizationEndpoint(Endpoint, Generic[R]):
         check_json(request)
         raw_body = await context.read_body(request)
         unknown_fields = self._app_state.config.unknown_fields
-        ignored = None if unknown_fields == "reject" else IgnoredFields()
+        ignored = collector(unknown_fields)
         is_large = is_large_body(raw_body)
         async with self._slot(is_large=is_large):
             context.enter("tokenize")
@@ -61,7 +61,7 @@ class TokenizationEndpoint(Endpoint, Generic[R]):
             size = max(len(raw_body), stored_chars)
             data = await self._tokenize(context, served, lambda: orjson.dumps(prepare()), size, is_large=is_large)
         if ignored is not None and unknown_fields != "ignore":
-            context.report_ignored(ignored)
+            context.report_ignored(ignored, request)
         response.send(200, data, headers=context.served_by())
 
 

@@ -247,7 +247,7 @@ def test_template_argument_that_the_format_does_not_use_then_ignored_and_listed(
     assert chat(make_template(), **fields).ignored == (f"{field}.mood",)
 
 
-def test_chat_template_then_developer_is_system_and_what_it_can_not_use_is_refused(make_template: TemplateModels) -> None:
+def test_chat_template_then_developer_is_system_and_what_it_lacks_is_refused(make_template: TemplateModels) -> None:
     served = make_template()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
     plan = chat(served, messages=messages, tools=[TIME], chat_template_kwargs={"enable_thinking": True})
