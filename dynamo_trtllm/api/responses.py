@@ -56,12 +56,13 @@ Texts = Annotated[
 class MessageItem(RequestModel):
     """A message of the input or of an earlier response, in the short form (role and content) or the full form."""
 
-    hints: ClassVar = frozenset({"status", "phase"})
+    hints: ClassVar = frozenset({"status"})
 
     type: Literal["message"] = "message"
     id: Label | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
+    phase: Literal["commentary", "final_answer"] | None = None  # no effect unless the role is "assistant"
 
 
 class SummaryText(RequestModel):

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from typing import Final, TypeAlias
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import TOOL_NAME, Delta, DeltaBuilder, OutputParser, overlap
+from dynamo_trtllm.tokenization.base import TOOL_NAME, Channel, DeltaBuilder, OutputParser, StepOutput, overlap
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
@@ -27,6 +27,7 @@ _SCALAR: Final = re.compile(r"[A-Za-z0-9+.\-]*")
 _CLOSERS: Final = {'"': '"', "{": "}", "[": "]"}
 _STRING_STOP: Final = re.compile(r'["\\]')
 _NESTED_STOP: Final = re.compile(r'["{}\[\]]')
+_CONTENT: Final = Channel.CONTENT
 _Waiting: TypeAlias = Generator[None, None, bool]
 _Parsing: TypeAlias = Generator[None, None, None]
 
@@ -41,6 +42,7 @@ class _Output:
         self.text, self.at = "", 0  # the text received last, and where reading goes on
         self.has_ended = False  # no more text comes
         self.out = DeltaBuilder()  # receives reasoning, content and calls
+        self.num_reasoning_texts = 0  # that it has received
         self.is_inside = reasoning_parser == "deepseek_r1"  # reasoning: the prompt may end with its opening marker
         self.is_over = reasoning_parser == "none"  # all further text is the answer
         self.is_text = False  # all further text is content
@@ -60,13 +62,13 @@ class _Output:
             yield from self._hermes_answer()
         elif self._tool_call_parser == "json":
             yield from self._json_answer()
-        self.out.content.append(self._rest())
+        self.out.add(_CONTENT, self._rest())
         self.is_text = True
         yield
 
     def show_unseen(self) -> None:
         """Emit as content what was read since the last call."""
-        self.out.content.append("".join(self._unseen))
+        self.out.add(_CONTENT, "".join(self._unseen))
         self._unseen.clear()
 
     def finish_answer(self) -> None:
@@ -118,7 +120,8 @@ class _Output:
 
     def _reason(self, text: str) -> None:
         if text:
-            self.out.reasoning.append(text)
+            self.out.add(Channel.REASONING, text)
+            self.num_reasoning_texts += 1
 
     # --- answers ---------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class _Output:
             if marker:
                 self.at -= len(after)
                 is_shown = not (skips_space and before.isspace())
-                self.out.content.append(before if is_shown else "")
+                self.out.add(_CONTENT, before if is_shown else "")
                 self._unseen.append(TOOL_CALL if is_shown else before + TOOL_CALL)
                 return
             shown = text[: len(text) - overlap(text, TOOL_CALL)]
@@ -177,7 +180,7 @@ class _Output:
                 shown = ""
             else:
                 skips_space = False
-            self.out.content.append(shown)
+            self.out.add(_CONTENT, shown)
             if len(shown) < len(text):
                 self._unseen.append(text[len(shown) :])
 
@@ -330,42 +333,45 @@ class ChatOutputParser:
         # The generator refers to the output, which does not refer to it: a cycle would keep the text in memory.
         self._output = _Output(reasoning_parser, tool_call_parser)
         self._parsing = self._output.parse()
+        self._is_plain = False  # all further text is content, and none waits
         self._add(forced_ids)
         self._output.out.reasoning_tokens = 0
 
-    def push(self, token_ids: TokenIds) -> Delta:
+    def push(self, token_ids: TokenIds) -> StepOutput:
+        if self._is_plain:
+            return self._text.push(token_ids)
         self._add(token_ids)
         return self._take()
 
-    def finish(self) -> Delta:
-        self._push(self._text.finish().content)
+    def finish(self) -> StepOutput:
+        self._push(self._text.finish())
         self._output.has_ended = True
         if not self._output.is_over:
             self._parse("")
         self._output.finish_answer()
         return self._take()
 
-    def _take(self) -> Delta:
-        out, self._output.out = self._output.out, DeltaBuilder()
-        return out.delta()
+    def _take(self) -> StepOutput:
+        self._is_plain = self._output.is_text
+        return self._output.out.take()
 
     def _add(self, token_ids: TokenIds) -> None:
         output, at = self._output, 0
-        out = output.out
         while at < len(token_ids) and not output.is_over:
-            num_texts, was_inside = len(out.reasoning), output.is_inside
-            self._push(self._text.push(token_ids[at : at + 1]).content)
-            if (was_inside and output.is_inside) or len(out.reasoning) > num_texts:
-                out.reasoning_tokens += 1  # inside the markers, or with a part of the reasoning text
+            num_texts, was_inside = output.num_reasoning_texts, output.is_inside
+            self._push(self._text.push(token_ids[at : at + 1]))
+            if (was_inside and output.is_inside) or output.num_reasoning_texts > num_texts:
+                output.out.reasoning_tokens += 1  # inside the markers, or with a part of the reasoning text
             at += 1
         if at < len(token_ids):
-            self._push(self._text.push(token_ids[at:]).content)
+            self._push(self._text.push(token_ids[at:]))
 
-    def _push(self, text: str) -> None:
-        if self._output.is_text:
-            self._output.out.content.append(text)
-        elif text:
-            self._parse(text)
+    def _push(self, decoded: StepOutput) -> None:
+        for delta in decoded.deltas:
+            if self._output.is_text:
+                self._output.out.add(_CONTENT, delta.text)
+            else:
+                self._parse(delta.text)
 
     def _parse(self, text: str) -> None:
         self._output.text, self._output.at = text, 0

@@ -25,6 +25,7 @@ from dynamo_trtllm.tokenization.base import (
     NO_FORCED_IDS,
     TOOL_NAME,
     BytesTextParser,
+    Channel,
     Conversation,
     Message,
     OutputParser,
@@ -64,7 +65,8 @@ class HarmonyRenderer:
         self._token_cache = TextCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
         self._token_texts = TokenTextCache(self._tokenizer.token_bytes)
-        self._reasoning_texts = TokenTextCache(self._tokenizer.token_bytes, is_reasoning=True)
+        channels = (Channel.REASONING, Channel.COMMENTARY, Channel.FINAL)
+        self._channel_texts = {each: TokenTextCache(self._tokenizer.token_bytes, each) for each in channels}
         self._header = functools.lru_cache(maxsize=64)(self._make_header)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
@@ -108,8 +110,7 @@ class HarmonyRenderer:
         self, *, forced_ids: TokenIds = NO_FORCED_IDS, hidden: frozenset[int] | None = None
     ) -> OutputParser:
         return HarmonyParser(
-            self._token_texts,
-            self._reasoning_texts,
+            self._channel_texts,
             forced_ids=forced_ids,
             is_reasoning_split=self.reasoning_parser != "none",
             is_call_split=self._is_call_split,
@@ -213,10 +214,10 @@ def conversation_messages(conversation: Conversation) -> Iterator[HarmonyMessage
 
 
 def _is_answer(message: Message) -> bool:
-    """Return whether a message ends the model's turn. One with only reasoning was cut off."""
+    """Return whether a message ends the model's turn. One with only reasoning or a preamble was cut off."""
     if message.role != "assistant" or message.tool_calls:
         return False
-    return bool(message.content or not message.reasoning)
+    return bool(message.content or not (message.reasoning or message.preamble))
 
 
 def _developer(instructions: str, tools: tuple[Tool, ...] = ()) -> HarmonyMessage:
@@ -241,6 +242,8 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
             is_answer = _is_answer(message)
             if message.reasoning and keep_reasoning and not is_answer:
                 yield HarmonyMessage(oh.Role.ASSISTANT, message.reasoning, channel="analysis")
+            if message.preamble:
+                yield HarmonyMessage(oh.Role.ASSISTANT, message.preamble, channel="commentary")
             if message.content or is_answer:
                 yield HarmonyMessage(oh.Role.ASSISTANT, message.content, channel="commentary" if calls else "final")
             for call in calls:

@@ -1,4 +1,4 @@
-"""Parse Harmony output into deltas: analysis is reasoning, final is content, function calls are tool calls.
+"""Parse Harmony output into deltas: reasoning, commentary, the final text and function calls.
 
 The parser accepts any output of a model without an error, omits all markers, and withholds at most one message header.
 """
@@ -6,12 +6,13 @@ The parser accepts any output of a model without an error, omits all markers, an
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
-from enum import Enum, auto
+from enum import StrEnum, auto
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Delta, DeltaBuilder, TokenTextCache
+from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, TOOL_NAME, Channel, DeltaBuilder, StepOutput, TokenTextCache
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL, NAMED_SPECIALS
 
 ASSISTANT: Final = "assistant"
@@ -42,6 +43,10 @@ class Header(NamedTuple):
         return name if TOOL_NAME.match(name) and not is_builtin else None
 
     @property
+    def is_commentary(self) -> bool:
+        return self.role == ASSISTANT and self.channel == "commentary"
+
+    @property
     def is_reasoning(self) -> bool:
         return self.role == ASSISTANT and self.channel == "analysis" and self.recipient in {"", *_NO_TOOLS}
 
@@ -60,48 +65,53 @@ _MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
-class _Position(Enum):
+class _Position(StrEnum):
     """Position of the next token: in a header, between messages, or in a part of the output."""
 
     HEADER = auto()
     BETWEEN = auto()  # after the end of a message
-    CONTENT = auto()
+    FINAL = auto()
+    COMMENTARY = auto()
     REASONING = auto()
     ARGUMENTS = auto()
 
 
 _OUTSIDE: Final = (_Position.HEADER, _Position.BETWEEN)  # of a body
+_CHANNELS: Final = {
+    _Position.FINAL: Channel.FINAL,
+    _Position.COMMENTARY: Channel.COMMENTARY,
+    _Position.REASONING: Channel.REASONING,
+}
 
 
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
-    Text that is not valid Harmony becomes content, without control tokens. This applies to invalid, overlong and
-    unfinished headers, to text between messages, and to calls without a valid name or of gpt-oss's built-in tools.
+    Text that is not valid Harmony becomes final text, without control tokens. This applies to invalid, overlong and
+    unfinished headers, and to text between messages. Calls without a valid name or of gpt-oss's built-in tools are
+    text, too.
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
 
     Args:
-        content: Token texts of the vocabulary, as deltas of content. Control tokens have none.
-        reasoning: The same texts, as deltas of reasoning.
+        texts: Token texts of the vocabulary, by their channel. Control tokens have none.
         forced_ids: Ids that follow the prompt. They are not output.
-        is_reasoning_split: If False, reasoning is content.
-        is_call_split: If False, the arguments of calls are content.
+        is_reasoning_split: If False, reasoning is final text.
+        is_call_split: If False, the arguments of calls are text of their message's channel.
     """
 
     def __init__(
         self,
-        content: TokenTextCache,
-        reasoning: TokenTextCache,
+        texts: Mapping[Channel, TokenTextCache],
         *,
         forced_ids: TokenIds = NO_FORCED_IDS,
         is_reasoning_split: bool = True,
         is_call_split: bool = True,
     ) -> None:
-        self._token_bytes = content.token_bytes
-        self._reasoning = _Position.REASONING if is_reasoning_split else _Position.CONTENT
+        self._texts = texts
+        self._token_bytes = texts[Channel.FINAL].token_bytes
+        self._reasoning = _Position.REASONING if is_reasoning_split else _Position.FINAL
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        self._texts = {_Position.CONTENT: content, _Position.REASONING: reasoning}
         self._token_texts: TokenTextCache | None = None  # fast path for a token that continues the current body
         self._position = _Position.HEADER
         self._header: list[int] = []
@@ -111,24 +121,24 @@ class HarmonyParser:
         self._run(forced_ids)
         self._prefill_ids = len(self._header)  # number of tokens in the header that are not output
 
-    def push(self, token_ids: TokenIds) -> Delta:
+    def push(self, token_ids: TokenIds) -> StepOutput:
         if self._token_texts is not None and len(token_ids) == 1 and not self._decoder.buffer:
-            delta = self._token_texts[token_ids[0]]
-            if delta is not None:
-                return delta
+            step = self._token_texts[token_ids[0]]
+            if step is not None:
+                return step
         self._run(token_ids)
         return self._take()
 
-    def finish(self) -> Delta:
+    def finish(self) -> StepOutput:
         if self._position is _Position.HEADER and self._header and not self._is_cut_header():
             self._header_is_text()
         self._flush()
         return self._take()
 
-    def _take(self) -> Delta:
-        out, self._out = self._out, DeltaBuilder()
-        self._token_texts = self._texts.get(self._position)
-        return out.delta()
+    def _take(self) -> StepOutput:
+        channel = _CHANNELS.get(self._position)
+        self._token_texts = None if channel is None else self._texts[channel]
+        return self._out.take()
 
     def _run(self, token_ids: TokenIds) -> None:
         run: list[int] = []  # body tokens not decoded yet
@@ -149,7 +159,7 @@ class HarmonyParser:
     def _text(self, token_id: int) -> None:
         """Process an ordinary token outside a body."""
         if self._position is _Position.BETWEEN:
-            self._position = _Position.CONTENT
+            self._position = _Position.FINAL
             self._body([token_id])
             return
         self._header.append(token_id)
@@ -192,8 +202,10 @@ class HarmonyParser:
             self._position = _Position.ARGUMENTS
             self._out.begin_call(self._calls, header.call)
             self._calls += 1
+        elif header.is_reasoning:
+            self._position = self._reasoning
         else:
-            self._position = self._reasoning if header.is_reasoning else _Position.CONTENT
+            self._position = _Position.COMMENTARY if header.is_commentary else _Position.FINAL
 
     def _read_header(self) -> Header | None:
         """Parse the withheld tokens, `sender<|channel|>channel<|constrain|>content_type`; None: they are no header.
@@ -230,10 +242,10 @@ class HarmonyParser:
         return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
 
     def _header_is_text(self) -> None:
-        """Emit the withheld header as content. The text up to the next control token is content, too."""
+        """Emit the withheld header as final text, to which the text up to the next control token belongs."""
         shown = self._header[self._prefill_ids :]
         self._clear_header()
-        self._position = _Position.CONTENT
+        self._position = _Position.FINAL
         self._body(shown)
 
     def _clear_header(self) -> None:
@@ -261,7 +273,8 @@ class HarmonyParser:
         self._decoder.reset()
 
     def _put(self, text: str) -> None:
-        if self._position is _Position.ARGUMENTS:
+        channel = _CHANNELS.get(self._position)
+        if channel is not None:
+            self._out.add(channel, text)
+        elif self._position is _Position.ARGUMENTS:
             self._out.add_arguments(self._calls - 1, text)
-        elif text:
-            (self._out.reasoning if self._position is _Position.REASONING else self._out.content).append(text)

@@ -226,7 +226,8 @@ class ChatTemplateRenderer:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = "\n".join(text for text in (message.preamble, message.content) if text)
+    shown: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         shown["name"] = message.name
     if message.reasoning is not None:

@@ -15,7 +15,7 @@ from transformers import GptOssForCausalLM
 
 from dynamo_trtllm.demo_models import expand, resolve
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
+from dynamo_trtllm.tokenization.base import Channel, Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
@@ -205,15 +205,17 @@ class Speaker:
         end = next((place for place, number in enumerate(ids) if number in stops), None)
         said = ids if end is None else ids[: end + 1]
         parser = self._renderer.chat_parser()
-        deltas = [parser.push(token_ids(said)), parser.finish()]
-        calls = [call for delta in deltas for call in delta.tool_calls]
+        steps = [parser.push(token_ids(said)), parser.finish()]
+        deltas = [delta for step in steps for delta in step.deltas]
+        reasoning = [delta.text for delta in deltas if delta.channel is Channel.REASONING]
+        calls = [delta for delta in deltas if delta.channel is Channel.CALL]
         return Turn(
             stopped=end is not None,
-            reasoning="".join(delta.reasoning for delta in deltas),
-            reasoning_tokens=sum(delta.reasoning_tokens for delta in deltas),
-            answer="".join(delta.content for delta in deltas),
+            reasoning="".join(reasoning),
+            reasoning_tokens=sum(step.reasoning_tokens for step in steps),
+            answer="".join(delta.text for delta in deltas if delta.channel not in (Channel.REASONING, Channel.CALL)),
             call=next((call.name for call in calls if call.name), ""),
-            arguments="".join(call.arguments for call in calls),
+            arguments="".join(call.text for call in calls),
             tokens=len(said),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,9 +19,10 @@ from dynamo_trtllm.frontend.generation.preprocess import ChoiceRequest, Generati
 from dynamo_trtllm.messages import Chunk, FinishReason, PhaseTimings, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.observability.recorder import RECORDER
 from dynamo_trtllm.streams import StreamEvent, StreamHandle, unexpected_error
-from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
+from dynamo_trtllm.tokenization.base import Channel, Delta, StepOutput, joined
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
+_REASONING, _CALL = Channel.REASONING, Channel.CALL
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -32,10 +33,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     index: int = 0  # of the choice
     tokens: int = 0  # number of generated tokens, including those that are not shown
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    deltas: tuple[Delta, ...] = ()  # in the order of generation
     token_ids: Sequence[int] = ()  # of all tokens, if the client asked for them
     finish: str | None = None  # "stop", "length", "tool_calls"
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first delta of a choice, if the client asked for them
@@ -74,8 +72,9 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """Return the text that is still held back, at the end of the stream."""
+        """Return the text that is still held back. No stop string spans this place."""
         pending, self._pending = self._pending, ""
+        self._matched = [0] * len(self._stops)
         return pending
 
     def _end(self, index: int, text: str) -> int | None:
@@ -112,7 +111,8 @@ class ChoiceState:
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request
-        self._parse = choice_request.parser.push
+        parser = choice_request.make_parser()
+        self._parse, self._finish_parser = parser.push, parser.finish
         self._index = index
         self._has_logprobs = choice_request.request.sampling.logprobs is not None
         self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
@@ -122,7 +122,11 @@ class ChoiceState:
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
+        self._text_channel = Channel.CONTENT  # of the text so far
         self._is_plain = choice_request.is_plain
+        # Whether the text may end the output before its last token. Then the tokens so far are stored.
+        self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
+        self._ids = token_ids()
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
         self._stream: StreamHandle | None = None
         self.num_tokens = 0  # generated
@@ -175,44 +179,33 @@ class ChoiceState:
 
     def push(self, chunk: Chunk) -> ChoiceDelta:
         """Return the delta of one chunk."""
-        tokens = len(chunk.token_ids)
-        self.num_tokens += tokens
         if chunk.finish_reason is None and self._is_plain:  # the fast path of nearly all tokens: only parsing
-            delta = self._parse(chunk.token_ids)
-            self._reasoning_tokens += delta.reasoning_tokens
-            if delta.tool_calls:
+            tokens = len(chunk.token_ids)
+            self.num_tokens += tokens
+            step = self._parse(chunk.token_ids)
+            self._reasoning_tokens += step.reasoning_tokens
+            if step.num_calls:
                 self._saw_tool_call = True
-            return ChoiceDelta(
-                index=self._index,
-                tokens=tokens,
-                content=delta.content,
-                reasoning=delta.reasoning,
-                tool_calls=delta.tool_calls,
-            )
-        echoed = scored = NO_LOGPROBS
-        if self._awaits_prompt_logprobs:
-            echoed, scored = self._prompt_logprobs()
+            return ChoiceDelta(index=self._index, tokens=tokens, deltas=step.deltas)
+        deltas: list[Delta] = []
+        scored = self._add_prompt_logprobs(deltas) if self._awaits_prompt_logprobs else NO_LOGPROBS
         if self._choice_request.is_prompt_only:
-            self.num_tokens, self.finish = 0, "length"
-            return ChoiceDelta(index=self._index, logprobs=echoed, finish=self.finish, prompt_logprobs=scored)
-        shown = self._shown(chunk)
+            self.finish = "length"
+            return ChoiceDelta(index=self._index, deltas=tuple(deltas), finish=self.finish, prompt_logprobs=scored)
+        ids = self._push_shown(chunk, deltas)
+        self.num_tokens += len(ids)
         if self._has_logprobs:
-            self._logprob_sum += sum(each.logprob for each in chunk.logprobs)
-        if self._shows_logprobs:
-            delta, logprobs = self._push_each(shown, chunk.logprobs)
-        else:
-            delta, logprobs = self._choice_request.parser.push(shown), NO_LOGPROBS
-        if chunk.finish_reason is not None:
-            delta = merged(delta, self._choice_request.parser.finish())
-        self._reasoning_tokens += delta.reasoning_tokens
-        finish = chunk.finish_reason
-        if delta.tool_calls:
-            self._saw_tool_call = True
-            if not self._options.parallel_tool_calls and delta.tool_calls[-1].index > 0:
-                calls = tuple(call for call in delta.tool_calls if call.index == 0)
-                delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
-        choice_delta = self._choice_delta(delta, echoed + logprobs, finish, chunk.token_ids)
-        return msgspec.structs.replace(choice_delta, prompt_logprobs=scored) if scored else choice_delta
+            self._logprob_sum += sum(each.logprob for each in chunk.logprobs[: len(ids)])
+        if self.finish is None and chunk.finish_reason is not None:
+            self._end(chunk.finish_reason, deltas)
+        return ChoiceDelta(
+            index=self._index,
+            tokens=len(ids),
+            deltas=tuple(deltas) if len(deltas) < 2 else joined(deltas),
+            token_ids=ids if self._options.returns_token_ids else (),
+            finish=self.finish,
+            prompt_logprobs=scored,
+        )
 
     @property
     def mean_logprob(self) -> float:
@@ -247,8 +240,8 @@ class ChoiceState:
             reasoning_tokens=self._reasoning_tokens,
         )
 
-    def _prompt_logprobs(self) -> tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
-        """Return the log-probabilities of the prompt for `logprobs` of the choice, and for their own field.
+    def _add_prompt_logprobs(self, deltas: list[Delta]) -> tuple[TokenLogprob, ...]:
+        """Add the log-probabilities of the prompt for `logprobs` of the choice. Return those for their own field.
 
         They all arrive before the first chunk. Called once.
         """
@@ -259,58 +252,130 @@ class ChoiceState:
                 f"the worker returned log-probabilities of {len(scored)} of {wanted} prompt tokens; upgrade it"
             )
         choice_request = self._choice_request
-        return _likeliest(scored, choice_request.echo_logprobs), _likeliest(scored, choice_request.prompt_logprobs)
+        if echoed := _likeliest(scored, choice_request.echo_logprobs):
+            deltas.append(Delta(channel=self._text_channel, logprobs=echoed))
+        return _likeliest(scored, choice_request.prompt_logprobs)
 
-    def _shown(self, chunk: Chunk) -> TokenIds:
+    def _push_shown(self, chunk: Chunk, deltas: list[Delta]) -> TokenIds:
+        """Add the output of the chunk to `deltas`. Return its tokens, without those after the end of the output."""
         ids = chunk.token_ids
         stopped = chunk.finish_reason is FinishReason.STOP
-        return ids[:-1] if stopped and ids and ids[-1] in self._choice_request.hidden_token_ids else ids
+        shown = ids[:-1] if stopped and ids and ids[-1] in self._choice_request.hidden_token_ids else ids
+        if self._shows_logprobs:
+            return self._push_scored(ids, shown, chunk.logprobs, deltas)
+        step, num_reasoning = self._parse(shown), self._reasoning_tokens
+        self._count(step)
+        self._add(step.deltas, deltas)
+        if self._is_bounded:
+            if self.finish is not None and len(ids) > 1:
+                self._reasoning_tokens = num_reasoning
+                return shown[: self._num_used(shown)]
+            self._ids.extend(shown)
+        return ids
 
-    def _choice_delta(
-        self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, ids: TokenIds
-    ) -> ChoiceDelta:
-        content, tool_calls, hit = delta.content, delta.tool_calls, False
+    def _push_scored(
+        self, ids: TokenIds, shown: TokenIds, logprobs: Sequence[TokenLogprob], deltas: list[Delta]
+    ) -> TokenIds:
+        """Parse token by token, to decide for each log-probability whether it belongs to text."""
+        for index in range(len(shown)):
+            step = self._parse(shown if len(shown) == 1 else shown[index : index + 1])
+            self._count(step)
+            self._add(self._scored(step, logprobs[index]) if index < len(logprobs) else step.deltas, deltas)
+            if self.finish is not None:
+                return ids[: index + 1]
+        return ids
+
+    def _num_used(self, ids: TokenIds) -> int:
+        """Return how many tokens of the last step belong to the output, and count their reasoning.
+
+        The parser does not report to which token a text belongs. So the output is parsed again, this step token by
+        token. That happens at most once, and leaves the parsing of most steps as fast as it is without stop strings.
+        """
+        again = ChoiceState(self._choice_request)
+        again._add(again._parse(self._ids).deltas, [])
+        num_used = 0
+        while num_used < len(ids) and again.finish is None:
+            step = again._parse(ids[num_used : num_used + 1])
+            self._reasoning_tokens += step.reasoning_tokens
+            again._add(step.deltas, [])
+            num_used += 1
+        return num_used
+
+    def _count(self, step: StepOutput) -> None:
+        self._reasoning_tokens += step.reasoning_tokens
+        if step.num_calls:
+            self._saw_tool_call = True
+
+    def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
+        """Add parsed deltas up to a stop string or a call that is not allowed, which set `finish`."""
+        for delta in parsed:
+            channel = delta.channel
+            if channel is not self._text_channel:
+                self._release(deltas)  # what follows is not part of the same message
+            if channel is _REASONING:
+                if self._options.shows_reasoning:
+                    deltas.append(delta)
+            elif channel is not _CALL:
+                self._text_channel = channel
+                self._add_text(delta, deltas)
+            elif self._options.parallel_tool_calls or not delta.call_index:
+                deltas.append(delta)
+            else:
+                self.finish = "tool_calls"
+            if self.finish is not None:
+                return
+
+    def _add_text(self, delta: Delta, deltas: list[Delta]) -> None:
+        """Add text up to a stop string, which sets `finish`."""
         if self._stops is not None:
-            content, hit = self._stops.push(content)
-            if not hit and finish is not None:
-                content += self._stops.flush()
-        if hit:
-            tool_calls, self.finish = (), "stop"
-        elif finish is FinishReason.STOP:
+            text, is_stopped = self._stops.push(delta.text)
+            if is_stopped:
+                self.finish = "stop"
+            if text is not delta.text:
+                delta = Delta(channel=delta.channel, text=text, logprobs=delta.logprobs)
+        if delta.text or delta.logprobs:
+            deltas.append(delta)
+
+    def _release(self, deltas: list[Delta]) -> None:
+        """Add the text that may have been the beginning of a stop string."""
+        if self._stops is not None and (text := self._stops.flush()):
+            deltas.append(Delta(channel=self._text_channel, text=text))
+
+    def _end(self, reason: FinishReason, deltas: list[Delta]) -> None:
+        """Add the output that the parser withheld, and set `finish`."""
+        step = self._finish_parser()
+        self._count(step)
+        self._add(step.deltas, deltas)
+        if self.finish is not None:
+            return
+        self._release(deltas)
+        if reason is FinishReason.STOP:
             self.finish = "tool_calls" if self._saw_tool_call else "stop"
-        elif finish is FinishReason.LENGTH:
+        elif reason is FinishReason.LENGTH:
             self.finish = "length"
-        elif finish is not None:
-            raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
-        return ChoiceDelta(
-            index=self._index,
-            tokens=len(ids),
-            content=content,
-            reasoning=delta.reasoning if self._options.shows_reasoning else "",
-            tool_calls=tool_calls,
-            logprobs=logprobs,
-            token_ids=ids if self._options.returns_token_ids else (),
-            finish=self.finish,
-        )
+        else:
+            raise StreamIncomplete(f"the stream ended with {reason.value!r}, and no decode call followed")
 
-    def _push_each(
-        self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]
-    ) -> tuple[Delta, tuple[TokenLogprob, ...]]:
-        """Parse token by token, to decide for each log-probability whether it belongs to content."""
-        total, shown = Delta(), []
-        for index in range(len(ids)):
-            delta = self._choice_request.parser.push(ids[index : index + 1])
-            total = merged(total, delta)
-            if index < len(all_logprobs) and self._counts(delta, all_logprobs[index].token_id):
-                shown.append(all_logprobs[index])
-        return total, tuple(shown)
+    def _scored(self, step: StepOutput, logprob: TokenLogprob) -> tuple[Delta, ...]:
+        """Return the deltas of one token with its log-probability, if that belongs to text."""
+        last = -1  # place of the last text
+        for index, delta in enumerate(step.deltas):
+            if delta.channel is not _REASONING and delta.channel is not _CALL:
+                last = index
+        if not self._counts(step, logprob.token_id, has_text=last >= 0):
+            return step.deltas
+        if last < 0:
+            return (*step.deltas, Delta(channel=self._text_channel, logprobs=(logprob,)))
+        text = step.deltas[last]
+        scored = Delta(channel=text.channel, text=text.text, logprobs=(logprob,))
+        return (scored,) if len(step.deltas) == 1 else (*step.deltas[:last], scored, *step.deltas[last + 1 :])
 
-    def _counts(self, delta: Delta, token_id: int) -> bool:
+    def _counts(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
         if not self._choice_request.content_logprobs_only:
             return True
-        if delta.content or delta.reasoning or delta.tool_calls or delta.reasoning_tokens:
-            self._in_content = bool(delta.content)
-            return self._in_content
+        if step.deltas or step.reasoning_tokens:
+            self._in_content = has_text
+            return has_text
         # The token gave no text: part of a character inside content counts, a marker does not.
         return self._in_content and "\ufffd" in self._choice_request.renderer.decode(token_ids((token_id,)))
 
@@ -320,16 +385,6 @@ def _likeliest(scored: Sequence[TokenLogprob], most: int | None) -> tuple[TokenL
     if most is None:
         return NO_LOGPROBS
     return tuple(TokenLogprob(each.token_id, each.logprob, each.top[:most]) for each in scored)
-
-
-def merged(first: Delta, second: Delta) -> Delta:
-    """Return two consecutive deltas as one."""
-    return Delta(
-        content=first.content + second.content,
-        reasoning=first.reasoning + second.reasoning,
-        tool_calls=first.tool_calls + second.tool_calls,
-        reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
-    )
 
 
 def pick_best_of(

@@ -1,6 +1,7 @@
 """Adapt `/v1/chat/completions` and `/v1/completions`: encode deltas as events, or aggregate them into a body.
 
-Each engine step gives one event. The constant part of a choice's events is built once; per event only text is encoded.
+An engine step gives one event, unless an event's order of fields would not be that of generation.
+The constant part of a choice's events is built once; per event only text is encoded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dynamo_trtllm.frontend.generation.choice import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.generation.preprocess import B, ChoiceRequest, GenerationPlan, prepare_chat, prepare_text
 from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.messages import GenerateRequest, TokenLogprob, token_ids
-from dynamo_trtllm.tokenization.base import Renderer, ServedModel, ToolCallDelta
+from dynamo_trtllm.tokenization.base import Channel, Delta, Renderer, ServedModel
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB: Final = -9999.0  # JSON has no minus infinity
@@ -32,6 +33,9 @@ HALF_CHARACTER: Final = "\ufffd"
 PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 _END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere else
 _NO_USAGE = b'"usage":null' + _END
+_CALL, _REASONING = Channel.CALL, Channel.REASONING
+# The order of an event's fields.
+_RANKS = {Channel.REASONING: 0, Channel.COMMENTARY: 1, Channel.FINAL: 1, Channel.CONTENT: 1, Channel.CALL: 2}
 
 
 def event(value: Any) -> bytes:
@@ -145,16 +149,18 @@ class _TextChoice:
     # --- complete ------------------------------------------------------------------------------------------
 
     def push(self, delta: ChoiceDelta) -> None:
-        self._content.append(delta.content)
-        self._reasoning.append(delta.reasoning)
-        self._logprobs.extend(delta.logprobs)
+        for each in delta.deltas:
+            self._logprobs.extend(each.logprobs)
+            if each.channel is Channel.REASONING:
+                self._reasoning.append(each.text)
+            elif each.channel is not Channel.CALL:
+                self._content.append(each.text)
+            else:
+                _, arguments = self._calls.setdefault(each.call_index, (each.name or "", []))
+                arguments.append(each.text)
         self._token_ids.extend(delta.token_ids)
         if delta.prompt_logprobs:
             self._prompt_logprobs = delta.prompt_logprobs
-        for call in delta.tool_calls:
-            if call.name is not None:
-                self._calls[call.index] = (call.name, [])
-            self._calls[call.index][1].append(call.arguments)
         self._finish = delta.finish
 
     def body(self) -> dict[str, Any]:
@@ -185,14 +191,19 @@ class _TextChoice:
         return data if delta.finish is None else data + event(self._chunk(self._last, finish=delta.finish))
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        if delta.logprobs or delta.token_ids:
-            logprobs = None
-            if delta.logprobs:
-                logprobs, self._offset = text_logprobs(delta.logprobs, self._renderer, self._offset)
-            return event(self._chunk(delta.content, logprobs=logprobs, **_token_ids(delta)))
-        if delta.content:
+        if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):  # most deltas
             before, after = self._around_delta
-            return before + orjson.dumps(delta.content) + after
+            return before + orjson.dumps(delta.deltas[0].text) + after
+        text = "".join(each.text for each in delta.deltas)
+        scored = _logprobs(delta.deltas)
+        if scored or delta.token_ids:
+            logprobs = None
+            if scored:
+                logprobs, self._offset = text_logprobs(scored, self._renderer, self._offset)
+            return event(self._chunk(text, logprobs=logprobs, **_token_ids(delta)))
+        if text:
+            before, after = self._around_delta
+            return before + orjson.dumps(text) + after
         return b""
 
     def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
@@ -233,36 +244,67 @@ class _ChatChoice(_TextChoice):
         return event(self._chunk({"role": "assistant", "content": "", "refusal": None}) | self._first)
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        if delta.content and not (
-            delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids
-        ):  # most deltas
-            return self._before_content + orjson.dumps(delta.content) + self._after_text
+        if len(delta.deltas) == 1 and delta.finish is None and not delta.token_ids:  # most deltas
+            only = delta.deltas[0]
+            channel = only.channel
+            if only.text and channel is not _CALL and not only.logprobs:
+                text = orjson.dumps(only.text)
+                if channel is not _REASONING:
+                    return self._before_content + text + self._after_text
+                return self._before_reasoning + text + b',"reasoning":' + text + self._after_text
         return super().delta(delta)
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        if delta.logprobs or delta.token_ids:
-            logprobs = chat_logprobs(delta.logprobs, self._renderer) if delta.logprobs else None
-            return event(self._chunk(_chat_delta(delta), logprobs=logprobs, **_token_ids(delta)))
-        if delta.reasoning and not (delta.content or delta.tool_calls):
-            text = orjson.dumps(delta.reasoning)
-            return self._before_reasoning + text + b',"reasoning":' + text + self._after_text
-        fields = _chat_delta(delta)
-        before, after = self._around_delta
-        return before + orjson.dumps(fields) + after if fields else b""
+        data, ids = b"", _token_ids(delta)
+        for deltas in _by_event(delta.deltas) or ([[]] if ids else []):
+            fields = _chat_delta(deltas)
+            scored = _logprobs(deltas)
+            if scored or ids:
+                logprobs = chat_logprobs(scored, self._renderer) if scored else None
+                data += event(self._chunk(fields, logprobs=logprobs, **ids))
+                ids = {}
+            elif fields:
+                before, after = self._around_delta
+                data += before + orjson.dumps(fields) + after
+        return data
 
 
 def _token_ids(delta: ChoiceDelta) -> dict[str, Any]:
     return {"token_ids": list(delta.token_ids)} if delta.token_ids else {}
 
 
-def _chat_delta(delta: ChoiceDelta) -> dict[str, Any]:
+def _logprobs(deltas: Sequence[Delta]) -> Sequence[TokenLogprob]:
+    if len(deltas) == 1:
+        return deltas[0].logprobs
+    return [logprob for each in deltas for logprob in each.logprobs]
+
+
+def _by_event(deltas: Sequence[Delta]) -> Sequence[Sequence[Delta]]:
+    """Divide deltas into events. Clients read the fields of an event in the order reasoning, content, tool calls."""
+    if len(deltas) == 1:
+        return [deltas]
+    events: list[list[Delta]] = []
+    newest = 0
+    for delta in deltas:
+        rank = _RANKS[delta.channel]
+        if not events or rank < newest:
+            events.append([])
+        events[-1].append(delta)
+        newest = rank
+    return events
+
+
+def _chat_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return the fields of one event, whose deltas are in the order of its fields."""
     fields: dict[str, Any] = {}
-    if delta.reasoning:
-        fields |= _reasoning(delta.reasoning)
-    if delta.content:
-        fields["content"] = delta.content
-    if delta.tool_calls:
-        fields["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
+    for delta in deltas:
+        if delta.channel is _CALL:
+            fields.setdefault("tool_calls", []).append(_tool_call(delta))
+        elif delta.text:
+            if delta.channel is _REASONING:
+                fields |= _reasoning(delta.text)
+            else:
+                fields["content"] = fields.get("content", "") + delta.text
     return fields
 
 
@@ -271,11 +313,11 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
+def _tool_call(call: Delta) -> dict[str, Any]:
     if call.name is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": tool_call_id(), "type": "function", "function": function}
+        return {"index": call.call_index, "function": {"arguments": call.text}}
+    function = {"name": call.name, "arguments": call.text}
+    return {"index": call.call_index, "id": tool_call_id(), "type": "function", "function": function}
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[str, Any]:

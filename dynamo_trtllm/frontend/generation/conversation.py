@@ -231,8 +231,8 @@ def _abridged(message: Message) -> Message:
     """Return the message with texts shortened to a few characters and the structure unchanged."""
     calls = tuple(msgspec.structs.replace(call, arguments="{}") for call in message.tool_calls)
     reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
-    content = message.content[:_ABRIDGED_CHARS]
-    return msgspec.structs.replace(message, content=content, reasoning=reasoning, tool_calls=calls)
+    content, preamble = message.content[:_ABRIDGED_CHARS], message.preamble[:_ABRIDGED_CHARS]
+    return msgspec.structs.replace(message, content=content, preamble=preamble, reasoning=reasoning, tool_calls=calls)
 
 
 # --- constraints on the output ---------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -41,11 +42,11 @@ _LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRequest:
-    """One choice of a response, ready to run. It has a parser of its own."""
+    """One choice of a response, ready to run."""
 
     request: GenerateRequest
     renderer: Renderer
-    parser: OutputParser
+    make_parser: Callable[[], OutputParser]  # each call returns a parser of the whole output
     options: GenerationOptions
     hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
@@ -121,7 +122,7 @@ def prepare_conversation(
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            parser=renderer.chat_parser(forced_ids=forced_ids, hidden=hidden),
+            make_parser=functools.partial(renderer.chat_parser, forced_ids=forced_ids, hidden=hidden),
             options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,
@@ -205,7 +206,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, call: GenerateReq
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            parser=renderer.text_parser(hidden),
+            make_parser=functools.partial(renderer.text_parser, hidden),
             options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=False,

@@ -31,7 +31,15 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics, Span
 from dynamo_trtllm.streams import OnChunk
-from dynamo_trtllm.tokenization.base import NO_FORCED_IDS, Conversation, Delta, ServedModel, ToolCallDelta
+from dynamo_trtllm.tokenization.base import (
+    NO_FORCED_IDS,
+    Channel,
+    Conversation,
+    DeltaBuilder,
+    ServedModel,
+    StepOutput,
+    text_output,
+)
 from tests.streaming import PlayedPipeline
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
@@ -48,36 +56,36 @@ class Characters:
     def __init__(self, forced_ids: TokenIds = NO_FORCED_IDS) -> None:
         self._pipe = CONTENT
         self._calls = 0
-        self._forced = self._read(forced_ids).tool_calls
+        self._out = DeltaBuilder()
+        self._read(forced_ids)
 
-    def push(self, ids: TokenIds) -> Delta:
-        delta, forced = self._read(ids), self._forced
-        self._forced = ()
-        return msgspec.structs.replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
+    def push(self, ids: TokenIds) -> StepOutput:
+        self._read(ids)
+        return self._out.take()
 
-    def _read(self, ids: TokenIds) -> Delta:
+    def _read(self, ids: TokenIds) -> None:
         if self._pipe == CONTENT and min(ids, default=END) > HALF:
-            return Delta(content=ids.tobytes().decode("utf-32-le"))  # fast path without markers
-        content, reasoning, calls, count = "", "", [], 0
+            self._out.add(Channel.CONTENT, ids.tobytes().decode("utf-32-le"))  # fast path without markers
+            return
         for token_id in ids:
             if token_id in (REASONING, CONTENT):
                 self._pipe = token_id
             elif token_id == CALL:
                 self._pipe = CALL
-                calls.append(ToolCallDelta(index=self._calls, name="get_system_health"))
+                self._out.begin_call(self._calls, "get_system_health")
                 self._calls += 1
             elif token_id in (END, HALF):
                 continue
             elif self._pipe == REASONING:
-                reasoning, count = reasoning + chr(token_id), count + 1
+                self._out.add(Channel.REASONING, chr(token_id))
+                self._out.reasoning_tokens += 1
             elif self._pipe == CALL:
-                calls.append(ToolCallDelta(index=self._calls - 1, arguments=chr(token_id)))
+                self._out.add_arguments(self._calls - 1, chr(token_id))
             else:
-                content += chr(token_id)
-        return Delta(content=content, reasoning=reasoning, tool_calls=tuple(calls), reasoning_tokens=count)
+                self._out.add(Channel.CONTENT, chr(token_id))
 
-    def finish(self) -> Delta:
-        return Delta()
+    def finish(self) -> StepOutput:
+        return StepOutput()
 
 
 class PlainCharacters:
@@ -86,11 +94,11 @@ class PlainCharacters:
     def __init__(self, hidden: frozenset[int]) -> None:
         self._hidden = hidden
 
-    def push(self, ids: TokenIds) -> Delta:
-        return Delta(content="".join(chr(token_id) for token_id in ids if token_id not in self._hidden))
+    def push(self, ids: TokenIds) -> StepOutput:
+        return text_output("".join(chr(token_id) for token_id in ids if token_id not in self._hidden))
 
-    def finish(self) -> Delta:
-        return Delta()
+    def finish(self) -> StepOutput:
+        return StepOutput()
 
 
 class CharacterRenderer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ from dynamo_trtllm.frontend.generation.flow_events import RouteTrace
 from dynamo_trtllm.frontend.generation.preprocess import GenerationPlan
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.streams import OnEvent, StreamHandle
+from dynamo_trtllm.tokenization.base import Channel, Delta
 from tests.memory_http import asgi
 from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
 
@@ -280,10 +282,11 @@ async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_o
 
 
 def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:
+    text = functools.partial(Delta, channel=Channel.CONTENT)
     plan = GenerationPlan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
-    regions = [ChoiceDelta(index=index, content=f"{index}{part}") for part in "ab" for index in range(4)]
+    regions = [ChoiceDelta(index=index, deltas=(text(text=f"{index}{part}"),)) for part in "ab" for index in range(4)]
     kept = pick_best_of(regions, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
-    assert [(region.index, region.content) for region in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
+    assert [(region.index, region.deltas[0].text) for region in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
 
 
 async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() -> None:

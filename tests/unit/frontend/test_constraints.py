@@ -32,9 +32,8 @@ def test_tool_choice_named_then_the_calls_header_is_forced_and_passed_to_the_par
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
     assert choice.request.sampling.guided == StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
-    delta = choice.parser.push(harmony.renderer.encode('{"city": "Bern"}'))
-    (call,) = delta.tool_calls
-    assert (call.name, call.arguments) == ("get_weather", '{"city": "Bern"}')
+    (call,) = choice.make_parser().push(harmony.renderer.encode('{"city": "Bern"}')).deltas
+    assert (call.name, call.text) == ("get_weather", '{"city": "Bern"}')
 
 
 def test_tool_choice_required_with_one_tool_then_as_if_named(harmony: ServedModel) -> None:
@@ -67,8 +66,8 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
     ]
     header = harmony.renderer.call_header("get_time")
     assert header is not None
-    delta = choice.parser.push(harmony.renderer.encode("get_time") + header[-4:])
-    assert [call.name for call in delta.tool_calls] == ["get_time"]
+    step = choice.make_parser().push(harmony.renderer.encode("get_time") + header[-4:])
+    assert [call.name for call in step.deltas] == ["get_time"]
 
 
 def test_tool_choice_none_and_allowed_tools_then_the_prompt_has_those_only(harmony: ServedModel) -> None:

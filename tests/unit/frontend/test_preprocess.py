@@ -29,7 +29,8 @@ def test_n_choices_then_each_has_its_id_its_seed_and_its_parser(harmony: ServedM
     plan = chat(harmony, n=3, seed=(1 << 63) - 2)
     assert [choice.request.request_id for choice in plan.choices] == ["id-0", "id-1", "id-2"]
     assert [choice.request.sampling.seed for choice in plan.choices] == [(1 << 63) - 2, (1 << 63) - 1, -(1 << 63)]
-    assert len({id(choice.parser) for choice in plan.choices}) == 3
+    parsers = [choice.make_parser() for choice in plan.choices]
+    assert len({id(parser) for parser in parsers}) == 3
     assert (plan.candidates, plan.keep) == (3, 3)
     assert {choice.request.sampling.seed for choice in chat(harmony, n=3).choices} == {None}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.responses.items import OutputBuilder, TextDelta, messages_of
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.base import ToolCallDelta
+from dynamo_trtllm.tokenization.base import Channel, Delta
 from tests.unit.frontend.app_helpers import CharacterRenderer
 from tests.unit.frontend.responses_client import EVENT
 
@@ -18,34 +18,38 @@ RESPONSE = "resp_" + "a" * 40
 WORDS = st.text(alphabet='ab{}"\n é', max_size=4)
 
 
+TEXTS = (Channel.REASONING, Channel.COMMENTARY, Channel.FINAL, Channel.CONTENT)
+
+
 @st.composite
 def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
-    """Pieces as a parser makes them: the parts of a call come one after the other."""
-    script: list[ChoiceDelta] = []
+    """Steps as a parser makes them, of any size: the parts of a call come one after the other."""
+    deltas: list[Delta] = []
     calls = 0
-    for kind in draw(
-        st.lists(st.sampled_from(["content", "reasoning", "both", "call", "logprobs", "nothing"]), max_size=12)
-    ):
+    for channel in draw(st.lists(st.sampled_from(Channel), max_size=12)):
         words, more = draw(WORDS), draw(WORDS)
-        match kind:
-            case "content":
-                script.append(ChoiceDelta(content=words))
-            case "reasoning":
-                script.append(ChoiceDelta(reasoning=words))
-            case "both":
-                script.append(ChoiceDelta(reasoning=words, content=more))
-            case "logprobs":
-                script.append(ChoiceDelta(content=words, logprobs=(TokenLogprob(97, -0.5, ((98, -1.0),)),)))
-            case "call":
-                name = ToolCallDelta(index=calls, name="f", arguments=draw(st.sampled_from(["", words])))
-                script.append(ChoiceDelta(tool_calls=(name,)))
-                script += [
-                    ChoiceDelta(tool_calls=(ToolCallDelta(index=calls, arguments=each),)) for each in (words, more)
-                ]
-                calls += 1
-            case _:
-                script.append(ChoiceDelta())
+        if channel is Channel.CALL:
+            deltas += [
+                Delta(channel=channel, call_index=calls, name="f", text=draw(st.sampled_from(["", words]))),
+                *(Delta(channel=channel, call_index=calls, text=each) for each in (words, more) if each),
+            ]
+            calls += 1
+        elif channel is Channel.REASONING:
+            deltas.append(Delta(channel=channel, text=words or "r"))
+        else:
+            scored = draw(st.sampled_from([(), (TokenLogprob(97, -0.5, ((98, -1.0),)),)]))
+            if words or scored:
+                deltas.append(Delta(channel=channel, text=words, logprobs=scored))
+    script: list[ChoiceDelta] = []
+    while deltas:
+        size = draw(st.integers(0, 4))
+        script.append(ChoiceDelta(deltas=tuple(deltas[:size])))
+        del deltas[:size]
     return script
+
+
+def texts_of(script: list[ChoiceDelta], *channels: Channel) -> str:
+    return "".join(each.text for step in script for each in step.deltas if each.channel in channels)
 
 
 def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -64,15 +68,28 @@ def text_of(items: list[dict[str, Any]], kind: str) -> str:
 @given(scripts())
 def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
-    assert text_of(items, "reasoning") == "".join(region.reasoning for region in script)
-    assert text_of(items, "message") == "".join(region.content for region in script)
-    deltas = [call for region in script for call in region.tool_calls]
+    assert text_of(items, "reasoning") == texts_of(script, Channel.REASONING)
+    assert text_of(items, "message") == texts_of(script, *TEXTS[1:])
+    deltas = [each for step in script for each in step.deltas if each.channel is Channel.CALL]
     calls = [item for item in items if item["type"] == "function_call"]
     assert len(calls) == sum(delta.name is not None for delta in deltas)
     for index, call in enumerate(calls):
-        assert call["arguments"] == "".join(delta.arguments for delta in deltas if delta.index == index)
+        assert call["arguments"] == "".join(delta.text for delta in deltas if delta.call_index == index)
     assert len({item["id"] for item in items}) == len(items)
     assert len({call["call_id"] for call in calls}) == len(calls)
+
+
+@given(scripts())
+def test_steps_then_items_are_in_the_order_of_generation(script: list[ChoiceDelta]) -> None:
+    _, items = run(script)
+    kinds = {"commentary": Channel.COMMENTARY, "final_answer": Channel.FINAL, None: Channel.CONTENT}
+    others = {"reasoning": Channel.REASONING, "function_call": Channel.CALL}
+    found = [others.get(item["type"]) or kinds[item.get("phase")] for item in items]
+    expected: list[Channel] = []
+    for each in (each for step in script for each in step.deltas if each.text or each.name):
+        if each.name is not None or not expected or expected[-1] is not each.channel:
+            expected.append(each.channel)
+    assert found == expected
 
 
 @given(scripts())
@@ -102,6 +119,6 @@ def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(script: l
     assert [call.arguments for message in messages for call in message.tool_calls] == [
         item["arguments"] for item in items if item["type"] == "function_call"
     ]
-    shown = "".join(message.content.replace("\n", "") for message in messages)
+    shown = "".join((message.preamble + message.content).replace("\n", "") for message in messages)
     assert shown == text_of(items, "message").replace("\n", "")
     assert all(message.role == "assistant" for message in messages)

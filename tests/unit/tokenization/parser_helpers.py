@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.messages import TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import Delta, OutputParser
+from dynamo_trtllm.tokenization.base import Channel, Delta, OutputParser, StepOutput, text_output
 
 
 @dataclass
@@ -16,15 +16,26 @@ class Seen:
     calls: list[list[str]] = field(default_factory=list)
     reasoning_tokens: int = 0
 
-    def add(self, delta: Delta) -> None:
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        self.reasoning_tokens += delta.reasoning_tokens
-        for call in delta.tool_calls:
-            if call.name is not None:
-                assert call.index == len(self.calls)
-                self.calls.append([call.name, ""])
-            self.calls[call.index][1] += call.arguments
+    def add(self, step: StepOutput) -> None:
+        self.reasoning_tokens += step.reasoning_tokens
+        for delta in step.deltas:
+            if delta.channel is Channel.REASONING:
+                self.reasoning += delta.text
+            elif delta.channel is not Channel.CALL:
+                self.content += delta.text
+            else:
+                if delta.name is not None:
+                    assert delta.call_index == len(self.calls)
+                    self.calls.append([delta.name, ""])
+                self.calls[delta.call_index][1] += delta.text
+
+
+def content_of(step: StepOutput) -> str:
+    return "".join(d.text for d in step.deltas if d.channel not in (Channel.REASONING, Channel.CALL))
+
+
+def calls_of(step: StepOutput) -> list[Delta]:
+    return [delta for delta in step.deltas if delta.channel is Channel.CALL]
 
 
 def fold(parser: OutputParser, pushes: Iterable[Sequence[int]]) -> Seen:
@@ -47,8 +58,8 @@ def cut(ids: Sequence[int], steps: Sequence[int]) -> Iterable[Sequence[int]]:
 class Characters:
     """An OutputParser whose tokens are the code points of a text."""
 
-    def push(self, token_ids: TokenIds) -> Delta:
-        return Delta(content="".join(map(chr, token_ids)))
+    def push(self, token_ids: TokenIds) -> StepOutput:
+        return text_output("".join(map(chr, token_ids)))
 
-    def finish(self) -> Delta:
-        return Delta()
+    def finish(self) -> StepOutput:
+        return StepOutput()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.base import Delta
+from dynamo_trtllm.tokenization.base import StepOutput
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
-from tests.unit.tokenization.parser_helpers import Characters, Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Characters, Seen, calls_of, content_of, cut, fold
 
 STEPS = ([1], [2], [3, 1], [7], [100_000])
 
@@ -22,7 +22,7 @@ def seen(made: ChatOutputParser, text: str, steps: list[int]) -> Seen:
     return found
 
 
-def each_delta(made: ChatOutputParser, text: str) -> list[Delta]:
+def each_step(made: ChatOutputParser, text: str) -> list[StepOutput]:
     return [made.push(token_ids([ord(char)])) for char in text]
 
 
@@ -165,23 +165,23 @@ def test_push_when_the_model_thinks_before_a_call_then_calls_in_the_reasoning_ar
 def test_push_when_a_call_streams_then_its_name_and_arguments_leave_before_it_is_complete() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"city": "Rome"}}</tool_call>'
     made = parser(calls="hermes")
-    deltas = each_delta(made, text)
-    first_name = next(i for i, delta in enumerate(deltas) if delta.tool_calls and delta.tool_calls[0].name == "f")
+    steps = each_step(made, text)
+    first_name = next(i for i, step in enumerate(steps) if any(call.name == "f" for call in calls_of(step)))
     assert first_name == text.index('f"') + 1
-    written = {i: delta.tool_calls[0].arguments for i, delta in enumerate(deltas) if delta.tool_calls}
+    written = {i: call.text for i, step in enumerate(steps) for call in calls_of(step)}
     written.pop(first_name)
     begins = text.index('{"city')
     assert written == {begins + i: char for i, char in enumerate('{"city": "Rome"}')}
 
 
 def test_push_when_text_could_be_a_marker_then_only_that_is_held_back() -> None:
-    deltas = each_delta(parser(calls="hermes"), "x < y <tool!")
-    assert [delta.content for delta in deltas] == ["x", " ", "", "< ", "y", " ", *[""] * 5, "<tool!"]
+    steps = each_step(parser(calls="hermes"), "x < y <tool!")
+    assert [content_of(step) for step in steps] == ["x", " ", "", "< ", "y", " ", *[""] * 5, "<tool!"]
 
 
 def test_push_when_json_is_no_call_then_it_streams_from_the_key_that_says_so() -> None:
-    deltas = each_delta(parser(calls="json"), '{"age": 3}')
-    assert [delta.content for delta in deltas] == [*[""] * 5, '{"age"', ":", " ", "3", "}"]
+    steps = each_step(parser(calls="json"), '{"age": 3}')
+    assert [content_of(step) for step in steps] == [*[""] * 5, '{"age"', ":", " ", "3", "}"]
 
 
 def test_push_when_the_model_thinks_then_tokens_of_reasoning_are_counted_without_markers() -> None:
@@ -193,5 +193,5 @@ def test_push_when_a_call_is_forced_then_its_name_comes_with_the_first_delta_and
     forced_ids = token_ids(map(ord, '<tool_call>\n{"name": "f", "arguments":'))
     made = ChatOutputParser(Characters(), reasoning_parser="none", tool_call_parser="hermes", forced_ids=forced_ids)
     first = made.push(token_ids(map(ord, " {")))
-    assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", "{")]
-    assert not first.content
+    assert [(call.name, call.text) for call in calls_of(first)] == [("f", "{")]
+    assert not content_of(first)

@@ -15,6 +15,7 @@ from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import Conversation, Message, Tool, ToolCall
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from tests.unit.tokenization.harmony_library import in_our_order, rendered
+from tests.unit.tokenization.parser_helpers import content_of
 
 TEXTS = (
     "",
@@ -322,15 +323,15 @@ def test_text_parser_when_only_some_tokens_are_hidden_then_other_special_ones_ar
     renderer: HarmonyRenderer,
 ) -> None:
     parser = renderer.text_parser(frozenset({200002}))
-    pieces = [parser.push(token_ids([each])).content for each in (*renderer.encode("a"), 200007, 200002, 300000)]
+    pieces = [content_of(parser.push(token_ids([each]))) for each in (*renderer.encode("a"), 200007, 200002, 300000)]
     assert pieces == ["a", "<|end|>", "", ""]
 
 
 def test_text_parser_when_character_is_split_then_it_comes_whole(renderer: HarmonyRenderer) -> None:
     ids = renderer.encode("a𒀀b")
     parser = renderer.text_parser()
-    pieces = [parser.push(token_ids([token_id])).content for token_id in (*ids, 200002)]
-    assert "".join(pieces) + parser.finish().content == "a𒀀b"
+    pieces = [content_of(parser.push(token_ids([token_id]))) for token_id in (*ids, 200002)]
+    assert "".join(pieces) + content_of(parser.finish()) == "a𒀀b"
     assert "" in pieces[:-1]  # so the character was in fact split
 
 

@@ -16,7 +16,7 @@ from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import OutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from tests.unit.tokenization.parser_helpers import Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Seen, calls_of, content_of, cut, fold
 
 START, END, MESSAGE, CHANNEL, CALL, RETURN = 200006, 200007, 200008, 200005, 200012, 200002
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -151,16 +151,16 @@ def test_push_when_stream_is_well_formed_then_bodies_equal_those_of_openai_harmo
 
 def test_push_when_a_call_streams_then_name_comes_first_and_arguments_as_they_come(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
-    pieces = [call for i in ids_of(f'{CALL_F}{{"place": "Rome"}}') for call in parser.push(token_ids([i])).tool_calls]
-    assert (pieces[0].name, pieces[0].arguments) == ("get_weather", "")
-    assert all(piece.name is None and piece.arguments and piece.index == 0 for piece in pieces[1:])
+    pieces = [call for i in ids_of(f'{CALL_F}{{"place": "Rome"}}') for call in calls_of(parser.push(token_ids([i])))]
+    assert (pieces[0].name, pieces[0].text) == ("get_weather", "")
+    assert all(piece.name is None and piece.text and piece.call_index == 0 for piece in pieces[1:])
     assert len(pieces) > 3
 
 
 def test_push_when_content_streams_then_nothing_waits_but_half_characters(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
     parser.push(token_ids(ids_of(FINAL)))
-    assert [parser.push(token_ids([i])).content for i in ids_of("Hello there 𒀀!")] == [
+    assert [content_of(parser.push(token_ids([i]))) for i in ids_of("Hello there 𒀀!")] == [
         "Hello",
         " there",
         " ",
@@ -171,7 +171,7 @@ def test_push_when_content_streams_then_nothing_waits_but_half_characters(render
 
 
 def test_push_when_output_is_no_harmony_then_text_is_not_held(renderer: HarmonyRenderer) -> None:
-    assert renderer.chat_parser().push(token_ids(ids_of("Hello"))).content == "Hello"
+    assert content_of(renderer.chat_parser().push(token_ids(ids_of("Hello")))) == "Hello"
 
 
 def test_push_when_header_never_ends_then_it_becomes_content(renderer: HarmonyRenderer) -> None:
@@ -182,7 +182,7 @@ def test_push_when_header_never_ends_then_it_becomes_content(renderer: HarmonyRe
 
 def test_push_when_a_header_has_many_words_then_they_are_not_held(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser()
-    deltas = [parser.push(token_ids([i])).content for i in ids_of("<|channel|>" + "word " * 30)]
+    deltas = [content_of(parser.push(token_ids([i]))) for i in ids_of("<|channel|>" + "word " * 30)]
     assert next(i for i, text in enumerate(deltas) if text) < 16
 
 
@@ -190,7 +190,7 @@ def test_push_when_bytes_are_no_utf8_then_the_rest_still_comes(renderer: Harmony
     lone = vocabulary.mergeable_ranks()[b"\xff"]
     parser = renderer.chat_parser()
     parser.push(token_ids(ids_of(FINAL)))
-    assert parser.push(token_ids([lone, *ids_of("on")])).content == "\N{REPLACEMENT CHARACTER}on"
+    assert content_of(parser.push(token_ids([lone, *ids_of("on")]))) == "\N{REPLACEMENT CHARACTER}on"
 
 
 def test_push_when_character_is_cut_by_the_end_then_it_is_replaced_in_its_own_part(renderer: HarmonyRenderer) -> None:
@@ -223,7 +223,7 @@ def test_push_when_output_is_long_then_nothing_of_it_is_stored(renderer: Harmony
 
     def push(tokens: int, at_once: int) -> None:
         for _ in range(tokens // at_once):
-            assert parser.push(token_ids([1000] * at_once)).content == text * at_once
+            assert content_of(parser.push(token_ids([1000] * at_once))) == text * at_once
 
     push(200, 1)
     push(200, 100)
@@ -254,7 +254,7 @@ def test_push_when_a_call_is_forced_with_its_name_then_output_is_arguments(rende
 def test_push_when_a_call_is_forced_then_the_name_comes_with_the_first_token(renderer: HarmonyRenderer) -> None:
     parser = renderer.chat_parser(forced_ids=renderer.call_header("f") or token_ids())
     first = parser.push(token_ids(ids_of('{"')))
-    assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", '{"')]
+    assert [(call.name, call.text) for call in calls_of(first)] == [("f", '{"')]
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -314,7 +314,7 @@ def test_push_when_a_call_streams_then_the_first_arguments_leave_before_it_is_co
     parser.push(token_ids(ids_of(CALL_F)))
     arguments = ids_of('{"place": "Rome"}')
     first = parser.push(token_ids(arguments[:1]))
-    assert [call.arguments for call in first.tool_calls] == ['{"']
+    assert [call.text for call in calls_of(first)] == ['{"']
 
 
 def test_push_when_a_tool_has_the_longest_name_then_its_call_is_read(renderer: HarmonyRenderer) -> None:

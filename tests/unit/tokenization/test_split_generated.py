@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
-from tests.unit.tokenization.parser_helpers import Characters, Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Characters, Seen, calls_of, cut, fold
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -74,7 +74,7 @@ def test_calls_when_written_then_the_first_arguments_leave_before_the_call_is_co
     for calls, text in (("hermes", f"<tool_call>{whole}</tool_call>"), ("json", whole)):
         parser = make("none", calls)
         early = parser.push(token_ids(map(ord, text[: text.index(raw) + 1])))
-        assert [(c.name, c.arguments) for c in early.tool_calls] == [(call[0], "{")]
+        assert [(each.name, each.text) for each in calls_of(early)] == [(call[0], "{")]
 
 
 @pytest.mark.parametrize("calls", READERS)

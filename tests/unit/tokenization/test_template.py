@@ -15,6 +15,7 @@ from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
 from dynamo_trtllm.tokenization.base import Conversation, Message, OutputParser, Tool, ToolCall, renderer_for
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
+from tests.unit.tokenization.parser_helpers import content_of
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "Łódź naïve 日本語 text", "user assistant system"] * 5
 SPECIALS = ["<s>", "<|im_start|>", "<|im_end|>"]
@@ -73,8 +74,8 @@ def prompt(found: Mapping[str, bytes], *messages: Message, **more: object) -> st
 
 
 def streamed(parser: OutputParser, ids: list[int], step: int = 1) -> str:
-    pieces = [parser.push(token_ids(ids[at : at + step])).content for at in range(0, len(ids), step)]
-    return "".join(pieces) + parser.finish().content
+    pieces = [content_of(parser.push(token_ids(ids[at : at + step]))) for at in range(0, len(ids), step)]
+    return "".join(pieces) + content_of(parser.finish())
 
 
 def test_render_when_template_is_chatml_then_prompt_begins_the_turn_and_markers_are_tokens() -> None:
@@ -219,7 +220,7 @@ def test_text_parser_when_text_streams_then_it_is_whole_and_specials_are_left_ou
 def test_text_parser_when_character_is_split_then_no_part_of_it_is_shown(kind: str) -> None:
     made = renderer(files(kind))
     parser = made.text_parser()
-    pieces = [parser.push(token_ids([i])).content for i in made.encode("the 𒀀")]
+    pieces = [content_of(parser.push(token_ids([i]))) for i in made.encode("the 𒀀")]
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
     assert "" in pieces
 
@@ -236,7 +237,7 @@ def test_text_parser_when_ids_are_random_then_it_neither_raises_nor_stalls(kind:
     parser = made.text_parser()
     silent = longest = 0
     for token_id in ids:
-        silent = 0 if parser.push(token_ids([token_id])).content else silent + 1
+        silent = 0 if content_of(parser.push(token_ids([token_id]))) else silent + 1
         longest = max(longest, silent)
     assert longest < 8
 

@@ -19,12 +19,13 @@ from dynamo_trtllm.frontend.generation.choice import ChoiceDelta
 from dynamo_trtllm.frontend.generation.completions import chat_logprobs, tool_call_id
 from dynamo_trtllm.frontend.generation.responses.response_store import item_id
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.tokenization.base import Message, Renderer, ToolCall, ToolCallDelta
+from dynamo_trtllm.tokenization.base import Channel, Delta, Message, Renderer, ToolCall
 
 Item: TypeAlias = dict[str, Any]
 Event: TypeAlias = dict[str, Any]
 
-_TURN_ORDER: Final = {"reasoning": 0, "message": 1, "function_call": 2}  # Harmony's, within an assistant's turn
+COMMENTARY: Final = "commentary"  # the phase of messages before calls or before the final answer
+FINAL_ANSWER: Final = "final_answer"
 _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
@@ -33,7 +34,9 @@ def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOu
     if isinstance(item, MessageItem):
         part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
         content = [{**part, "text": text} for text in item.content]
-        return {"id": item.id, "type": "message", "role": item.role, "status": "completed", "content": content}
+        head = {"id": item.id, "type": "message", "role": item.role}
+        phase = {"phase": item.phase} if item.phase is not None and item.role == "assistant" else {}
+        return {**head, **phase, "status": "completed", "content": content}
     output = {"output": "\n".join(item.output)} if isinstance(item, FunctionOutputItem) else {}
     return item.model_dump() | {"status": item.status or "completed"} | output
 
@@ -68,7 +71,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
         if kind == "function_call" and item["status"] == "incomplete" and item["call_id"] not in answered:
             continue  # the call was cut off and never made
         is_assistant = kind != "function_call_output" and item.get("role", "assistant") == "assistant"
-        if turn and not (is_assistant and _TURN_ORDER[kind] >= _TURN_ORDER[turn[-1]["type"]]):
+        if turn and not (is_assistant and _can_follow(item, turn[-1])):
             messages += _assistant(turn)
             turn = []
         if is_assistant:
@@ -82,20 +85,37 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     return messages + _assistant(turn)
 
 
+def _can_follow(item: Item, before: Item) -> bool:
+    """Return whether one message of the assistant may hold both items. Calls follow commentary, not an answer."""
+    if item["type"] == "function_call" and before.get("phase") == FINAL_ANSWER:
+        return False
+    return _rank(item) >= _rank(before)
+
+
+def _rank(item: Item) -> int:
+    """Return the place of the assistant's item in Harmony's order of a turn."""
+    if item.get("phase") == COMMENTARY:
+        return 1
+    return {"reasoning": 0, "message": 2, "function_call": 3}[item["type"]]
+
+
 def _assistant(turn: Iterable[Item]) -> list[Message]:
     """Return the message of an assistant's turn. Reasoning without text or calls is dropped."""
     by_type: defaultdict[str, list[Item]] = defaultdict(list)
     for item in turn:
-        by_type[item["type"]].append(item)
+        by_type[COMMENTARY if item.get("phase") == COMMENTARY else item["type"]].append(item)
+    preamble = "\n".join(_said(item["content"]) for item in by_type[COMMENTARY])
     content = "\n".join(_said(item["content"]) for item in by_type["message"])
     reasoning = "\n".join(_said(item["content"] or item["summary"]) for item in by_type["reasoning"])
     calls = tuple(
         ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"])
         for item in by_type["function_call"]
     )
-    if not by_type["message"] and not calls:
+    if not (by_type["message"] or by_type[COMMENTARY] or calls):
         return []
-    return [Message(role="assistant", content=content, reasoning=reasoning or None, tool_calls=calls)]
+    return [
+        Message(role="assistant", preamble=preamble, content=content, reasoning=reasoning or None, tool_calls=calls)
+    ]
 
 
 def _said(parts: Iterable[Item]) -> str:
@@ -139,16 +159,27 @@ OutputEvent: TypeAlias = Event | TextDelta
 class _Kind(NamedTuple):
     """What distinguishes a kind of items on the wire."""
 
-    head: Mapping[str, Any]
+    head: Mapping[str, Any]  # the fields between the item's id and status
     event: str  # the name of the events of its text
     part: Mapping[str, Any] | None = None  # the content part that has the text; None: the text is a call's arguments
 
 
 _REASONING: Final = _Kind({"type": "reasoning", "summary": []}, "reasoning_text", {"type": "reasoning_text"})
-_MESSAGE: Final = _Kind(
-    {"type": "message", "role": "assistant"}, "output_text", {"type": "output_text", "annotations": []}
-)
 _CALL: Final = _Kind({"type": "function_call"}, "function_call_arguments")
+
+
+def _message_kind(**phase: str) -> _Kind:
+    head = {"type": "message", "role": "assistant", **phase}
+    return _Kind(head, "output_text", {"type": "output_text", "annotations": []})
+
+
+_KINDS: Final = {
+    Channel.REASONING: _REASONING,
+    Channel.COMMENTARY: _message_kind(phase=COMMENTARY),
+    Channel.FINAL: _message_kind(phase=FINAL_ANSWER),
+    Channel.CONTENT: _message_kind(),
+    Channel.CALL: _CALL,
+}
 
 
 class _Item:
@@ -199,7 +230,7 @@ class _Item:
         return {**(self.kind.part or {}), "text": text, **self._with_logprobs(list(self._logprobs))}
 
     def _with_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"logprobs": logprobs} if self.kind is _MESSAGE else {}
+        return {"logprobs": logprobs} if self.kind.event == "output_text" else {}
 
 
 class OutputBuilder:
@@ -210,18 +241,24 @@ class OutputBuilder:
         self._renderer = renderer
         self._done: list[Item] = []
         self._open: _Item | None = None
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not arrived yet
+        # Log-probabilities of tokens whose text has not arrived yet, and the item that the text belongs to.
+        self._logprobs: list[TokenLogprob] = []
+        self._scored_kind: _Kind | None = None
 
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
+        """Add the output of a step. Return its events."""
         events: list[OutputEvent] = []
-        if delta.reasoning:
-            events += self._text(_REASONING, delta.reasoning)
-        if delta.logprobs:
-            self._logprobs.extend(delta.logprobs)
-        if delta.content:
-            events += self._text(_MESSAGE, delta.content)
-        for call in delta.tool_calls:
-            events += self._call(call)
+        for each in delta.deltas:
+            kind = _KINDS[each.channel]
+            if each.text or each.name is not None:
+                item = self._item(kind, each, events)
+                if each.text:
+                    events.append(item.text(each.text, self._take_logprobs(kind, each.logprobs)))
+            elif each.logprobs:
+                if self._scored_kind is not kind:
+                    self._logprobs.clear()
+                self._logprobs.extend(each.logprobs)
+                self._scored_kind = kind
         return events
 
     def finish(self, status: str) -> list[OutputEvent]:
@@ -229,8 +266,8 @@ class OutputBuilder:
         if self._open is None:
             return []
         events: list[OutputEvent] = []
-        if self._logprobs and self._open.kind is _MESSAGE:
-            events.append(self._open.text("", self._take_logprobs()))
+        if logprobs := self._take_logprobs(self._open.kind):
+            events.append(self._open.text("", logprobs))
         finish_events = list(self._open.finish(status))
         events += finish_events
         self._done.append(finish_events[-1]["item"])
@@ -241,33 +278,25 @@ class OutputBuilder:
         """Return all items so far. An open item gets `status`."""
         return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
 
-    def _text(self, kind: _Kind, text: str) -> list[OutputEvent]:
-        events = [] if self._open is not None and self._open.kind is kind else self._start(kind)
-        assert self._open is not None
-        events.append(self._open.text(text, self._take_logprobs() if kind is _MESSAGE else ()))
-        return events
+    def _item(self, kind: _Kind, delta: Delta, events: list[OutputEvent]) -> _Item:
+        """Return the item that the delta belongs to. Add the events that close another item and open this one."""
+        if self._open is not None and self._open.kind is kind and delta.name is None:
+            return self._open
+        events += self.finish("completed")
+        call = {} if kind is not _CALL else {"call_id": tool_call_id(), "name": delta.name or ""}
+        item = self._open = _Item(kind, self._response_id, len(self._done), **call)
+        events += item.start()
+        return item
 
-    def _call(self, delta: ToolCallDelta) -> list[OutputEvent]:
-        events = []
-        if delta.name is not None:
-            events = self._start(_CALL, call_id=tool_call_id(), name=delta.name)
-        assert self._open is not None
-        assert self._open.kind is _CALL  # the deltas of a call are consecutive
-        if delta.arguments:
-            events.append(self._open.text(delta.arguments))
-        return events
+    def _take_logprobs(self, kind: _Kind, more: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+        """Return the waiting log-probabilities of an item, and more of them.
 
-    def _start(self, kind: _Kind, **call: Any) -> list[OutputEvent]:
-        """Close the open item and open one."""
-        events = self.finish("completed")
-        self._open = _Item(kind, self._response_id, len(self._done), **call)
-        return [*events, *self._open.start()]
-
-    def _take_logprobs(self) -> list[dict[str, Any]]:
-        """Return the waiting log-probabilities as in chat, but with [] for unknown bytes: null is not allowed here."""
-        if not self._logprobs:
+        They are those of chat, but with [] for unknown bytes: null is not allowed here.
+        """
+        waiting = self._logprobs if self._scored_kind is kind else ()
+        if not waiting and not more:
             return []
-        tokens: list[dict[str, Any]] = chat_logprobs(self._logprobs, self._renderer)["content"]
+        tokens: list[dict[str, Any]] = chat_logprobs([*waiting, *more], self._renderer)["content"]
         for token in tokens:
             for each in (token, *token["top_logprobs"]):
                 each["bytes"] = each["bytes"] or []
