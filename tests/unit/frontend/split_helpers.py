@@ -190,8 +190,7 @@ def _merged_events(data: bytes) -> list[Result]:
     events: list[Result] = []
     for number, text in enumerate(data.decode().strip().split("\n\n")):
         event = json.loads(text.partition("\ndata: ")[2])
-        EVENT.validate_python(event, strict=True)
-        assert event.pop("sequence_number") == number
+        assert event["sequence_number"] == number
         for item in (event.get("item"), *event.get("response", {}).get("output", ())):
             if item and "call_id" in item:
                 item["call_id"] = "call"
@@ -203,6 +202,9 @@ def _merged_events(data: bytes) -> list[Result]:
                 last["logprobs"] += event["logprobs"]
         else:
             events.append(event)
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+        del event["sequence_number"]  # the number of the first of the merged events
     return events
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
 
+from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.generation.responses import response_builder
+from dynamo_trtllm.frontend.generation.responses.items import named, normalized
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import ServedModel
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from tests.unit.frontend.split_helpers import Case, OtherFormat, chat, output, responses, served_by
+from tests.unit.frontend.split_helpers import RESPONSE, Case, OtherFormat, chat, output, responses, served_by
 
 NEXT = "<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -77,6 +83,15 @@ def test_responses_when_messages_have_logprobs_then_each_has_its_own(served: Ser
         assert "".join(each["token"] for each in part["logprobs"]) == part["text"]
 
 
+@STEPS
+def test_responses_when_text_is_for_a_tool_that_is_not_served_then_it_is_no_answer(
+    served: ServedModel, steps: list[int]
+) -> None:
+    code = "<|channel|>analysis to=python code<|message|>print(1)"
+    result = responses(served, case(f"{code}{NEXT}{FINAL}1<|return|>"), steps)
+    assert output(result) == [("message", "commentary", "print(1)"), ("message", "final_answer", "1")]
+
+
 def test_responses_when_the_format_marks_no_commentary_then_messages_have_no_phase() -> None:
     result = responses(served_by(OtherFormat(reasoning="basic")), case("<think>a</think>b"), [1000])
     assert output(result) == [("reasoning", None, "a"), ("message", None, "b")]
@@ -137,3 +152,73 @@ def test_chat_when_only_one_call_is_allowed_then_text_before_the_second_stays(
     result = chat(served, case(text, is_one_call=True), steps)
     assert [field for field, _ in result["runs"]] == ["call 0", "content"]
     assert result["finish"] == "tool_calls"
+
+
+# --- input -------------------------------------------------------------------------------------------
+
+LOOK = {"role": "assistant", "content": "I will look it up.", "phase": "commentary"}
+ANSWER = {"role": "assistant", "content": "It is up.", "phase": "final_answer"}
+WHY = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Why?"}]}
+CALLED = {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "ok"}
+START = "<|start|>assistant<|channel|>"
+COMMENTARY_PROMPT = f"{START}commentary<|message|>I will look it up.<|end|>"
+FINAL_PROMPT = f"{START}final<|message|>It is up.<|end|>"
+CALL_PROMPT = f"{START}commentary to=functions.a <|constrain|>json<|message|>{{}}<|call|>"
+RESULT_PROMPT = "<|start|>functions.a to=assistant<|channel|>commentary<|message|>ok<|end|>"
+REASONING_PROMPT = f"{START}analysis<|message|>Why?<|end|>"
+
+
+def prompt(served: ServedModel, items: list[dict[str, Any]]) -> str:
+    """Return what the prompt has of the items after the first message."""
+    given = [{"role": "user", "content": "Is it up?"}, *items]
+    body = parse(ResponseRequest, json.dumps({"model": "m", "input": given}).encode())
+    normal = [normalized(item) for item in body.input]  # type: ignore[arg-type]
+    conversation = response_builder._conversation(body, named(normal, RESPONSE.id))
+    text = served.renderer.decode(served.renderer.render(conversation))
+    return text.partition("Is it up?<|end|>")[2].removesuffix("<|start|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([LOOK, ANSWER], COMMENTARY_PROMPT + FINAL_PROMPT),
+        ([LOOK], COMMENTARY_PROMPT),
+        ([LOOK, CALLED, RESULT], COMMENTARY_PROMPT + CALL_PROMPT + RESULT_PROMPT),
+        ([CALLED, RESULT, ANSWER], CALL_PROMPT + RESULT_PROMPT + FINAL_PROMPT),
+        ([CALLED, ANSWER, RESULT], CALL_PROMPT + FINAL_PROMPT + RESULT_PROMPT),
+        ([ANSWER, CALLED, RESULT], FINAL_PROMPT + CALL_PROMPT + RESULT_PROMPT),
+        ([ANSWER, LOOK], FINAL_PROMPT + COMMENTARY_PROMPT),
+        (
+            [WHY, LOOK, WHY, CALLED, RESULT],
+            (REASONING_PROMPT + COMMENTARY_PROMPT) + REASONING_PROMPT + CALL_PROMPT + RESULT_PROMPT,
+        ),
+        ([WHY, CALLED, RESULT, LOOK], REASONING_PROMPT + CALL_PROMPT + RESULT_PROMPT + COMMENTARY_PROMPT),
+        ([WHY, LOOK, ANSWER], COMMENTARY_PROMPT + FINAL_PROMPT),
+    ],
+    ids=str,
+)
+def test_input_when_messages_have_a_phase_then_they_are_in_its_channel(
+    served: ServedModel, items: list[dict[str, Any]], expected: str
+) -> None:
+    assert prompt(served, items) == expected
+
+
+@STEPS
+def test_output_when_it_is_sent_back_then_the_prompt_has_the_messages_of_the_model(
+    served: ServedModel, steps: list[int]
+) -> None:
+    written = f"{PREAMBLE}{NEXT}{CALL}<|call|>"
+    result = responses(served, case(written), steps)
+    assert prompt(served, result["events"][-1]["response"]["output"]) == f"<|start|>assistant{written}"
+
+
+def test_input_when_the_phase_is_unknown_then_the_error_names_it() -> None:
+    body = {"model": "m", "input": [LOOK | {"phase": "analysis"}]}
+    with pytest.raises(InvalidRequest, match=r"input\[0\]\.phase must be"):
+        parse(ResponseRequest, json.dumps(body).encode())
+
+
+def test_input_items_when_they_have_a_phase_then_it_is_stored() -> None:
+    body = parse(ResponseRequest, json.dumps({"model": "m", "input": [LOOK, ANSWER]}).encode())
+    assert [normalized(item)["phase"] for item in body.input] == ["commentary", "final_answer"]  # type: ignore[arg-type]
