@@ -62,7 +62,7 @@ class MessageItem(RequestModel):
     id: Label | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
-    phase: Literal["commentary", "final_answer"] | None = None  # no effect unless the role is "assistant"
+    phase: Literal["commentary", "final_answer"] | None = None  # of an assistant's message
 
 
 class SummaryText(RequestModel):

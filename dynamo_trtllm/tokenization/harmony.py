@@ -66,7 +66,8 @@ class HarmonyRenderer:
         self._developer_texts = DeveloperTexts(self._harmony)
         self._token_texts = TokenTextCache(self._tokenizer.token_bytes)
         channels = (Channel.REASONING, Channel.COMMENTARY, Channel.FINAL)
-        self._channel_texts = {each: TokenTextCache(self._tokenizer.token_bytes, each) for each in channels}
+        token_bytes = self._tokenizer.token_bytes
+        self._channel_texts = {each: TokenTextCache(token_bytes, each) for each in channels}
         self._header = functools.lru_cache(maxsize=64)(self._make_header)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})

@@ -44,7 +44,9 @@ class Header(NamedTuple):
 
     @property
     def is_commentary(self) -> bool:
-        return self.role == ASSISTANT and self.channel == "commentary"
+        """Return whether the text is not the answer: it is for a tool, or in the channel for preambles."""
+        is_for_tool = self.recipient not in {"", *_NO_TOOLS}
+        return self.role == ASSISTANT and (self.channel == "commentary" or is_for_tool)
 
     @property
     def is_reasoning(self) -> bool:
@@ -87,9 +89,9 @@ _CHANNELS: Final = {
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
-    Text that is not valid Harmony becomes final text, without control tokens. This applies to invalid, overlong and
-    unfinished headers, and to text between messages. Calls without a valid name or of gpt-oss's built-in tools are
-    text, too.
+    Text that is not valid Harmony becomes final text, without control tokens. This applies to
+    invalid, overlong and unfinished headers, and to text between messages. Calls without a valid
+    name, or of gpt-oss's built-in tools, are text, too.
     A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
 
     Args:
@@ -242,7 +244,7 @@ class HarmonyParser:
         return is_marked and any(channel.startswith(header.channel) for channel in CHANNELS)
 
     def _header_is_text(self) -> None:
-        """Emit the withheld header as final text, to which the text up to the next control token belongs."""
+        """Emit the withheld header as final text. That goes on up to the next control token."""
         shown = self._header[self._prefill_ids :]
         self._clear_header()
         self._position = _Position.FINAL

@@ -124,7 +124,7 @@ class ChoiceState:
         self._in_content = False
         self._text_channel = Channel.CONTENT  # of the text so far
         self._is_plain = choice_request.is_plain
-        # Whether the text may end the output before its last token. Then the tokens so far are stored.
+        # Whether the text may end the output before its last token. Then `_ids` has the tokens so far.
         self._is_bounded = self._stops is not None or not self._options.parallel_tool_calls
         self._ids = token_ids()
         self._awaits_prompt_logprobs = choice_request.request.sampling.prompt_logprobs is not None
@@ -191,7 +191,8 @@ class ChoiceState:
         scored = self._add_prompt_logprobs(deltas) if self._awaits_prompt_logprobs else NO_LOGPROBS
         if self._choice_request.is_prompt_only:
             self.finish = "length"
-            return ChoiceDelta(index=self._index, deltas=tuple(deltas), finish=self.finish, prompt_logprobs=scored)
+            shown = tuple(deltas)
+            return ChoiceDelta(index=self._index, deltas=shown, finish="length", prompt_logprobs=scored)
         ids = self._push_shown(chunk, deltas)
         self.num_tokens += len(ids)
         if self._has_logprobs:
@@ -241,9 +242,9 @@ class ChoiceState:
         )
 
     def _add_prompt_logprobs(self, deltas: list[Delta]) -> tuple[TokenLogprob, ...]:
-        """Add the log-probabilities of the prompt for `logprobs` of the choice. Return those for their own field.
+        """Add the log-probabilities of the prompt for `logprobs` of the choice.
 
-        They all arrive before the first chunk. Called once.
+        Return those for their own field. They all arrive before the first chunk. Called once.
         """
         self._awaits_prompt_logprobs = False
         scored, wanted = self.trace.prompt_logprobs, len(self._choice_request.request.token_ids)
@@ -257,10 +258,11 @@ class ChoiceState:
         return _likeliest(scored, choice_request.prompt_logprobs)
 
     def _push_shown(self, chunk: Chunk, deltas: list[Delta]) -> TokenIds:
-        """Add the output of the chunk to `deltas`. Return its tokens, without those after the end of the output."""
-        ids = chunk.token_ids
-        stopped = chunk.finish_reason is FinishReason.STOP
-        shown = ids[:-1] if stopped and ids and ids[-1] in self._choice_request.hidden_token_ids else ids
+        """Add the output of the chunk. Return its tokens up to the end of the output."""
+        shown = ids = chunk.token_ids
+        is_stopped = chunk.finish_reason is FinishReason.STOP
+        if is_stopped and ids and ids[-1] in self._choice_request.hidden_token_ids:
+            shown = ids[:-1]
         if self._shows_logprobs:
             return self._push_scored(ids, shown, chunk.logprobs, deltas)
         step, num_reasoning = self._parse(shown), self._reasoning_tokens
@@ -280,7 +282,8 @@ class ChoiceState:
         for index in range(len(shown)):
             step = self._parse(shown if len(shown) == 1 else shown[index : index + 1])
             self._count(step)
-            self._add(self._scored(step, logprobs[index]) if index < len(logprobs) else step.deltas, deltas)
+            has_logprob = index < len(logprobs)
+            self._add(self._scored(step, logprobs[index]) if has_logprob else step.deltas, deltas)
             if self.finish is not None:
                 return ids[: index + 1]
         return ids
@@ -288,8 +291,8 @@ class ChoiceState:
     def _num_used(self, ids: TokenIds) -> int:
         """Return how many tokens of the last step belong to the output, and count their reasoning.
 
-        The parser does not report to which token a text belongs. So the output is parsed again, this step token by
-        token. That happens at most once, and leaves the parsing of most steps as fast as it is without stop strings.
+        The parser does not report to which token a text belongs. So the output is parsed again, this
+        step token by token. That happens at most once; other steps are parsed at once.
         """
         again = ChoiceState(self._choice_request)
         again._add(again._parse(self._ids).deltas, [])
@@ -307,7 +310,7 @@ class ChoiceState:
             self._saw_tool_call = True
 
     def _add(self, parsed: Iterable[Delta], deltas: list[Delta]) -> None:
-        """Add parsed deltas up to a stop string or a call that is not allowed, which set `finish`."""
+        """Add parsed deltas up to a stop string or a call too many, which set `finish`."""
         for delta in parsed:
             channel = delta.channel
             if channel is not self._text_channel:
@@ -368,7 +371,9 @@ class ChoiceState:
             return (*step.deltas, Delta(channel=self._text_channel, logprobs=(logprob,)))
         text = step.deltas[last]
         scored = Delta(channel=text.channel, text=text.text, logprobs=(logprob,))
-        return (scored,) if len(step.deltas) == 1 else (*step.deltas[:last], scored, *step.deltas[last + 1 :])
+        if len(step.deltas) == 1:
+            return (scored,)
+        return (*step.deltas[:last], scored, *step.deltas[last + 1 :])
 
     def _counts(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
         if not self._choice_request.content_logprobs_only:

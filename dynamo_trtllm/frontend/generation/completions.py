@@ -35,7 +35,7 @@ _END = b"}\n\n"  # of an event; JSON has no line breaks, so it occurs nowhere el
 _NO_USAGE = b'"usage":null' + _END
 _CALL, _REASONING = Channel.CALL, Channel.REASONING
 # The order of an event's fields.
-_RANKS = {Channel.REASONING: 0, Channel.COMMENTARY: 1, Channel.FINAL: 1, Channel.CONTENT: 1, Channel.CALL: 2}
+_RANKS = dict.fromkeys(Channel, 1) | {Channel.REASONING: 0, Channel.CALL: 2}
 
 
 def event(value: Any) -> bytes:
@@ -191,7 +191,8 @@ class _TextChoice:
         return data if delta.finish is None else data + event(self._chunk(self._last, finish=delta.finish))
 
     def _delta(self, delta: ChoiceDelta) -> bytes:
-        if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):  # most deltas
+        # Most deltas
+        if len(delta.deltas) == 1 and not (delta.deltas[0].logprobs or delta.token_ids):
             before, after = self._around_delta
             return before + orjson.dumps(delta.deltas[0].text) + after
         text = "".join(each.text for each in delta.deltas)
@@ -280,7 +281,7 @@ def _logprobs(deltas: Sequence[Delta]) -> Sequence[TokenLogprob]:
 
 
 def _by_event(deltas: Sequence[Delta]) -> Sequence[Sequence[Delta]]:
-    """Divide deltas into events. Clients read the fields of an event in the order reasoning, content, tool calls."""
+    """Divide deltas into events. Clients read reasoning first, then content, then calls."""
     if len(deltas) == 1:
         return [deltas]
     events: list[list[Delta]] = []

@@ -232,7 +232,8 @@ def _abridged(message: Message) -> Message:
     calls = tuple(msgspec.structs.replace(call, arguments="{}") for call in message.tool_calls)
     reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
     content, preamble = message.content[:_ABRIDGED_CHARS], message.preamble[:_ABRIDGED_CHARS]
-    return msgspec.structs.replace(message, content=content, preamble=preamble, reasoning=reasoning, tool_calls=calls)
+    short = msgspec.structs.replace(message, content=content, preamble=preamble)
+    return msgspec.structs.replace(short, reasoning=reasoning, tool_calls=calls)
 
 
 # --- constraints on the output ---------------------------------------------------------------------------

@@ -118,11 +118,12 @@ def prepare_conversation(
     unscored = msgspec.structs.replace(sampling, prompt_logprobs=None)  # all choices have the same prompt
     calls = [(ids, sampling), *[(ids, unscored)] * (options.n - 1)]
     hidden = _no_text_ids(sampling, served, options)
+    make_parser = functools.partial(renderer.chat_parser, forced_ids=forced_ids, hidden=hidden)
     choices = tuple(
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            make_parser=functools.partial(renderer.chat_parser, forced_ids=forced_ids, hidden=hidden),
+            make_parser=make_parser,
             options=options,
             hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,

@@ -86,7 +86,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
 
 
 def _can_follow(item: Item, before: Item) -> bool:
-    """Return whether one message of the assistant may hold both items. Calls follow commentary, not an answer."""
+    """Return whether one message may hold both items. Calls follow commentary, not an answer."""
     if item["type"] == "function_call" and before.get("phase") == FINAL_ANSWER:
         return False
     return _rank(item) >= _rank(before)
@@ -114,7 +114,13 @@ def _assistant(turn: Iterable[Item]) -> list[Message]:
     if not (by_type["message"] or by_type[COMMENTARY] or calls):
         return []
     return [
-        Message(role="assistant", preamble=preamble, content=content, reasoning=reasoning or None, tool_calls=calls)
+        Message(
+            role="assistant",
+            preamble=preamble,
+            content=content,
+            reasoning=reasoning or None,
+            tool_calls=calls,
+        )
     ]
 
 
@@ -241,7 +247,7 @@ class OutputBuilder:
         self._renderer = renderer
         self._done: list[Item] = []
         self._open: _Item | None = None
-        # Log-probabilities of tokens whose text has not arrived yet, and the item that the text belongs to.
+        # Log-probabilities of tokens whose text has not arrived yet, and the kind of its item.
         self._logprobs: list[TokenLogprob] = []
         self._scored_kind: _Kind | None = None
 
@@ -279,7 +285,7 @@ class OutputBuilder:
         return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
 
     def _item(self, kind: _Kind, delta: Delta, events: list[OutputEvent]) -> _Item:
-        """Return the item that the delta belongs to. Add the events that close another item and open this one."""
+        """Return the item of a delta. Add the events that close another item and open this one."""
         if self._open is not None and self._open.kind is kind and delta.name is None:
             return self._open
         events += self.finish("completed")
@@ -288,7 +294,7 @@ class OutputBuilder:
         events += item.start()
         return item
 
-    def _take_logprobs(self, kind: _Kind, more: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+    def _take_logprobs(self, kind: _Kind, more: Sequence[TokenLogprob] = ()) -> list[Item]:
         """Return the waiting log-probabilities of an item, and more of them.
 
         They are those of chat, but with [] for unknown bytes: null is not allowed here.
@@ -296,7 +302,7 @@ class OutputBuilder:
         waiting = self._logprobs if self._scored_kind is kind else ()
         if not waiting and not more:
             return []
-        tokens: list[dict[str, Any]] = chat_logprobs([*waiting, *more], self._renderer)["content"]
+        tokens: list[Item] = chat_logprobs([*waiting, *more], self._renderer)["content"]
         for token in tokens:
             for each in (token, *token["top_logprobs"]):
                 each["bytes"] = each["bytes"] or []
