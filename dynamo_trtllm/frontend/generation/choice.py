@@ -267,7 +267,10 @@ class ChoiceState:
             return self._push_scored(ids, shown, chunk.logprobs, deltas)
         step, num_reasoning = self._parse(shown), self._reasoning_tokens
         self._count(step)
-        self._add(step.deltas, deltas)
+        if self._stops is None and not step.num_calls and self._options.shows_reasoning:
+            deltas += step.deltas
+        else:
+            self._add(step.deltas, deltas)
         if self._is_bounded:
             if self.finish is not None and len(ids) > 1:
                 self._reasoning_tokens = num_reasoning
@@ -320,24 +323,20 @@ class ChoiceState:
                     deltas.append(delta)
             elif channel is not _CALL:
                 self._text_channel = channel
-                self._add_text(delta, deltas)
+                if self._stops is not None:
+                    text, is_stopped = self._stops.push(delta.text)
+                    if text is not delta.text:
+                        delta = Delta(channel=channel, text=text, logprobs=delta.logprobs)
+                    if is_stopped:
+                        self.finish = "stop"
+                if delta.text or delta.logprobs:
+                    deltas.append(delta)
             elif self._options.parallel_tool_calls or not delta.call_index:
                 deltas.append(delta)
             else:
                 self.finish = "tool_calls"
             if self.finish is not None:
                 return
-
-    def _add_text(self, delta: Delta, deltas: list[Delta]) -> None:
-        """Add text up to a stop string, which sets `finish`."""
-        if self._stops is not None:
-            text, is_stopped = self._stops.push(delta.text)
-            if is_stopped:
-                self.finish = "stop"
-            if text is not delta.text:
-                delta = Delta(channel=delta.channel, text=text, logprobs=delta.logprobs)
-        if delta.text or delta.logprobs:
-            deltas.append(delta)
 
     def _release(self, deltas: list[Delta]) -> None:
         """Add the text that may have been the beginning of a stop string."""
@@ -361,6 +360,11 @@ class ChoiceState:
 
     def _scored(self, step: StepOutput, logprob: TokenLogprob) -> tuple[Delta, ...]:
         """Return the deltas of one token with its log-probability, if that belongs to text."""
+        if len(step.deltas) == 1:  # most tokens
+            only = step.deltas[0]
+            if only.channel is not _REASONING and only.channel is not _CALL:
+                self._in_content = True
+                return (Delta(channel=only.channel, text=only.text, logprobs=(logprob,)),)
         last = -1  # place of the last text
         for index, delta in enumerate(step.deltas):
             if delta.channel is not _REASONING and delta.channel is not _CALL:
@@ -371,8 +375,6 @@ class ChoiceState:
             return (*step.deltas, Delta(channel=self._text_channel, logprobs=(logprob,)))
         text = step.deltas[last]
         scored = Delta(channel=text.channel, text=text.text, logprobs=(logprob,))
-        if len(step.deltas) == 1:
-            return (scored,)
         return (*step.deltas[:last], scored, *step.deltas[last + 1 :])
 
     def _counts(self, step: StepOutput, token_id: int, *, has_text: bool) -> bool:
